@@ -1,0 +1,36 @@
+"""The one checksum: xxh3, 64 bits per block and 128 bits for whole small files (docs/adr/0002)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import xxhash
+
+BLOCK_NBYTES = 256 * 1024
+"""Unit of checksum. Measured: two threads hash 256 KiB pieces at 30 GB/s, 1 MiB pieces at 33 (docs/adr/0002)."""
+
+DIGEST_NBYTES = 8
+"""Width of one block's checksum: xxh3_64, little endian, seed 0."""
+
+FILE_CHECKSUM_PREFIX = "xxh3_128:"
+
+
+class Buffer(Protocol):
+    """Anything with the buffer protocol; spelled out because `collections.abc.Buffer` needs Python 3.12."""
+
+    def __len__(self) -> int: ...
+
+
+def block_count(nbytes: int) -> int:
+    """Return how many blocks cover `nbytes`; the last one may be short."""
+    return -(-nbytes // BLOCK_NBYTES)
+
+
+def block_digest(block: Buffer) -> bytes:
+    """Return the 8-byte checksum of one block. Releases the GIL."""
+    return xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_NBYTES, "little")  # type: ignore[arg-type]
+
+
+def file_checksum(data: Buffer) -> str:
+    """Return the checksum of a small file as text: `xxh3_128:` and 32 hex digits."""
+    return FILE_CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(data)  # type: ignore[arg-type]

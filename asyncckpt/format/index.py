@@ -1,0 +1,135 @@
+"""One rank's index: its structure, and the size and block checksums of every file that the rank wrote.
+
+The trainer provides the structure; the writer adds what it measured while writing. The manifest names the index
+with its checksum, the index names the files with theirs: so one valid manifest vouches for every byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES
+from asyncckpt.format.names import MAX_PARTS, MAX_RANKS, SaveId, objects_name, shard_name
+from asyncckpt.format.structure import MAX_INT, MAX_STRUCTURE_NBYTES
+
+INDEX_VERSION = 1
+MAX_INDEX_NBYTES = 2 * MAX_STRUCTURE_NBYTES
+MIN_BLOCK_NBYTES = 4096
+MAX_BLOCK_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRecord:
+    """A shard file: name, exact length, and one 8-byte checksum per block, concatenated."""
+
+    name: str
+    nbytes: int
+    digests: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectsRecord:
+    """The objects file: name, exact length, `file_checksum` of its bytes."""
+
+    name: str
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankIndex:
+    """See the module. `structure` is `encode_structure`'s bytes, verbatim; `block_nbytes` the unit of `digests`."""
+
+    save_id: SaveId
+    rank: int
+    world_size: int
+    block_nbytes: int = BLOCK_NBYTES
+    shards: tuple[ShardRecord, ...]
+    objects: ObjectsRecord
+    structure: bytes
+
+
+def encode_index(index: RankIndex) -> bytes:
+    """Return the msgpack of `index` (format/SPEC.md section 3)."""
+    document = {
+        "asyncckpt_index": INDEX_VERSION,
+        "save_id": str(index.save_id),
+        "rank": index.rank,
+        "world_size": index.world_size,
+        "block_nbytes": index.block_nbytes,
+        "shards": [[s.name, s.nbytes, s.digests] for s in index.shards],
+        "objects": [index.objects.name, index.objects.nbytes, index.objects.checksum],
+        "structure": index.structure,
+    }
+    return bytes(msgpack.packb(document))
+
+
+def decode_index(data: bytes) -> RankIndex:
+    """Read and check `encode_index`'s bytes; the structure inside stays encoded.
+
+    Raises:
+        UnsupportedFormatError: Written by a newer version.
+        CorruptCheckpointError: Anything that the SPEC forbids.
+    """
+    try:
+        if len(data) > MAX_INDEX_NBYTES:
+            raise ValueError(f"{len(data)} bytes")
+        raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
+        if not isinstance(raw, dict):
+            raise ValueError("not a map")
+        version = raw.get("asyncckpt_index")
+        if type(version) is int and version > INDEX_VERSION:
+            raise UnsupportedFormatError(
+                f"index version {version} is newer than this package reads ({INDEX_VERSION}); upgrade asyncckpt",
+                found=version,
+                supported=INDEX_VERSION,
+            )
+        if version != INDEX_VERSION:
+            raise ValueError(f"index version {version!r}")
+        return _checked_index(raw)
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+        if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
+            raise
+        raise CorruptCheckpointError(f"an index does not decode: {error}", detail=str(error)) from error
+
+
+def _checked_index(raw: dict[str, Any]) -> RankIndex:
+    save_id = SaveId.parse(raw["save_id"])
+    rank, world_size = raw["rank"], raw["world_size"]
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= MAX_RANKS:
+        raise ValueError(f"rank {rank!r} of world {world_size!r}")
+    block_nbytes = raw["block_nbytes"]
+    if type(block_nbytes) is not int or not MIN_BLOCK_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes % 4096:
+        raise ValueError(f"block_nbytes {block_nbytes!r}")
+    if len(raw["shards"]) > MAX_PARTS:
+        raise ValueError("too many shards")
+    shards = []
+    for part, (name, nbytes, digests) in enumerate(raw["shards"]):
+        if name != shard_name(save_id, rank, part):
+            raise ValueError(f"shard {part} is named {name!r}")
+        _check_length(nbytes)
+        if not isinstance(digests, bytes) or len(digests) != -(-nbytes // block_nbytes) * DIGEST_NBYTES:
+            raise ValueError(f"shard {name} has {len(digests)} bytes of checksums for {nbytes} bytes")
+        shards.append(ShardRecord(name=name, nbytes=nbytes, digests=digests))
+    name, nbytes, checksum = raw["objects"]
+    _check_length(nbytes)
+    if name != objects_name(save_id, rank) or not isinstance(checksum, str) or not isinstance(raw["structure"], bytes):
+        raise ValueError("malformed objects record or structure")
+    return RankIndex(
+        save_id=save_id,
+        rank=rank,
+        world_size=world_size,
+        block_nbytes=block_nbytes,
+        shards=tuple(shards),
+        objects=ObjectsRecord(name=name, nbytes=nbytes, checksum=checksum),
+        structure=raw["structure"],
+    )
+
+
+def _check_length(nbytes: Any) -> None:
+    if type(nbytes) is not int or not 0 <= nbytes <= MAX_INT:
+        raise ValueError(f"length {nbytes!r}")

@@ -1,0 +1,182 @@
+"""The commit record of a checkpoint: small, human-readable JSON that carries its own checksum.
+
+IMPORTANT: a manifest is created last and never changed. Whatever it names was durable before it existed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum
+from asyncckpt.format.names import MAX_RANKS, SaveId, index_name
+
+MANIFEST_VERSION = 1
+MAX_MANIFEST_NBYTES = 64 << 20
+STATE_COMMITTED = "committed"
+
+_ZERO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
+_TRAILER = re.compile(rb'"checksum": "(xxh3_128:[0-9a-f]{32})"\n\}\n\Z')
+_VERSION = re.compile(rb'\s*\{\s*"asyncckpt_manifest":\s*([0-9]{1,9})\b')
+_TRAILER_NBYTES = len(f'"checksum": "{_ZERO_CHECKSUM}"\n}}\n')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """What one rank contributed: its index with checksum, and totals for `ls` and `du`."""
+
+    rank: int
+    index_name: str
+    index_nbytes: int
+    index_checksum: str
+    n_tensors: int
+    n_files: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """See the module.
+
+    Attributes:
+        step: The training step, as the user counts.
+        created: ISO 8601, UTC.
+        fsync: False when the user switched fsync off; then a power cut may lose the checkpoint.
+        metadata: The user's JSON.
+        timings: Seconds per phase of the save, for reports; no reader depends on it.
+        writer: Package and version.
+    """
+
+    save_id: SaveId
+    step: int
+    world_size: int
+    created: str
+    fsync: bool
+    writer: str
+    ranks: tuple[RankRecord, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that the ranks wrote, indexes included."""
+        return sum(r.nbytes for r in self.ranks)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the file's bytes (format/SPEC.md section 2)."""
+    document = {
+        "asyncckpt_manifest": MANIFEST_VERSION,
+        "state": STATE_COMMITTED,
+        "save_id": str(manifest.save_id),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "fsync": manifest.fsync,
+        "writer": manifest.writer,
+        "metadata": dict(manifest.metadata),
+        "timings": dict(manifest.timings),
+        "ranks": [
+            {
+                "rank": r.rank,
+                "index": r.index_name,
+                "index_nbytes": r.index_nbytes,
+                "index_checksum": r.index_checksum,
+                "tensors": r.n_tensors,
+                "files": r.n_files,
+                "nbytes": r.nbytes,
+            }
+            for r in manifest.ranks
+        ],
+        "checksum": _ZERO_CHECKSUM,
+    }
+    blank = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+    head, tail = blank[:-_TRAILER_NBYTES], blank[-_TRAILER_NBYTES:]
+    return head + tail.replace(_ZERO_CHECKSUM.encode(), file_checksum(blank).encode())
+
+
+def decode_manifest(data: bytes, path: str = "") -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        data: The file's bytes.
+        path: The checkpoint's directory, for messages.
+
+    Raises:
+        UnsupportedFormatError: Written by a newer version.
+        CorruptCheckpointError: Damaged, or not a manifest of ours.
+    """
+    try:
+        _refuse_newer(data, path)
+        trailer = _TRAILER.search(data[-_TRAILER_NBYTES:])
+        if len(data) > MAX_MANIFEST_NBYTES or trailer is None:
+            raise ValueError("no checksum at its end")
+        blank = data[:-_TRAILER_NBYTES] + data[-_TRAILER_NBYTES:].replace(trailer[1], _ZERO_CHECKSUM.encode())
+        if file_checksum(blank) != trailer[1].decode():
+            raise ValueError("its checksum does not match")
+        raw = json.loads(data)
+        version = raw.get("asyncckpt_manifest")
+        if version != MANIFEST_VERSION or raw["state"] != STATE_COMMITTED:
+            raise ValueError(f"version {version!r}, state {raw.get('state')!r}")
+        return _checked_manifest(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
+            raise
+        raise CorruptCheckpointError(
+            f"{path or 'checkpoint'}: manifest.json is damaged: {error}", path=path, file="manifest.json", detail=str(error)
+        ) from error
+
+
+def _refuse_newer(data: bytes, path: str) -> None:
+    """A newer version may end otherwise than ours, so its number is looked at before its checksum."""
+    found = _VERSION.match(data[:256])
+    if found and int(found[1]) > MANIFEST_VERSION:
+        raise UnsupportedFormatError(
+            f"{path or 'checkpoint'}: manifest version {int(found[1])} is newer than this package reads "
+            f"({MANIFEST_VERSION}); upgrade asyncckpt",
+            path=path,
+            found=int(found[1]),
+            supported=MANIFEST_VERSION,
+        )
+
+
+def _checked_manifest(raw: dict[str, Any]) -> Manifest:
+    save_id, world_size = SaveId.parse(raw["save_id"]), raw["world_size"]
+    if type(raw["step"]) is not int or type(raw["fsync"]) is not bool or not isinstance(raw["metadata"], dict):
+        raise ValueError("a field has another type than the SPEC says")
+    if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS or len(raw["ranks"]) != world_size:
+        raise ValueError(f"{len(raw['ranks'])} ranks of world {world_size!r}")
+    ranks = tuple(_checked_rank(r, number, save_id) for number, r in enumerate(raw["ranks"]))
+    return Manifest(
+        save_id=save_id,
+        step=raw["step"],
+        world_size=world_size,
+        created=str(raw["created"]),
+        fsync=raw["fsync"],
+        writer=str(raw["writer"]),
+        ranks=ranks,
+        metadata=raw["metadata"],
+        timings={str(k): float(v) for k, v in raw["timings"].items()},
+    )
+
+
+def _checked_rank(raw: dict[str, Any], number: int, save_id: SaveId) -> RankRecord:
+    record = RankRecord(
+        rank=raw["rank"],
+        index_name=raw["index"],
+        index_nbytes=raw["index_nbytes"],
+        index_checksum=raw["index_checksum"],
+        n_tensors=raw["tensors"],
+        n_files=raw["files"],
+        nbytes=raw["nbytes"],
+    )
+    numbers = (record.index_nbytes, record.n_tensors, record.n_files, record.nbytes)
+    if record.rank != number or record.index_name != index_name(save_id, number):
+        raise ValueError(f"entry {number} of ranks is rank {record.rank!r} with index {record.index_name!r}")
+    if any(type(n) is not int or n < 0 for n in numbers) or not isinstance(record.index_checksum, str):
+        raise ValueError(f"malformed numbers of rank {number}")
+    return record

@@ -1,0 +1,72 @@
+"""Save ids and the file names that carry them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MANIFEST_NAME = "manifest.json"
+MAX_RANKS = 100_000
+MAX_PARTS = 1_000
+MAX_EPOCH = 999_999
+MAX_SEQUENCE = 99_999_999
+
+_SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
+_OWN_FILE = re.compile(
+    r"rank-[0-9]{5}(?:-part-[0-9]{3})?\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|safetensors)\Z"
+)
+_TEMPORARY_MANIFEST = re.compile(r"manifest\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z")
+
+
+class SaveId(NamedTuple):
+    """Which save of which run. Equal on all ranks; later ones of a lineage compare greater.
+
+    `epoch`: one more than the largest among the manifests beside the first path of the run.
+    `sequence`: counts the run's `save()` calls from 0.
+    `run_id`: 12 hex digits, random per run, so that files of two attempts never share a name.
+    """
+
+    epoch: int
+    sequence: int
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"{self.epoch:06d}-{self.sequence:08d}-{self.run_id}"
+
+    @classmethod
+    def parse(cls, text: str) -> SaveId:
+        """Read `str(save_id)` back.
+
+        Raises:
+            ValueError: `text` is not a save id.
+        """
+        found = _SAVE_ID.match(text)
+        if not found:
+            raise ValueError(f"not a save id: {text!r} (expected EEEEEE-SSSSSSSS-rrrrrrrrrrrr)")
+        return cls(int(found[1]), int(found[2]), found[3])
+
+
+def shard_name(save_id: SaveId, rank: int, part: int) -> str:
+    """Return the name of part `part` of `rank`'s tensors."""
+    return f"rank-{rank:05d}-part-{part:03d}.{save_id}.safetensors"
+
+
+def index_name(save_id: SaveId, rank: int) -> str:
+    """Return the name of `rank`'s index."""
+    return f"rank-{rank:05d}.{save_id}.index"
+
+
+def objects_name(save_id: SaveId, rank: int) -> str:
+    """Return the name of the file of `rank`'s non-tensor leaves."""
+    return f"rank-{rank:05d}.{save_id}.objects.json"
+
+
+def temporary_manifest_name(save_id: SaveId) -> str:
+    """Return the name under which a manifest is written before it is linked into place."""
+    return f"manifest.{save_id}.tmp"
+
+
+def owner_of(name: str) -> SaveId | None:
+    """Return the save that wrote the file called `name`, or None when the name is not one of ours."""
+    found = _OWN_FILE.match(name) or _TEMPORARY_MANIFEST.match(name)
+    return SaveId.parse(found[1]) if found else None

@@ -1,0 +1,192 @@
+"""Typed JSON for leaves that are not tensors: nothing executable, nothing lost.
+
+JSON's own null, true, false, strings, lists, integers up to 2**53 and finite floats stand for themselves; every other
+value is an object `{"$": tag, "v": payload}`. A plain list is a Python list. See SPEC.md section 5 for the tags.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.names import SaveId
+
+OBJECTS_VERSION = 1
+MAX_OBJECTS_NBYTES = 1 << 30
+MAX_EXACT_INT = 1 << 53
+"""Beyond it, JSON readers that use doubles lose digits; larger integers travel as text."""
+
+MAX_NESTING = 64
+Extend = Callable[[Any], "tuple[str, Any] | None"]
+"""Encodes one more type: value -> (tag, JSON payload), or None when it does not know the type either."""
+
+Make = Callable[[str, Any], Any]
+"""Builds a value from (tag, payload) for tags that need a library; raises KeyError for one that it does not know."""
+
+
+class Opaque:
+    """A value whose type needs a library that the reader did not bring: its tag and payload, shown as they are."""
+
+    __slots__ = ("payload", "tag")
+
+    def __init__(self, tag: str, payload: Any) -> None:
+        self.tag, self.payload = tag, payload
+
+    def __repr__(self) -> str:
+        return f"{self.tag}({self.payload!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and (self.tag, self.payload) == (other.tag, other.payload)
+
+    def __hash__(self) -> int:
+        return hash(self.tag)
+
+
+class UnknownTypeError(TypeError):
+    """Internal to encoding: carries the value that no rule covers."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(type(value).__name__)
+        self.value = value
+
+
+def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> Any:
+    """Return the JSON form of one leaf.
+
+    Raises:
+        UnknownTypeError: `value`, or something inside it, is of a type that cannot be stored.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else {"$": "int", "v": hex(value)}
+    if kind is float:
+        if math.isfinite(value):
+            return value
+        return {"$": "float", "v": struct.pack(">d", value).hex()}
+    if depth > MAX_NESTING:
+        raise UnknownTypeError(value)
+    if kind is list:
+        return [encode_value(v, extend, depth + 1) for v in value]
+    if kind in _SEQUENCES:
+        return {"$": _SEQUENCES[kind], "v": [encode_value(v, extend, depth + 1) for v in value]}
+    if kind is dict:
+        return {
+            "$": "dict",
+            "v": [[encode_value(k, extend, depth + 1), encode_value(v, extend, depth + 1)] for k, v in value.items()],
+        }
+    encoded = _scalar(value, kind) or (extend(value) if extend else None)
+    if encoded is None:
+        if isinstance(value, tuple):  # a namedtuple comes back as a plain tuple
+            return {"$": "tuple", "v": [encode_value(v, extend, depth + 1) for v in value]}
+        raise UnknownTypeError(value)
+    return {"$": encoded[0], "v": encoded[1]}
+
+
+_SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+
+
+def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
+    if kind is bytes or kind is bytearray:
+        return kind.__name__, base64.b64encode(value).decode()
+    if kind is complex:
+        return "complex", struct.pack(">dd", value.real, value.imag).hex()
+    if kind is slice:
+        return "slice", [encode_value(v) for v in (value.start, value.stop, value.step)]
+    if kind in (datetime.datetime, datetime.date, datetime.time) and getattr(value, "tzinfo", None) in (
+        None,
+        datetime.timezone.utc,
+    ):
+        return kind.__name__, value.isoformat()
+    if kind is datetime.timedelta:
+        return "timedelta", [value.days, value.seconds, value.microseconds]
+    return None
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda v: int(v, 16),
+    "float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
+    "complex": lambda v: complex(*struct.unpack(">dd", bytes.fromhex(v))),
+    "bytes": lambda v: base64.b64decode(v, validate=True),
+    "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
+    "slice": lambda v: slice(*v),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda v: datetime.timedelta(*v),
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+}
+
+TAGS = tuple(sorted(_MAKERS))
+LIBRARY_TAGS = ("torch.Size", "torch.device", "torch.dtype")
+_SEQUENCE_TAGS = ("tuple", "set", "frozenset", "slice")
+
+
+def decode_value(raw: Any, make: Make | None = None, depth: int = 0) -> Any:
+    """Return the Python value of one leaf's JSON form.
+
+    Raises:
+        ValueError: Malformed, or a tag that nobody knows.
+    """
+    if depth > 2 * MAX_NESTING + 2:
+        raise ValueError("nested too deeply")
+    if isinstance(raw, list):
+        return [decode_value(v, make, depth + 1) for v in raw]
+    if not isinstance(raw, dict):
+        return raw
+    if set(raw) != {"$", "v"} or not isinstance(raw["$"], str):
+        raise ValueError("an object without tag and payload")
+    tag, payload = raw["$"], raw["v"]
+    if tag in LIBRARY_TAGS:
+        return make(tag, payload) if make else Opaque(tag, payload)
+    if tag not in _MAKERS:
+        raise ValueError(f"unknown type tag {tag!r}")
+    if tag in _SEQUENCE_TAGS:
+        payload = [decode_value(v, make, depth + 1) for v in payload]
+    elif tag == "dict":
+        payload = [(decode_value(k, make, depth + 1), decode_value(v, make, depth + 1)) for k, v in payload]
+    return _MAKERS[tag](payload)
+
+
+def encode_objects(save_id: SaveId, values: Sequence[Any]) -> bytes:
+    """Return the objects file: `values` are JSON forms by object number."""
+    document = {"asyncckpt_objects": OBJECTS_VERSION, "save_id": str(save_id), "values": values}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def decode_objects(data: bytes, save_id: SaveId, n_objects: int) -> list[Any]:
+    """Read an objects file back into JSON forms by object number.
+
+    Raises:
+        UnsupportedFormatError: Written by a newer version.
+        CorruptCheckpointError: Damaged, of another save, or with another number of objects.
+    """
+    try:
+        raw = json.loads(data)
+        version = raw.get("asyncckpt_objects")
+        if type(version) is int and version > OBJECTS_VERSION:
+            raise UnsupportedFormatError(
+                f"objects version {version} is newer than this package reads ({OBJECTS_VERSION}); upgrade asyncckpt",
+                found=version,
+                supported=OBJECTS_VERSION,
+            )
+        values = raw["values"]
+        if version != OBJECTS_VERSION or raw["save_id"] != str(save_id) or not isinstance(values, list):
+            raise ValueError("version or save id differs from the index")
+        if len(values) != n_objects:
+            raise ValueError(f"{len(values)} objects, the structure wants {n_objects}")
+        return values
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, UnsupportedFormatError):
+            raise
+        raise CorruptCheckpointError(f"an objects file does not decode: {error}", detail=str(error)) from error

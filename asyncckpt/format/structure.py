@@ -1,0 +1,177 @@
+"""One rank's structure: its tree of leaves, and which bytes of which part hold which box of which tensor.
+
+It depends on shapes, dtypes and keys only, never on values, so it is computed once and stored verbatim with every save.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format import tree
+from asyncckpt.format.names import MAX_PARTS
+
+STRUCTURE_VERSION = 1
+MAX_STRUCTURE_NBYTES = 1 << 30
+MAX_TENSORS = 4_000_000
+MAX_DIMS = 64
+MAX_INT = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A box of a global tensor and where it lies.
+
+    Attributes:
+        part: Number of the shard file of this rank.
+        offset_bytes: From the start of the file, safetensors header included.
+        nbytes: Length; elements are row-major and contiguous.
+        offsets: Start of the box in the global tensor, in elements.
+        sizes: Shape of the box, in elements.
+    """
+
+    part: int
+    offset_bytes: int
+    nbytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One global tensor: its FQN (of its first path), dtype name, shape in elements, and the chunks of this rank."""
+
+    fqn: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structure:
+    """See the module. `tree` refers to `tensors` by position and to `n_objects` object leaves by number."""
+
+    tree: tree.Node
+    tensors: tuple[TensorEntry, ...]
+    n_objects: int
+    part_nbytes: tuple[int, ...]
+
+
+def encode_structure(structure: Structure) -> bytes:
+    """Return the msgpack of `structure` (format/SPEC.md section 4)."""
+    tensors = [[t.fqn, t.dtype, t.global_shape, [_pack_chunk(c, t) for c in t.chunks]] for t in structure.tensors]
+    document = {
+        "structure": STRUCTURE_VERSION,
+        "parts": structure.part_nbytes,
+        "tensors": tensors,
+        "n_objects": structure.n_objects,
+        "tree": structure.tree,
+    }
+    return bytes(msgpack.packb(document))
+
+
+def _pack_chunk(chunk: Chunk, entry: TensorEntry) -> list[Any]:
+    where: list[Any] = [chunk.part, chunk.offset_bytes, chunk.nbytes]
+    if chunk.sizes != entry.global_shape:
+        where += [chunk.offsets, chunk.sizes]
+    return where
+
+
+def decode_structure(data: bytes) -> Structure:
+    """Read and check `encode_structure`'s bytes.
+
+    Raises:
+        UnsupportedFormatError: Written by a newer version.
+        CorruptCheckpointError: Anything that the SPEC forbids: overlapping ranges, boxes outside their tensor,
+            lengths that do not match shapes, unknown dtypes, numbers out of range.
+    """
+    try:
+        if len(data) > MAX_STRUCTURE_NBYTES:
+            raise ValueError(f"{len(data)} bytes")
+        raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
+        if not isinstance(raw, dict):
+            raise ValueError("not a map")
+        version = raw.get("structure")
+        if type(version) is int and version > STRUCTURE_VERSION:
+            raise UnsupportedFormatError(
+                f"structure version {version} is newer than this package reads ({STRUCTURE_VERSION}); upgrade asyncckpt",
+                found=version,
+                supported=STRUCTURE_VERSION,
+            )
+        if version != STRUCTURE_VERSION:
+            raise ValueError(f"structure version {version!r}")
+        return _checked_structure(raw)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+        if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
+            raise
+        raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
+
+
+def _checked_structure(raw: dict[str, Any]) -> Structure:
+    parts = tuple(_uint(n) for n in raw["parts"])
+    if len(parts) > MAX_PARTS or len(raw["tensors"]) > MAX_TENSORS:
+        raise ValueError("too many parts or tensors")
+    tensors = tuple(_checked_tensor(t) for t in raw["tensors"])
+    if len({t.fqn for t in tensors}) != len(tensors):
+        raise ValueError("an FQN occurs twice")
+    _check_ranges(tensors, parts)
+    n_objects = _uint(raw["n_objects"])
+    return Structure(
+        tree=tree.checked(raw["tree"], len(tensors), n_objects), tensors=tensors, n_objects=n_objects, part_nbytes=parts
+    )
+
+
+def _checked_tensor(raw: Any) -> TensorEntry:
+    fqn, dtype, shape, chunks = raw
+    if not isinstance(fqn, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
+    global_shape = _box(shape)
+    return TensorEntry(
+        fqn=fqn,
+        dtype=dtype,
+        global_shape=global_shape,
+        chunks=tuple(_checked_chunk(c, fqn, DTYPES[dtype].itemsize, global_shape) for c in chunks),
+    )
+
+
+def _checked_chunk(raw: Any, fqn: str, itemsize: int, global_shape: tuple[int, ...]) -> Chunk:
+    if len(raw) == 3:
+        offsets, sizes = (0,) * len(global_shape), global_shape
+    else:
+        offsets, sizes = _box(raw[3]), _box(raw[4])
+    if not len(offsets) == len(sizes) == len(global_shape):
+        raise ValueError(f"a chunk of {fqn} has another number of dimensions than its tensor")
+    if any(o + s > g for o, s, g in zip(offsets, sizes, global_shape, strict=True)):
+        raise ValueError(f"chunk {offsets}+{sizes} of {fqn} lies outside its shape {global_shape}")
+    chunk = Chunk(part=_uint(raw[0]), offset_bytes=_uint(raw[1]), nbytes=_uint(raw[2]), offsets=offsets, sizes=sizes)
+    if chunk.nbytes != math.prod(sizes) * itemsize:
+        raise ValueError(f"chunk of {fqn} has {chunk.nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}")
+    return chunk
+
+
+def _check_ranges(tensors: tuple[TensorEntry, ...], parts: tuple[int, ...]) -> None:
+    ranges = sorted((c.part, c.offset_bytes, c.nbytes, t.fqn) for t in tensors for c in t.chunks)
+    last_part, last_end = -1, 0
+    for part, start, nbytes, fqn in ranges:
+        if part >= len(parts) or start + nbytes > parts[part]:
+            raise ValueError(f"bytes {start}+{nbytes} of {fqn} lie outside part {part}")
+        if part == last_part and start < last_end:
+            raise ValueError(f"bytes {start}+{nbytes} of {fqn} overlap those of another tensor")
+        last_part, last_end = part, start + nbytes
+
+
+def _uint(raw: Any) -> int:
+    if type(raw) is not int or not 0 <= raw <= MAX_INT:
+        raise ValueError(f"{raw!r} is not an unsigned 63-bit integer")
+    return raw
+
+
+def _box(raw: Any) -> tuple[int, ...]:
+    if not isinstance(raw, tuple) or len(raw) > MAX_DIMS:
+        raise ValueError(f"{raw!r} is not a shape")
+    return tuple(_uint(n) for n in raw)

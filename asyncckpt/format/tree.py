@@ -1,0 +1,94 @@
+"""The skeleton of a state dict: containers, typed keys, and where each leaf is stored.
+
+A node is a plain nested tuple, so that it compares, hashes and packs as msgpack without further ado:
+
+    ("d", (key, node, key, node, ...))           dict
+    ("o", (key, node, ...), meta)                OrderedDict; meta: object number of its `_metadata`, or None
+    ("l", (node, ...))  ("t", (node, ...))       list, tuple
+    ("T", n)                                     tensor number n
+    ("B", n)                                     bytes, stored as tensor number n of dtype uint8
+    ("O", n)                                     object number n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Key = str | int
+Path = tuple[Key, ...]
+Node = tuple[Any, ...]
+
+MAX_DEPTH = 64
+"""Containers inside containers. Chosen, not measured: far above real states, far below msgpack's and json's limits."""
+
+MAX_KEY_CHARS = 4096
+CONTAINERS = ("d", "o", "l", "t")
+
+
+def fqn_of(path: Path) -> str:
+    """Return the full name of a leaf: its keys joined by dots."""
+    return ".".join(map(str, path))
+
+
+def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, leaf node) for every leaf below `node`, in the order of the state dict."""
+    kind = node[0]
+    if kind in ("d", "o"):
+        items = node[1]
+        for i in range(0, len(items), 2):
+            yield from leaves(items[i + 1], (*path, items[i]))
+    elif kind in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            yield from leaves(child, (*path, i))
+    else:
+        yield path, node
+
+
+def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0) -> Node:
+    """Turn a decoded msgpack value into a node.
+
+    Raises:
+        ValueError: Not a node: unknown kind, key of another type, a repeated key, a number out of range, too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"tree deeper than {MAX_DEPTH}")
+    if not isinstance(raw, (list, tuple)) or not raw:
+        raise ValueError("tree node is not a list")
+    kind = raw[0]
+    if kind in ("d", "o"):
+        return _checked_mapping(raw, n_tensors, n_objects, depth)
+    if len(raw) != 2:
+        raise ValueError(f"tree node {kind!r} has {len(raw)} members, expected 2")
+    if kind in ("l", "t"):
+        if not isinstance(raw[1], (list, tuple)):
+            raise ValueError("sequence node without members")
+        return (kind, tuple(checked(child, n_tensors, n_objects, depth + 1) for child in raw[1]))
+    if kind in ("T", "B", "O"):
+        return (kind, _checked_number(raw[1], n_objects if kind == "O" else n_tensors))
+    raise ValueError(f"unknown tree node {kind!r}")
+
+
+def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int) -> Node:
+    kind, items = raw[0], raw[1] if len(raw) > 1 else None
+    if len(raw) != (3 if kind == "o" else 2) or not isinstance(items, (list, tuple)) or len(items) % 2:
+        raise ValueError(f"malformed mapping node {kind!r}")
+    seen: set[Key] = set()
+    out: list[Any] = []
+    for i in range(0, len(items), 2):
+        key = items[i]
+        if type(key) not in (str, int) or (isinstance(key, str) and len(key) > MAX_KEY_CHARS):
+            raise ValueError(f"key of type {type(key).__name__}, expected str or int")
+        if key in seen:
+            raise ValueError(f"key {key!r} twice in one mapping")
+        seen.add(key)
+        out += [key, checked(items[i + 1], n_tensors, n_objects, depth + 1)]
+    if kind == "d":
+        return (kind, tuple(out))
+    return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))
+
+
+def _checked_number(raw: Any, limit: int) -> int:
+    if type(raw) is not int or not 0 <= raw < limit:
+        raise ValueError(f"leaf number {raw!r} out of range 0..{limit - 1}")
+    return raw

@@ -1,0 +1,99 @@
+"""Slots as sealed memfds: created by the worker, opened by the trainer through /proc/<pid>/fd/<n>.
+
+The memory belongs to nobody by name: it is gone when the last process that holds an fd or a mapping is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+
+from asyncckpt.memory.mapping import Mapping
+from asyncckpt.memory.slot import MAX_SLOT_NBYTES, MIN_SLOT_NBYTES, PAGE_NBYTES, TOKEN_NBYTES, SlotControl, SlotError
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Neither side can change the size under the other; a shrunk memfd would turn a read into SIGBUS."""
+
+
+class SlotMemory:
+    """One slot: its fd, its mapping, its control pages. Has one owner, who calls `close()`.
+
+    Attributes:
+        fd: Close-on-exec file descriptor of the memfd.
+        nbytes: Size of the slot, control pages included.
+        token: 16 random bytes that prove the slot's identity.
+        mapping, control: The mapped bytes and their control pages.
+    """
+
+    def __init__(self, fd: int, nbytes: int, token: bytes) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.token = token
+        self.mapping = Mapping(fd, nbytes)
+        self.control = SlotControl(self.mapping.address, nbytes)
+
+    @classmethod
+    def create(cls, nbytes: int) -> SlotMemory:
+        """Make a new slot of `nbytes`.
+
+        Raises:
+            SlotError: Not whole pages, or out of bounds.
+            OSError: The kernel refused.
+        """
+        if not MIN_SLOT_NBYTES <= nbytes <= MAX_SLOT_NBYTES or nbytes % PAGE_NBYTES:
+            raise SlotError(f"a slot of {nbytes} bytes")
+        fd = os.memfd_create("asyncckpt-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            slot = cls(fd, nbytes, secrets.token_bytes(TOKEN_NBYTES))
+        except BaseException:
+            os.close(fd)
+            raise
+        slot.control.initialise(slot.token)
+        return slot
+
+    @classmethod
+    def attach(cls, pid: int, fd_number: int, nbytes: int, token: bytes) -> SlotMemory:
+        """Open another process's slot and prove that it is the one promised.
+
+        Args:
+            pid: The process that holds it; the caller watches its pidfd, so that the number cannot be another's.
+            fd_number: The fd's number there.
+            nbytes: The promised size.
+            token: The promised token.
+
+        Raises:
+            SlotError: It is not that slot: other size, seals or token.
+            OSError: It cannot be opened.
+        """
+        fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != nbytes:
+                raise SlotError(f"the slot has {os.fstat(fd).st_size} bytes, promised were {nbytes}")
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise SlotError("the slot is not sealed against resizing")
+            slot = cls(fd, nbytes, token)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            slot.control.check(token)
+        except SlotError:
+            slot.close()
+            raise
+        return slot
+
+    def close_inherited_fd(self) -> None:
+        """In a forked child: drop the child's copy of the fd, so that the child does not keep the memory alive."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        """Unmap and close; later calls do nothing. Every view must be gone."""
+        self.mapping.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

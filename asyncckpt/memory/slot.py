@@ -1,0 +1,181 @@
+"""The bytes of a slot: two control pages around the file images and the request.
+
+    offset 0                head page    magic, layout version, token, generation, state, where the request lies
+    4096                    body         part 0, padded to 4096 | part 1 ... | request
+    nbytes - 4096           tail page    magic, token, generation
+
+Table of states (one aligned 64-bit word, `STATE_OFFSET`):
+
+    EMPTY   the slot holds nothing that anybody may use
+    OPEN    the trainer is writing to it; it belongs to nobody else
+    SEALED  the snapshot of `generation` is complete; the trainer writes no more until the save has ended
+
+The trainer's order (numbers are those of SPEC.md section 3): state OPEN, tail generation, head generation, body,
+request, request fields, state SEALED. A reader's: state SEALED, then head generation == tail generation, then use,
+then both again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+PAGE_NBYTES = 4096
+SLOT_VERSION = 1
+HEAD_MAGIC = b"ACKPSLOT"
+TAIL_MAGIC = b"ACKPTAIL"
+TOKEN_NBYTES = 16
+
+STATE_EMPTY = 0
+STATE_OPEN = 1
+STATE_SEALED = 2
+STATES = {STATE_EMPTY: "EMPTY", STATE_OPEN: "OPEN", STATE_SEALED: "SEALED"}
+
+MIN_SLOT_NBYTES = 3 * PAGE_NBYTES
+MAX_SLOT_NBYTES = 1 << 46
+"""64 TiB: beyond any node's memory; refuses nonsense lengths before they are multiplied."""
+
+_HEAD = struct.Struct("<8sQ16sQ")  # magic, version, token, slot nbytes
+_TAIL = struct.Struct("<8s16s")  # magic, token
+STATE_OFFSET = 64
+GENERATION_OFFSET = 72
+REQUEST_OFFSET_OFFSET = 80
+REQUEST_NBYTES_OFFSET = 88
+REQUEST_CHECKSUM_OFFSET = 96
+TAIL_GENERATION_OFFSET = 64
+
+
+class SlotError(ValueError):
+    """A slot does not hold what it must; the message says which field."""
+
+
+class SealedRequest(NamedTuple):
+    """What a sealed slot says: its generation and the request's bytes."""
+
+    generation: int
+    request: bytes
+
+
+def slot_nbytes(body_nbytes: int, request_nbytes: int) -> int:
+    """Return the size of a slot for `body_nbytes` of file images (whole pages) and a request of that length."""
+    return 2 * PAGE_NBYTES + _round_up(body_nbytes) + _round_up(request_nbytes)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+class SlotControl:
+    """Reads and writes the control pages of one mapped slot. The mapping must outlive it.
+
+    The generation and state words are single aligned 64-bit accesses, so that no reader sees half of one.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        if nbytes < MIN_SLOT_NBYTES or nbytes % PAGE_NBYTES:
+            raise SlotError(f"a slot of {nbytes} bytes")
+        self.nbytes = nbytes
+        self._address = address
+        self._tail = address + nbytes - PAGE_NBYTES
+
+    def initialise(self, token: bytes) -> None:
+        """Write both control pages of a new slot; done once, by its creator."""
+        if len(token) != TOKEN_NBYTES:
+            raise SlotError(f"a token of {len(token)} bytes, expected {TOKEN_NBYTES}")
+        ctypes.memmove(self._address, _HEAD.pack(HEAD_MAGIC, SLOT_VERSION, token, self.nbytes), _HEAD.size)
+        ctypes.memmove(self._tail, _TAIL.pack(TAIL_MAGIC, token), _TAIL.size)
+        self._store(self._address + STATE_OFFSET, STATE_EMPTY)
+
+    def check(self, token: bytes) -> None:
+        """Prove that this is the slot that was promised.
+
+        Raises:
+            SlotError: Another magic, version, token or size.
+        """
+        magic, version, found, nbytes = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
+        tail_magic, tail_token = _TAIL.unpack(ctypes.string_at(self._tail, _TAIL.size))
+        if magic != HEAD_MAGIC or tail_magic != TAIL_MAGIC:
+            raise SlotError("no slot: its magic is missing")
+        if version != SLOT_VERSION:
+            raise SlotError(f"slot version {version}, expected {SLOT_VERSION}")
+        if found != token or tail_token != token:
+            raise SlotError("another slot: its token differs")
+        if nbytes != self.nbytes:
+            raise SlotError(f"slot says {nbytes} bytes, mapped are {self.nbytes}")
+
+    @property
+    def state(self) -> int:
+        """EMPTY, OPEN or SEALED."""
+        return self._load(self._address + STATE_OFFSET)
+
+    @property
+    def generation(self) -> int:
+        """The generation in the head page."""
+        return self._load(self._address + GENERATION_OFFSET)
+
+    def open(self, generation: int) -> None:
+        """Begin to write the snapshot of `generation`; readers of the one before find it gone."""
+        self._store(self._address + STATE_OFFSET, STATE_OPEN)
+        # IMPORTANT: the tail changes before the body, so that a reader of the old snapshot that compares both ends
+        # after its last read cannot miss a writer.
+        self._store(self._tail + TAIL_GENERATION_OFFSET, generation)
+        self._store(self._address + GENERATION_OFFSET, generation)
+
+    def seal(self, request: bytes, offset: int) -> None:
+        """Write the request at `offset` and publish the snapshot.
+
+        Raises:
+            SlotError: The request does not fit between `offset` and the tail page.
+        """
+        if not PAGE_NBYTES <= offset <= offset + len(request) <= self.nbytes - PAGE_NBYTES:
+            raise SlotError(f"a request of {len(request)} bytes at {offset} in a slot of {self.nbytes}")
+        ctypes.memmove(self._address + offset, request, len(request))
+        self._store(self._address + REQUEST_OFFSET_OFFSET, offset)
+        self._store(self._address + REQUEST_NBYTES_OFFSET, len(request))
+        self._store(self._address + REQUEST_CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(request))
+        # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
+        # the worker write what the trainer never meant.
+        self._store(self._address + STATE_OFFSET, STATE_SEALED)
+
+    def discard(self) -> None:
+        """Mark the slot as holding nothing."""
+        self._store(self._address + STATE_OFFSET, STATE_EMPTY)
+
+    def is_sealed(self, generation: int) -> bool:
+        """Whether the slot still holds the sealed snapshot of `generation`, at both ends."""
+        return (
+            self.state == STATE_SEALED
+            and self.generation == generation
+            and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
+        )
+
+    def read_request(self) -> SealedRequest:
+        """Return the sealed request.
+
+        Raises:
+            SlotError: Not sealed, out of bounds, or damaged.
+        """
+        generation = self.generation
+        if not self.is_sealed(generation):
+            raise SlotError(f"the slot is {STATES.get(self.state, 'of an unknown state')}, not SEALED")
+        offset = self._load(self._address + REQUEST_OFFSET_OFFSET)
+        nbytes = self._load(self._address + REQUEST_NBYTES_OFFSET)
+        if not PAGE_NBYTES <= offset <= offset + nbytes <= self.nbytes - PAGE_NBYTES:
+            raise SlotError(f"the request lies at {offset}+{nbytes} in a slot of {self.nbytes}")
+        request = ctypes.string_at(self._address + offset, nbytes)
+        if xxhash.xxh3_64_intdigest(request) != self._load(self._address + REQUEST_CHECKSUM_OFFSET):
+            raise SlotError("the request's checksum does not match")
+        if not self.is_sealed(generation):
+            raise SlotError("the slot was reopened while its request was read")
+        return SealedRequest(generation, request)
+
+    @staticmethod
+    def _load(address: int) -> int:
+        return ctypes.c_uint64.from_address(address).value
+
+    @staticmethod
+    def _store(address: int, value: int) -> None:
+        ctypes.c_uint64.from_address(address).value = value

@@ -1,0 +1,104 @@
+"""Messages <-> frames: two frames, a fixed header and a msgpack map.
+
+Header: b"ACKP" and the protocol version as u16, little endian. It keeps this shape in every version, so that peers of
+different versions can at least tell each other so.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+
+from asyncckpt.errors import ProtocolError, ProtocolVersionError
+from asyncckpt.protocol.messages import PROTOCOL_VERSION, Message
+
+MAGIC = b"ACKP"
+MAX_FRAME_NBYTES = 1 << 20
+"""Messages carry handles, not data; the largest is a table of MAX_TABLE saves."""
+
+MAX_NESTING = 8
+_HEADER = struct.Struct("<4sH")
+
+
+def encode(message: Message) -> list[bytes]:
+    """Return the two frames of `message`."""
+    body: dict[str, Any] = {f.name: getattr(message, f.name) for f in fields(message)}  # type: ignore[arg-type]
+    body["m"] = message.name
+    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), msgpack.packb(body)]
+
+
+def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Message:
+    """Read a message back.
+
+    Args:
+        frames: Header and body; a ROUTER's identity frame already taken off.
+        known: `REQUESTS` or `REPLIES`: what this side may receive.
+
+    Returns:
+        The message. Fields that this version does not know are dropped, unless the sender lists them in `must`.
+
+    Raises:
+        ProtocolVersionError: Well-formed, of another version; `theirs` says which.
+        ProtocolError: Anything else that is not a message of ours.
+    """
+    if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) > MAX_FRAME_NBYTES:
+        raise ProtocolError(f"{len(frames)} frames instead of header and body", detail="frames")
+    magic, version = _HEADER.unpack(frames[0])
+    if magic != MAGIC:
+        raise ProtocolError("the header's magic is wrong", detail="magic")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"the peer speaks protocol version {version}, this package speaks {PROTOCOL_VERSION}; "
+            "install the same asyncckpt on both sides, or stop the old worker",
+            ours=PROTOCOL_VERSION,
+            theirs=version,
+        )
+    body = _unpack(frames[1])
+    cls = known.get(str(body.pop("m", None)))
+    if cls is None:
+        raise ProtocolError("no message of that name is expected here", detail="name")
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    must = body.pop("must", ())
+    unknown = [str(n) for n in must if n not in names] if isinstance(must, (list, tuple)) else ["must"]
+    if unknown:
+        raise ProtocolError(f"{cls.name}: this version does not know the required fields {unknown}", detail="must")
+    missing = names - set(body)
+    if missing:
+        raise ProtocolError(f"{cls.name}: fields missing: {sorted(missing)}", detail="missing")
+    return cls(**{n: body[n] for n in names})
+
+
+def request_id(frames: Sequence[bytes]) -> int:
+    """Return the id of a request that could not be decoded, so that it can be refused; 0 when there is none."""
+    try:
+        found = _unpack(frames[1]).get("id")
+    except (ProtocolError, IndexError):
+        return 0
+    return found if type(found) is int and 0 <= found < 1 << 63 else 0
+
+
+def _unpack(body: bytes) -> dict[str, Any]:
+    try:
+        raw = msgpack.unpackb(body, use_list=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"the body is no msgpack map: {error}", detail="body") from error
+    if not isinstance(raw, dict) or not all(type(k) is str for k in raw):
+        raise ProtocolError("the body is no msgpack map with text keys", detail="body")
+    if _depth(raw) > MAX_NESTING:
+        raise ProtocolError("the body is nested too deeply", detail="body")
+    return raw
+
+
+def _depth(value: Any) -> int:
+    """Nesting depth, iteratively: the input is hostile until proved otherwise."""
+    deepest, level = 0, [value]
+    while level and deepest <= MAX_NESTING:
+        deepest += 1
+        level = [
+            m for v in level if isinstance(v, (dict, tuple)) for m in (v.values() if isinstance(v, dict) else v)
+        ]
+    return deepest

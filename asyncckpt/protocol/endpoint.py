@@ -1,0 +1,109 @@
+"""Where a worker listens: names, directories that only their user can enter, and the lock that is held before bind."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+
+from asyncckpt.errors import ConfigError, EndpointError
+from asyncckpt.protocol.messages import PROTOCOL_VERSION
+
+SCHEME = "ipc://"
+MAX_SOCKET_PATH_BYTES = 100
+"""sun_path holds 107 bytes (unix(7)); a few are left for libzmq's own use."""
+
+JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+
+
+def socket_path(endpoint: str) -> str:
+    """Return the socket's path of an `ipc://` endpoint.
+
+    Raises:
+        ConfigError: Not an absolute ipc endpoint, or longer than a Unix socket's name may be.
+    """
+    path = endpoint.removeprefix(SCHEME)
+    if not endpoint.startswith(SCHEME) or not path.startswith("/") or "\0" in path or path.endswith("/"):
+        raise ConfigError(
+            f"endpoint {endpoint!r}: expected ipc:///absolute/path/of/a/socket", field="endpoint", value=endpoint
+        )
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"endpoint {endpoint!r}: the path is longer than {MAX_SOCKET_PATH_BYTES} bytes; use a shorter directory",
+            field="endpoint",
+            value=endpoint,
+        )
+    return path
+
+
+def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, interpreter: str) -> str:
+    """Return the endpoint that trainers and workers of one job, version and interpreter meet at.
+
+    Args:
+        environ: For `XDG_RUNTIME_DIR`, `TMPDIR` and the job's name (`JOB_VARIABLES`, first one set).
+        uid: The user's id, part of the directory's name below the temporary directory.
+        package: asyncckpt's version.
+        interpreter: Path of the Python interpreter.
+    """
+    job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), "")
+    scope = "\0".join((str(PROTOCOL_VERSION), package, interpreter, job))
+    name = hashlib.sha256(scope.encode(errors="surrogateescape")).hexdigest()[:16]
+    candidates = [environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
+    for base in candidates:
+        if not base.startswith("/"):
+            continue
+        directory = "asyncckpt" if base == environ.get("XDG_RUNTIME_DIR") else f"asyncckpt-{uid}"
+        path = os.path.join(base, directory, f"{name}.sock")
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES and os.path.isdir(base):
+            return SCHEME + path
+    raise EndpointError("no directory is fit for the worker's socket; set ASYNCCKPT_ENDPOINT=ipc:///short/dir/name.sock")
+
+
+def make_directory(endpoint: str) -> str:
+    """Make the endpoint's directory, mode 0700, and prove that only this user can enter it.
+
+    Returns:
+        The socket's path.
+
+    Raises:
+        EndpointError: It belongs to somebody else, is open to others, or cannot be made.
+        ConfigError: The endpoint is malformed.
+    """
+    path = socket_path(endpoint)
+    directory = os.path.dirname(path)
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        found = os.lstat(directory)
+    except OSError as error:
+        raise EndpointError(
+            f"cannot make {directory} for the worker's socket: {error.strerror}", endpoint=endpoint, path=directory
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise EndpointError(
+            f"{directory} must be a directory of this user with mode 0700 (found uid {found.st_uid}, "
+            f"mode {stat.S_IMODE(found.st_mode):04o}); choose another endpoint",
+            endpoint=endpoint,
+            path=directory,
+        )
+    return path
+
+
+def acquire_lock(path: str) -> int | None:
+    """Take the lock of the socket at `path`; it is held as long as the returned fd is open.
+
+    Returns:
+        The fd, or None when another worker holds it.
+
+    Raises:
+        OSError: The lock file cannot be made.
+    """
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
