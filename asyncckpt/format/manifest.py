@@ -127,7 +127,10 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
             raise
         raise CorruptCheckpointError(
-            f"{path or 'checkpoint'}: manifest.json is damaged: {error}", path=path, file="manifest.json", detail=str(error)
+            f"{path or 'checkpoint'}: manifest.json is damaged: {error}",
+            path=path,
+            file="manifest.json",
+            detail=str(error),
         ) from error
 
 

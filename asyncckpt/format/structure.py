@@ -106,7 +106,15 @@ def decode_structure(data: bytes) -> Structure:
         if version != STRUCTURE_VERSION:
             raise ValueError(f"structure version {version!r}")
         return _checked_structure(raw)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+        msgpack.UnpackException,
+    ) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
             raise
         raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
@@ -150,7 +158,9 @@ def _checked_chunk(raw: Any, fqn: str, itemsize: int, global_shape: tuple[int, .
         raise ValueError(f"chunk {offsets}+{sizes} of {fqn} lies outside its shape {global_shape}")
     chunk = Chunk(part=_uint(raw[0]), offset_bytes=_uint(raw[1]), nbytes=_uint(raw[2]), offsets=offsets, sizes=sizes)
     if chunk.nbytes != math.prod(sizes) * itemsize:
-        raise ValueError(f"chunk of {fqn} has {chunk.nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}")
+        raise ValueError(
+            f"chunk of {fqn} has {chunk.nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}"
+        )
     return chunk
 
 

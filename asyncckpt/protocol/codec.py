@@ -98,7 +98,5 @@ def _depth(value: Any) -> int:
     deepest, level = 0, [value]
     while level and deepest <= MAX_NESTING:
         deepest += 1
-        level = [
-            m for v in level if isinstance(v, (dict, tuple)) for m in (v.values() if isinstance(v, dict) else v)
-        ]
+        level = [m for v in level if isinstance(v, (dict, tuple)) for m in (v.values() if isinstance(v, dict) else v)]
     return deepest

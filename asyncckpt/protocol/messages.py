@@ -324,4 +324,6 @@ Reply = Welcome | Granted | LineageFound | Ok | Refused | Saves | StatusReport
 REQUESTS: dict[str, type[Message]] = {
     c.name: c for c in (Hello, Allocate, Release, Lineage, Begin, Submit, Withdraw, Heartbeat, Goodbye, Status, Drain)
 }
-REPLIES: dict[str, type[Message]] = {c.name: c for c in (Welcome, Granted, LineageFound, Ok, Refused, Saves, StatusReport)}
+REPLIES: dict[str, type[Message]] = {
+    c.name: c for c in (Welcome, Granted, LineageFound, Ok, Refused, Saves, StatusReport)
+}
