@@ -108,4 +108,7 @@ def acquire_lock(path: str) -> int | None:
     except BlockingIOError:
         os.close(fd)
         return None
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
