@@ -20,9 +20,11 @@
     +-- CheckpointExistsError        (FileExistsError)    a committed checkpoint is already there
     +-- PendingSavesError            (RuntimeError)       on_error="raise": the errors nobody fetched, as a list
     +-- WaitTimeoutError             (TimeoutError)       wait() ended with saves still pending
+    +-- CommitTimeoutError           (TimeoutError)       not committed in time: missing_ranks
+    +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
-    |   +-- ProtocolVersionError                          it speaks another protocol version
+    |   +-- ProtocolVersionError                         it speaks another protocol version
     +-- EndpointError                (OSError)            the endpoint's directory is not safe to use, or is taken
     +-- ProtocolError                (ValueError)         a message that breaks the protocol
     +-- UnknownSaveError             (LookupError)        the worker has no such session, save or slot
@@ -202,6 +204,19 @@ class WaitTimeoutError(AsyncCkptError, TimeoutError):
 
     wire_code = "wait_timeout"
     fields = ("save_ids", "timeout_s")
+
+
+class CommitTimeoutError(AsyncCkptError, TimeoutError):
+    """The checkpoint was not committed within `commit_timeout_s`; `missing_ranks` had not delivered."""
+
+    wire_code = "commit_timeout"
+    fields = ("missing_ranks", "timeout_s", "save_id", "path")
+
+
+class ReentrantCallError(AsyncCkptError, RuntimeError):
+    """A future's callback called what would wait for the very thread that it runs in."""
+
+    wire_code = "reentrant"
 
 
 class WorkerUnavailableError(AsyncCkptError, ConnectionError):

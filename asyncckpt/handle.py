@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,38 @@ class SaveReport:
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items() if name != "total")
+        return f"{self.nbytes / 1e6:.1f} MB in {self.seconds.get('total', 0.0):.3f} s ({phases})"
+
+
+class SaveFuture(Future[SaveReport]):
+    """A future that knows whether anybody has looked at its outcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched = False
+        self.set_running_or_notify_cancel()  # from here cancel() answers False: a save is not taken back
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """As `Future.result`."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.fetched = self.fetched or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `Future.exception`."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.fetched = self.fetched or self.done()
+
+    def peek(self) -> tuple[SaveReport | None, BaseException | None]:
+        """Return (result, exception) of a future that is done, without counting as a look."""
+        error = super().exception(0)
+        return (None, error) if error is not None else (super().result(0), None)
+
 
 class SaveHandle:
     """Three futures of one save; unpacks to `(staged, written)`.
@@ -43,29 +75,46 @@ class SaveHandle:
 
     def __init__(self, *, step: int, path: str, save_id: SaveId) -> None:
         self.step, self.path, self.save_id = step, path, save_id
-        self.staged: Future[SaveReport] = Future()
-        self.durable: Future[SaveReport] = Future()
-        self.written: Future[SaveReport] = Future()
-        for future in (self.staged, self.durable, self.written):
-            future.set_running_or_notify_cancel()  # from here cancel() answers False: a save is not taken back
+        self.staged, self.durable, self.written = SaveFuture(), SaveFuture(), SaveFuture()
 
-    def __iter__(self) -> Iterator[Future[SaveReport]]:
+    def __iter__(self) -> Iterator[SaveFuture]:
         return iter((self.staged, self.written))
 
     def __repr__(self) -> str:
         return f"SaveHandle(step={self.step}, path={self.path!r}, save_id={str(self.save_id)!r}, phase={self.phase!r})"
 
+    def futures(self) -> tuple[SaveFuture, SaveFuture, SaveFuture]:
+        """Return `staged`, `durable`, `written`."""
+        return self.staged, self.durable, self.written
+
     @property
     def phase(self) -> str:
-        """ "staging", "staged", "durable", "written" or "failed"."""
+        """One of "staging", "staged", "durable", "written", "failed"."""
         if self.written.done():
-            return "failed" if self.written.exception() else "written"
+            return "failed" if self.written.peek()[1] else "written"
         if self.durable.done():
             return "durable"
         return "staged" if self.staged.done() else "staging"
 
     def fail(self, error: BaseException) -> None:
         """Set `error` on every future that has not completed."""
-        for future in (self.staged, self.durable, self.written):
+        for future in self.futures():
             if not future.done():
                 future.set_exception(error)
+
+    def follow(self, written: Future[Any]) -> None:
+        """Take over the outcome of `written`, and of its attribute `durable` where it has one."""
+        getattr(written, "durable", written).add_done_callback(_copy_to(self.durable))
+        written.add_done_callback(_copy_to(self.written))
+
+
+def _copy_to(target: SaveFuture) -> Callable[[Future[Any]], None]:
+    def copy(done: Future[Any]) -> None:
+        if not target.done():
+            error = done.exception()
+            if error is not None:
+                target.set_exception(error)
+            else:
+                target.set_result(done.result())
+
+    return copy
