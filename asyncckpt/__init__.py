@@ -1,3 +1,76 @@
-"""Asynchronous, crash-safe checkpointing for PyTorch."""
+"""Asynchronous, crash-safe checkpointing for PyTorch.
+
+Names are imported on first use (PEP 562), so that `import asyncckpt` and the quick commands do not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from asyncckpt.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
+    from asyncckpt.checkpointer import Checkpointer as Checkpointer
+    from asyncckpt.checkpointer import SyncCheckpointer as SyncCheckpointer
+    from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
+    from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
+    from asyncckpt.config import RankInfo as RankInfo
+    from asyncckpt.errors import AsyncCkptError as AsyncCkptError
+    from asyncckpt.handle import SaveHandle as SaveHandle
+    from asyncckpt.handle import SaveReport as SaveReport
+    from asyncckpt.loading.loader import load as load
+    from asyncckpt.parts import CheckpointProcess as CheckpointProcess
+    from asyncckpt.parts import CheckpointReader as CheckpointReader
+    from asyncckpt.parts import CheckpointStager as CheckpointStager
+    from asyncckpt.parts import CheckpointWriter as CheckpointWriter
+
+_WHERE = {
+    "AsyncCheckpointer": "async_checkpointer",
+    "AsyncCkptError": "errors",
+    "CheckpointProcess": "parts",
+    "CheckpointReader": "parts",
+    "CheckpointStager": "parts",
+    "CheckpointWriter": "parts",
+    "Checkpointer": "checkpointer",
+    "CheckpointerConfig": "config",
+    "RankInfo": "config",
+    "SaveHandle": "handle",
+    "SaveReport": "handle",
+    "SyncCheckpointer": "checkpointer",
+    "latest_checkpoint": "checkpoints",
+    "load": "loading.loader",
+}
+
+__all__ = [
+    "AsyncCheckpointer",
+    "AsyncCkptError",
+    "CheckpointProcess",
+    "CheckpointReader",
+    "CheckpointStager",
+    "CheckpointWriter",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "RankInfo",
+    "SaveHandle",
+    "SaveReport",
+    "SyncCheckpointer",
+    "__version__",
+    "latest_checkpoint",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("asyncckpt.errors")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'asyncckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"asyncckpt.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "errors"])

@@ -20,6 +20,8 @@
     +-- CheckpointExistsError        (FileExistsError)    a committed checkpoint is already there
     +-- PendingSavesError            (RuntimeError)       on_error="raise": the errors nobody fetched, as a list
     +-- WaitTimeoutError             (TimeoutError)       wait() ended with saves still pending
+    +-- CommitTimeoutError           (TimeoutError)       not committed in time: missing_ranks
+    +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
     |   +-- ProtocolVersionError                          it speaks another protocol version
@@ -166,6 +168,16 @@ class PendingSavesError(AsyncCkptError, RuntimeError, code="pending_saves", fiel
 
 class WaitTimeoutError(AsyncCkptError, TimeoutError, code="wait_timeout", fields=("save_ids", "timeout_s")):
     """`wait()` reached its timeout; `save_ids` are still pending."""
+
+
+class CommitTimeoutError(
+    AsyncCkptError, TimeoutError, code="commit_timeout", fields=("missing_ranks", "timeout_s", "save_id", "path")
+):
+    """The checkpoint was not committed within `commit_timeout_s`; `missing_ranks` had not delivered."""
+
+
+class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
+    """A future's callback called what would wait for the very thread that it runs in."""
 
 
 class WorkerUnavailableError(AsyncCkptError, ConnectionError, code="worker_unavailable", fields=("endpoint", "detail")):

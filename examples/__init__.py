@@ -1,1 +1,1 @@
-"""Programs to learn from; installed as `asyncckpt.examples` so that `asyncckpt demo` can run them."""
+"""Runnable examples; installed as `asyncckpt.examples`."""

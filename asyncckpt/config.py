@@ -1,0 +1,171 @@
+"""All settings of a checkpointer: frozen, keyword-only, checked when built. The one reader of environment variables.
+
+Precedence: arguments, then `ASYNCCKPT_<FIELD>` from the environment, then the defaults below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from asyncckpt.errors import ConfigError
+
+ENDPOINT_VARIABLE = "ASYNCCKPT_ENDPOINT"
+PREFIX = "ASYNCCKPT_"
+MAX_WRITE_THREADS = 64
+MAX_FILES_PER_RANK = 256
+MAX_SLOTS = 16
+
+
+class RankInfo(NamedTuple):
+    """Which rank of how many this process is."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig:
+    """Settings of `AsyncCheckpointer` and, where they apply, `SyncCheckpointer`.
+
+    Attributes:
+        staging: "blocking" copies before `save()` returns; "auto" chooses, which today is "blocking".
+        slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
+            being written.
+        on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
+        slot_timeout_s: How long "wait" waits.
+        arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
+        on_worker_loss: "fail": saves that were pending when the worker died fail with `WorkerUnavailableError`.
+        on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
+        fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
+        files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
+        write_threads: Threads that write one save, at least 2; None leaves it to the worker.
+        commit_timeout_s: After it, `written` fails with `CommitTimeoutError` although the worker goes on.
+        worker_timeout_s: A worker that answers nothing for so long counts as lost.
+        worker_start_timeout_s: How long to look for, start and greet a worker.
+        worker_shutdown_timeout_s: How long `close()` waits for pending saves.
+        rank_info: `RankInfo(0, 1)` for code that saves on rank 0 only; None finds out.
+    """
+
+    staging: str = "auto"
+    slots: int = 2
+    on_busy: str = "wait"
+    slot_timeout_s: float = 600.0
+    arena_limit_bytes: int | None = None
+    on_worker_loss: str = "fail"
+    on_error: str = "warn"
+    fsync: bool = True
+    files_per_rank: int = 1
+    write_threads: int | None = None
+    commit_timeout_s: float = 1800.0
+    worker_timeout_s: float = 10.0
+    worker_start_timeout_s: float = 30.0
+    worker_shutdown_timeout_s: float = 60.0
+    rank_info: RankInfo | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: Naming field, value and what is allowed.
+        """
+        for name, allowed in _CHOICES.items():
+            _require(
+                getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}"
+            )
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            fits = value is None if name in _OPTIONAL and value is None else type(value) is int and low <= value <= high
+            _require(fits, name, value, f"an integer from {low} to {high}" + (" or None" if name in _OPTIONAL else ""))
+        for name in _SECONDS:
+            value = getattr(self, name)
+            _require(type(value) in (int, float) and 0 < value <= _MAX_SECONDS, name, value, "seconds, above 0")
+        _require(type(self.fsync) is bool, "fsync", self.fsync, "True or False")
+        if self.rank_info is not None:
+            info = self.rank_info
+            fits = (
+                isinstance(info, tuple)
+                and len(info) == 2
+                and all(type(n) is int for n in info)
+                and 0 <= info[0] < info[1]
+            )
+            _require(fits, "rank_info", info, "RankInfo(rank, world_size) with 0 <= rank < world_size")
+
+    @classmethod
+    def resolve(
+        cls, config: CheckpointerConfig | None, arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None
+    ) -> CheckpointerConfig:
+        """Combine a config, single fields given as arguments, and the environment.
+
+        Args:
+            config: Taken as a whole, in the place of environment and defaults; None builds one from them.
+            arguments: Fields by name; they win.
+            environ: Defaults to `os.environ`.
+
+        Raises:
+            ConfigError: An unknown field, or an impossible value.
+        """
+        names = {f.name for f in fields(cls)}
+        unknown = sorted(set(arguments) - names)
+        if unknown:
+            raise ConfigError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(names))}", field=unknown[0])
+        if config is None:
+            found = {n: text for n in names if (text := (environ or os.environ).get(PREFIX + n.upper()))}
+            config = cls(**{name: _parse(name, text) for name, text in found.items()})
+        elif not isinstance(config, cls):
+            raise ConfigError(f"config is a {type(config).__name__}, expected CheckpointerConfig", field="config")
+        return replace(config, **arguments) if arguments else config
+
+
+def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return `$ASYNCCKPT_ENDPOINT`, or None when it is not set or empty."""
+    return (os.environ if environ is None else environ).get(ENDPOINT_VARIABLE) or None
+
+
+_MAX_SECONDS = 10_000_000.0
+_CHOICES = {
+    "staging": ("auto", "blocking"),
+    "on_busy": ("wait", "skip", "error"),
+    "on_worker_loss": ("fail",),
+    "on_error": ("warn", "raise"),
+}
+_INTEGERS = {
+    "slots": (1, MAX_SLOTS),
+    "arena_limit_bytes": (1, 1 << 60),
+    "files_per_rank": (1, MAX_FILES_PER_RANK),
+    "write_threads": (2, MAX_WRITE_THREADS),
+}
+_OPTIONAL = ("arena_limit_bytes", "write_threads")
+_SECONDS = (
+    "slot_timeout_s",
+    "commit_timeout_s",
+    "worker_timeout_s",
+    "worker_start_timeout_s",
+    "worker_shutdown_timeout_s",
+)
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value!r}: expected {expected}", field=name, value=repr(value))
+
+
+def _parse(name: str, text: str) -> Any:
+    try:
+        if name in _INTEGERS:
+            return None if text.lower() == "none" else int(text)
+        if name in _SECONDS:
+            return float(text)
+        if name == "fsync":
+            return _FLAGS[text.lower()]
+        if name == "rank_info":
+            rank, world_size = text.split(",")
+            return RankInfo(int(rank), int(world_size))
+        return text
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"environment variable {PREFIX}{name.upper()}={text!r} cannot be read", field=name, value=text
+        ) from error

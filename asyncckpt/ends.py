@@ -1,0 +1,47 @@
+"""What happens to living checkpointers when the interpreter exits, and in a forked child."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import Protocol
+
+
+class Ending(Protocol):
+    """What is remembered here."""
+
+    def leave(self) -> None:
+        """Called at interpreter exit."""
+
+    def close_inherited_fds(self) -> None:
+        """Called in a forked child."""
+
+
+_living: weakref.WeakSet[Ending] = weakref.WeakSet()
+
+
+def remember(checkpointer: Ending) -> None:
+    """Let `checkpointer` take part until `forget`, or until nobody holds it."""
+    _living.add(checkpointer)
+
+
+def forget(checkpointer: Ending) -> None:
+    """It was closed."""
+    _living.discard(checkpointer)
+
+
+def _at_exit() -> None:
+    for checkpointer in list(_living):
+        checkpointer.leave()
+
+
+def _in_child() -> None:
+    # The child shares the slots' fds; kept open they would keep the memory alive after the trainer is gone.
+    for checkpointer in list(_living):
+        checkpointer.close_inherited_fds()
+    _living.clear()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)

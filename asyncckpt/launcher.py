@@ -1,0 +1,78 @@
+"""Starts a worker as a process of its own: no child of the trainer, no inherited fd, its own session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.protocol.endpoint import make_directory
+
+START_TIMEOUT_S = 30.0
+"""How long the command itself may take; it returns as soon as it has forked, usually within 0.1 s."""
+
+ALREADY_SERVED = "is already served by a running worker"
+"""What the command says, with exit code 1, when somebody else was faster: as good as a start."""
+
+
+def log_path_of(endpoint: str) -> str:
+    """Return where a worker that was started for `endpoint` writes its log: beside the socket.
+
+    Raises:
+        ConfigError: The endpoint is malformed.
+        EndpointError: Its directory is not safe to use.
+    """
+    return make_directory(endpoint).removesuffix(".sock") + ".log"
+
+
+def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequence[str] = ()) -> None:
+    """Start a worker, or leave the one that serves `endpoint` already.
+
+    Blocks: until the command has gone into the background; not until the worker answers.
+
+    Args:
+        endpoint: `ipc:///absolute/path`.
+        log_path: Where its log goes; None puts it beside the socket.
+        options: More options for the command, such as ("--root", "/checkpoints").
+
+    Raises:
+        ConfigError: The endpoint is malformed.
+        EndpointError: Its directory is not safe to use.
+        WorkerUnavailableError: The command failed; what it said is in `detail`.
+    """
+    log_path = log_path or log_path_of(endpoint)
+    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--detach", "--log-file", log_path]
+    try:
+        done = subprocess.run(
+            [*command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=_environment(),
+            start_new_session=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _failed(endpoint, log_path, str(error)) from error
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode != 0 and ALREADY_SERVED not in said:
+        raise _failed(endpoint, log_path, said[-2000:] or f"exit code {done.returncode}")
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment, with relative entries of PYTHONPATH made absolute: the worker starts in `/`."""
+    environment = dict(os.environ)
+    if environment.get("PYTHONPATH"):
+        entries = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(e) for e in entries if e)
+    return environment
+
+
+def _failed(endpoint: str, log_path: str, detail: str) -> WorkerUnavailableError:
+    return WorkerUnavailableError(
+        f"cannot start a worker for {endpoint}: {detail}; its log is {log_path}", endpoint=endpoint, detail=detail
+    )

@@ -1,0 +1,35 @@
+"""A user's path -> the absolute path of a checkpoint directory."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from asyncckpt.errors import UnsupportedPathError
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return `path` with `~` expanded and made absolute against this process's working directory.
+
+    Raises:
+        UnsupportedPathError: Empty, a URL, not text, or with a NUL byte.
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise UnsupportedPathError(
+            f"path is a {type(path).__name__}, expected str or PathLike", path=repr(path)
+        ) from None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UnsupportedPathError(f"path {text!r} is no directory path", path=repr(text))
+    if _SCHEME.match(text):
+        raise UnsupportedPathError(
+            f"path {text!r} is a URL; only directories of a mounted file system are supported", path=text
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedPathError(f"path {text!r} is not valid text", path=repr(text)) from None
+    return os.path.abspath(os.path.expanduser(text))

@@ -1,0 +1,150 @@
+"""One connection to one worker process, from Hello until it ends; it never reconnects.
+
+A thread owns the socket. Other threads hand requests over through a deque and an eventfd, and get a future. libzmq
+promises no arrival, so every request is sent again until it is answered; the worker treats repeats as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
+from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.endpoint import socket_path
+from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.session_thread import SessionThread
+
+START_AFTER_S = 0.15
+"""How long a running worker has to answer Hello before another is started; a second one exits by itself."""
+
+
+class Session(SessionThread):
+    """See the module. Made by `Session.open`.
+
+    Args:
+        endpoint: `ipc://...`.
+        hello: Builds the Hello from a request id and a session name.
+        worker_timeout_s: Silence after which the worker counts as lost.
+        pending: Returns the save ids to ask for in heartbeats. Called in the session's thread.
+        on_rows: Receives rows of `Saves`, in the session's thread.
+        on_lost: Called once, in the session's thread, when the worker is lost.
+    """
+
+    @property
+    def error(self) -> WorkerUnavailableError | None:
+        """Why the session ended, or None while it lives."""
+        return self._error
+
+    def open(self, deadline: float, start: Callable[[], None] | None, start_after_s: float = START_AFTER_S) -> None:
+        """Greet the worker. Blocks until it answers.
+
+        Args:
+            deadline: `time.monotonic()` at which to give up.
+            start: Starts a worker at this endpoint; called once when none answers within `start_after_s`.
+            start_after_s: See `start`.
+
+        Raises:
+            WorkerUnavailableError: Nobody answered in time; ProtocolVersionError: another version answered.
+        """
+        self.thread.start()
+        try:
+            if start is not None:
+                exists = os.path.exists(socket_path(self.endpoint))
+                with contextlib.suppress(TimeoutError):
+                    self._welcome.result(min(start_after_s if exists else 0.0, max(0.0, deadline - time.monotonic())))
+                if not self._welcome.done():
+                    start()
+            self._welcome.result(max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError) and not isinstance(error, AsyncCkptError):
+                started = " although one was started; see the log file beside its socket" if start else ""
+                raise WorkerUnavailableError(
+                    f"no worker answers at {self.endpoint}{started}. Start one with: asyncckpt-worker --endpoint "
+                    f"{self.endpoint}",
+                    endpoint=self.endpoint,
+                    detail="no answer to hello",
+                ) from None
+            raise
+
+    def request(self, build: Callable[[int], messages.Message], timeout_s: float) -> Future[messages.Message]:
+        """Send a request; it is repeated until it is answered.
+
+        Args:
+            build: Makes the message from its id.
+            timeout_s: After it, the future fails with WorkerUnavailableError.
+
+        Returns:
+            A future of the reply; a `Refused` reply sets the error that it carries.
+        """
+        future: Future[messages.Message] = Future()
+        with self._lock:
+            number = next(self._ids)
+            error = self._error
+            if error is None:
+                self._queue.append((number, codec.encode(build(number)), future, time.monotonic() + timeout_s))
+        if error is not None:
+            future.set_exception(error)
+        else:
+            self._ring()
+        return future
+
+    def call(self, build: Callable[[int], messages.Message], timeout_s: float) -> messages.Message:
+        """Send a request and wait for its reply.
+
+        Raises:
+            WorkerUnavailableError: No answer in time, or the worker is lost.
+            AsyncCkptError: What the worker refused with.
+        """
+        # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
+        return self.request(build, timeout_s).result(timeout_s + 5.0)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every request has been answered, at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self._error is None and (self._queue or self._outstanding) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End the thread and close the socket. Outstanding requests fail. Twice is fine; nothing in a forked child."""
+        if os.getpid() != self._owner_pid:
+            return
+        self._stopping = True
+        self._ring()
+        if self.thread.ident is not None and threading.current_thread() is not self.thread:
+            self.thread.join(5.0)
+        with self._lock:
+            if not self.thread.is_alive() and self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+
+    def close_inherited_fds(self) -> None:
+        """In a forked child: drop the child's copies of our own fds. The socket is left alone."""
+        for fd in (self._wake, self._pidfd):
+            if fd >= 0:
+                os.close(fd)
+        self._wake = self._pidfd = -1
+
+    def _ring(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_write(self._wake, 1)
+
+
+def greeting(rank: int, world_size: int, package: str) -> Callable[[int, str], messages.Hello]:
+    """Return what builds this process's Hello."""
+    pid = os.getpid()
+    started = start_ticks(pid) or 0
+
+    def build(number: int, session: str) -> messages.Hello:
+        return messages.Hello(
+            id=number, session=session, package=package, pid=pid, pid_start=started, rank=rank, world_size=world_size
+        )
+
+    return build

@@ -1,0 +1,211 @@
+"""The slots that the worker has lent to this process, and who may use which.
+
+A slot is reused without asking the worker: after the save that used it has ended, as the worker said. So a steady
+save costs no round trip. One owner: this pool opens, keeps and closes every slot.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.errors import (
+    CheckpointerClosedError,
+    InsufficientMemoryError,
+    SaveSkippedError,
+    SlotBusyError,
+    SlotTimeoutError,
+)
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.copy_cpu import SlotImage
+
+WAIT_STEP_S = 1.0
+"""How often a waiting `acquire` looks up, whatever the condition variable does."""
+
+
+@dataclass(eq=False)
+class LentSlot:
+    """A slot of this process.
+
+    Attributes:
+        number: The worker's name for it.
+        memory: Its mapping; closed by the pool only.
+        generation: Of the snapshot that it holds or receives.
+        user: The save that uses it, or None.
+        image: Header and tensor views of the plan that it was last used for.
+        staging: The training thread is copying into it; nobody else unmaps it.
+        orphaned: Its worker is gone; it is closed instead of reused.
+    """
+
+    number: int
+    memory: SlotMemory
+    generation: int = 0
+    user: SaveId | None = None
+    image: SlotImage | None = None
+    staging: bool = False
+    orphaned: bool = False
+
+    def image_for(self, plan: SavePlan) -> SlotImage:
+        """Return the slot's image of `plan`, made when the slot was last used for another."""
+        if self.image is None or self.image.plan is not plan:
+            self.image = SlotImage(self.memory.mapping.address, plan)
+        return self.image
+
+
+class SlotPool:
+    """See the module.
+
+    Args:
+        config: For `slots`, `arena_limit_bytes`, `on_busy` and `slot_timeout_s`.
+        allocate: Asks the worker for a slot of so many bytes. Blocks; raises typed errors.
+        release: Tells the worker that a slot, by number, is given back.
+    """
+
+    def __init__(
+        self, config: CheckpointerConfig, allocate: Callable[[int], LentSlot], release: Callable[[int], None]
+    ) -> None:
+        self._config, self._allocate, self._release = config, allocate, release
+        self._slots: list[LentSlot] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def acquire(self, nbytes: int, plan: SavePlan, save_id: SaveId, *, step: int, path: str) -> LentSlot:
+        """Return a slot of at least `nbytes`, marked as used by `save_id`.
+
+        Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`; and for an allocation.
+
+        Raises:
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
+            InsufficientMemoryError: It does not fit into `arena_limit_bytes` or the machine.
+            WorkerUnavailableError: The worker cannot be reached.
+            CheckpointerClosedError: The pool was closed.
+        """
+        limit = self._config.arena_limit_bytes
+        if limit is not None and nbytes > limit:
+            raise InsufficientMemoryError(
+                f"step {step}: the snapshot needs a slot of {nbytes} bytes, "
+                f"arena_limit_bytes is {limit}; raise the limit",
+                nbytes=nbytes,
+                limit=limit,
+            )
+        deadline = time.monotonic() + self._config.slot_timeout_s
+        while True:
+            with self._changed:
+                self._check_open()
+                slot = self._free_slot(nbytes, plan)
+                if slot is not None:
+                    slot.user, slot.staging = save_id, True
+                    return slot
+                may_allocate = self._make_room(nbytes)
+                if not may_allocate:
+                    self._wait(deadline, save_id, step, path)
+                    continue
+            slot = self._try_allocate(nbytes)
+            with self._changed:
+                if slot is not None:
+                    slot.user, slot.staging = save_id, True
+                    self._slots.append(slot)
+                    return slot
+                if any(s.user is not None for s in self._slots):  # the machine has no room for one more: wait for one
+                    self._wait(deadline, save_id, step, path)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointerClosedError("the checkpointer was closed while a save waited for a slot")
+
+    def _free_slot(self, nbytes: int, plan: SavePlan) -> LentSlot | None:
+        free = [s for s in self._slots if s.user is None and s.memory.nbytes >= nbytes]
+        return min(free, key=lambda s: (s.image is None or s.image.plan is not plan, s.memory.nbytes), default=None)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Give back free slots that are too small until one more may be allocated; False: all are in use."""
+        limit = self._config.arena_limit_bytes
+        while True:
+            held = sum(s.memory.nbytes for s in self._slots)
+            if len(self._slots) < self._config.slots and (limit is None or held + nbytes <= limit):
+                return True
+            free = [s for s in self._slots if s.user is None]
+            if not free:
+                return False
+            self._drop(free[0], tell=True)
+
+    def _try_allocate(self, nbytes: int) -> LentSlot | None:
+        try:
+            return self._allocate(nbytes)
+        except InsufficientMemoryError:
+            with self._changed:
+                if all(s.user is None for s in self._slots):
+                    raise
+            return None
+
+    def _wait(self, deadline: float, save_id: SaveId, step: int, path: str) -> None:
+        facts = {"save_id": str(save_id), "step": step, "path": path}
+        users = ", ".join(str(s.user) for s in self._slots)
+        if self._config.on_busy == "skip":
+            raise SaveSkippedError(f"step {step} was not saved: every slot is in use (by {users})", **facts)
+        if self._config.on_busy == "error":
+            raise SlotBusyError(f"step {step} was not saved: every slot is in use (by {users})", **facts)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            timeout_s = self._config.slot_timeout_s
+            raise SlotTimeoutError(
+                f"step {step}: no slot became free within slot_timeout_s={timeout_s:g} (in use by {users}); "
+                "storage is slower than the saves come: save less often, or allow more slots",
+                timeout_s=timeout_s,
+                **facts,
+            )
+        self._changed.wait(min(left, WAIT_STEP_S))
+
+    def staged(self, slot: LentSlot) -> None:
+        """The training thread is done with the slot: from here only the end of its save, or of its worker, matters."""
+        with self._changed:
+            slot.staging = False
+
+    def free(self, save_id: SaveId) -> None:
+        """The save has ended: its slot may be used again. Unknown ids are ignored."""
+        with self._changed:
+            for slot in [s for s in self._slots if s.user == save_id]:
+                slot.user, slot.staging = None, False
+                if slot.orphaned:
+                    self._drop(slot, tell=False)
+            self._changed.notify_all()
+
+    def orphan_all(self) -> None:
+        """The worker is lost: close every slot but one that the training thread is copying into."""
+        with self._changed:
+            for slot in list(self._slots):
+                slot.orphaned = True
+                if not slot.staging:
+                    self._drop(slot, tell=False)
+            self._changed.notify_all()
+
+    def _drop(self, slot: LentSlot, *, tell: bool) -> None:
+        self._slots.remove(slot)
+        slot.image = None  # the views go before the mapping
+        slot.memory.close()
+        if tell:
+            self._release(slot.number)
+
+    def close(self) -> None:
+        """Unmap and close every slot; a waiting `acquire` fails. Twice is fine."""
+        with self._changed:
+            self._closed = True
+            for slot in list(self._slots):
+                self._drop(slot, tell=False)
+            self._changed.notify_all()
+
+    def close_inherited_fds(self) -> None:
+        """In a forked child: drop the child's copies of the slots' fds."""
+        for slot in self._slots:
+            slot.memory.close_inherited_fd()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots held."""
+        with self._changed:
+            return sum(s.memory.nbytes for s in self._slots)

@@ -1,0 +1,280 @@
+"""The commit: a checkpoint's directory before, its manifest last, other attempts' leftovers after.
+
+IMPORTANT: the manifest is put if absent, after everything that it names is durable. Whoever sees it may load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+
+from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CommitUnknownError
+from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.index import decode_index
+from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, encode_manifest
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
+from asyncckpt.storage.files import (
+    MODE_DIRECTORY,
+    MODE_FILE,
+    Files,
+    apply_mode,
+    fsync_directory,
+    opened,
+    read_small_file,
+    write_new_file,
+)
+
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_SURELY_NOT_DONE = _NO_HARD_LINKS | {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EROFS,
+}
+"""Answers of link(2) and renameat2(2) that mean refusal; after any other (EIO, ESTALE, ...) nobody knows."""
+
+_logger = logging.getLogger("asyncckpt.storage")
+
+
+def prepare_directory(path: str, *, files: Files, umask: int, fsync: bool) -> None:
+    """Make the checkpoint's directory and its missing parents, each name flushed.
+
+    Args:
+        path: Absolute path of the checkpoint.
+        files: The storage seam.
+        umask: Of the directories' mode 0777.
+        fsync: Whether to flush.
+
+    Raises:
+        CheckpointExistsError: A manifest is there already.
+        OSError: A part of the path is no directory, or a call failed.
+    """
+    missing: list[str] = []
+    current = path
+    while not _is_directory(files, current):
+        missing.append(current)
+        current = os.path.dirname(current)
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # by another rank at the same time
+            files.mkdir(directory, MODE_DIRECTORY & ~umask)
+            with opened(files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
+                apply_mode(files, fd, MODE_DIRECTORY & ~umask)
+        if not _is_directory(files, directory):
+            raise FileExistsError(errno.EEXIST, "a dangling symbolic link is in the way", directory)
+        if fsync:
+            fsync_directory(files, os.path.dirname(directory))
+    refuse_existing(path, None, files)
+
+
+def _is_directory(files: Files, path: str) -> bool:
+    """Whether `path` is a directory; False when it is absent, an error when it is something else."""
+    try:
+        found = files.stat(path)
+    except FileNotFoundError:
+        if os.path.dirname(path) == path:
+            raise
+        return False
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "a file is where a directory is wanted", path)
+    return True
+
+
+def refuse_existing(path: str, save_id: SaveId | None, files: Files) -> None:
+    """Raise when a manifest stands at `path`; `save_id` is the save that would have been put there.
+
+    Raises:
+        CheckpointExistsError: It does.
+        OSError: It cannot be known.
+    """
+    try:
+        files.lstat(os.path.join(path, MANIFEST_NAME))
+    except FileNotFoundError:
+        return
+    raise _exists(path, save_id, _standing(path, files))
+
+
+def _exists(path: str, save_id: SaveId | None, standing: Manifest | None) -> CheckpointExistsError:
+    what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
+    return CheckpointExistsError(
+        f"{path} already holds a committed checkpoint ({what}); it was left untouched: save to another path",
+        path=path,
+        save_id=str(save_id) if save_id else None,
+        existing_save_id=str(standing.save_id) if standing else None,
+    )
+
+
+def _standing(path: str, files: Files) -> Manifest | None:
+    """Return the manifest that stands at `path`, or None when there is none that can be read."""
+    try:
+        return decode_manifest(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+    except (OSError, AsyncCkptError):
+        return None
+
+
+def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
+    """Look at every file that `manifest` names: it is there, regular, and as long as its record says.
+
+    Raises:
+        OSError: It is not.
+    """
+    for record in manifest.ranks:
+        index_path = os.path.join(path, record.index_name)
+        data = read_small_file(files, index_path, record.index_nbytes)
+        if len(data) != record.index_nbytes or file_checksum(data) != record.index_checksum:
+            raise OSError(errno.EIO, "the index differs from what was written", index_path)
+        index = decode_index(data)
+        sizes = {shard.name: shard.nbytes for shard in index.shards} | {index.objects.name: index.objects.nbytes}
+        for name, nbytes in sizes.items():
+            found = files.lstat(os.path.join(path, name))
+            if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+                text = f"{found.st_size} bytes long, {nbytes} were written"
+                raise OSError(errno.EIO, text, os.path.join(path, name))
+
+
+def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
+    """Commit: put `manifest` if no manifest is there. Doing it again for the same save succeeds.
+
+    Args:
+        path: The checkpoint's directory. Every file that the manifest names must be durable.
+        manifest: The commit record; `manifest.fsync` says whether to flush.
+        files: The storage seam.
+        umask: Of the manifest's mode 0666.
+
+    Raises:
+        CheckpointExistsError: Another save's manifest is there; it was left untouched.
+        CommitUnknownError: The put failed so that the manifest may or may not be there. Nothing was deleted.
+        OSError: Failed before the put; nothing was published.
+    """
+    temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
+    try:
+        check_rank_files(path, manifest, files=files)
+        refuse_existing_other(path, manifest.save_id, files)
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(temporary)  # of an earlier try of this very save
+        write_new_file(files, temporary, encode_manifest(manifest), mode=MODE_FILE & ~umask, fsync=manifest.fsync)
+        if manifest.fsync:
+            fsync_directory(files, path)
+            fsync_directory(files, os.path.dirname(path))
+    except BaseException:
+        _unlink_quietly(files, temporary)
+        raise
+    _put(path, temporary, manifest, files)
+    if manifest.fsync:
+        # IMPORTANT: until the directory is flushed, a power cut may take the manifest away again.
+        try:
+            fsync_directory(files, path)
+        except OSError as error:
+            raise _unknown(path, manifest.save_id, error) from error
+    _unlink_quietly(files, temporary)
+
+
+def refuse_existing_other(path: str, save_id: SaveId, files: Files) -> None:
+    """As `refuse_existing`, but the manifest of `save_id` itself is welcome."""
+    standing = _standing(path, files)
+    if standing is None or standing.save_id != save_id:
+        refuse_existing(path, save_id, files)
+
+
+def _put(path: str, temporary: str, manifest: Manifest, files: Files) -> None:
+    """Give the temporary file its final name, unless that name is taken."""
+    final = os.path.join(path, MANIFEST_NAME)
+    try:
+        try:
+            files.link(temporary, final)
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            files.rename_noreplace(temporary, final)
+    except OSError as error:
+        standing = _standing(path, files)
+        if standing is not None and standing.save_id == manifest.save_id:
+            return
+        if error.errno == errno.EEXIST:
+            _unlink_quietly(files, temporary)
+            raise _exists(path, manifest.save_id, standing) from error
+        if error.errno in _SURELY_NOT_DONE:
+            _unlink_quietly(files, temporary)
+            raise
+        raise _unknown(path, manifest.save_id, error) from error
+
+
+def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"{path}: putting the manifest of save {save_id} failed ({error}); whether the checkpoint is committed is not "
+        "known until the storage answers again. Nothing was deleted; look with `asyncckpt ls`",
+        code=errno.errorcode.get(error.errno or 0, "EIO"),
+        path=path,
+        detail=str(error),
+        save_id=str(save_id),
+    )
+
+
+def _unlink_quietly(files: Files, path: str) -> None:
+    try:
+        files.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _logger.warning("cannot remove %s: %s", path, error)
+
+
+def remove_leftovers(path: str, keep: SaveId, *, files: Files) -> list[str]:
+    """Remove the files of other attempts from a committed checkpoint.
+
+    IMPORTANT: only once a manifest of `keep` stands, because from then on no other attempt can commit here.
+
+    Args:
+        path: The checkpoint's directory.
+        keep: The save that is committed there.
+        files: The storage seam.
+
+    Returns:
+        The names that were removed. Files that are not ours by name, links and directories stay; so does everything
+        when the manifest of `keep` is not there.
+    """
+    standing = _standing(path, files)
+    if standing is None or standing.save_id != keep:
+        return []
+    return _remove(path, files, lambda owner: owner != keep)
+
+
+def remove_files_of(path: str, save_id: SaveId, *, files: Files) -> list[str]:
+    """Remove the files of one save that was not committed and never will be; a committed one is left alone.
+
+    Returns:
+        The names that were removed.
+    """
+    try:
+        files.lstat(os.path.join(path, MANIFEST_NAME))
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return []
+    else:
+        standing = _standing(path, files)
+        if standing is None or standing.save_id == save_id:
+            return []
+    return _remove(path, files, lambda owner: owner == save_id)
+
+
+def _remove(path: str, files: Files, doomed: Callable[[SaveId], bool]) -> list[str]:
+    removed = []
+    try:
+        for name in files.listdir(path):
+            owner = owner_of(name)
+            if owner is None or not doomed(owner):
+                continue
+            if stat.S_ISREG(files.lstat(os.path.join(path, name)).st_mode):
+                files.unlink(os.path.join(path, name))
+                removed.append(name)
+    except OSError as error:
+        _logger.warning("cannot clean up %s: %s", path, error)
+    return removed

@@ -1,0 +1,168 @@
+"""One shard file while it is written: created, reserved, filled by any thread, cut, flushed, closed.
+
+O_DIRECT is used when the memory is page-aligned and the file system takes it; a refusal, even at the first write, turns
+the same descriptor to buffered writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+
+from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
+from asyncckpt.format.layout import round_up
+from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all
+
+_NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
+
+
+class ShardWriter:
+    """See the module. `write_extent` may be called from several threads, the rest from one at a time.
+
+    Args:
+        path: The file; it must not exist.
+        image: The memory that it is written from.
+        offset: Where the file's bytes begin in `image`.
+        nbytes: The file's exact length.
+        aligned: Whether `image` and `offset` are page-aligned.
+        mode: Permission bits.
+        fsync: Whether `finish` flushes.
+        files: The storage seam.
+
+    Attributes:
+        extent_nbytes_total: What the extents must cover: whole pages when O_DIRECT may be used.
+        direct: Whether writes go by O_DIRECT.
+        created: Whether the file was created here.
+        digests: One checksum per block, filled by `write_extent`.
+        fsync_s: Seconds that fsync took.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        image: memoryview,
+        offset: int,
+        nbytes: int,
+        *,
+        aligned: bool,
+        mode: int,
+        fsync: bool,
+        files: Files,
+    ) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = aligned and offset + round_up(nbytes) <= len(image)
+        self.extent_nbytes_total = round_up(nbytes) if self.direct else nbytes
+        self.created = False
+        self.digests = bytearray(block_count(nbytes) * DIGEST_NBYTES)
+        self.fsync_s = 0.0
+        self._image, self._offset = image, offset
+        self._mode, self._fsync, self._files = mode, fsync, files
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def write_extent(self, start: int, end: int) -> None:
+        """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
+
+        Raises:
+            OSError: Names the file and the byte range.
+        """
+        self._open()
+        with self._image[self._offset + start : self._offset + end] as view:
+            exact = min(end, self.nbytes) - start
+            for at in range(0, exact, BLOCK_NBYTES):
+                with view[at : min(at + BLOCK_NBYTES, exact)] as block:
+                    where = (start + at) // BLOCK_NBYTES * DIGEST_NBYTES
+                    self.digests[where : where + DIGEST_NBYTES] = block_digest(block)
+            done = self._write_direct(view, start) if self.direct else 0
+            write_all(self._files, self._fd, view[done:], start + done, self.path)
+
+    def _write_direct(self, view: memoryview, start: int) -> int:
+        """Write with O_DIRECT until done or refused; return how much was written."""
+        done = 0
+        while done < len(view):
+            try:
+                written = self._files.pwrite(self._fd, view[done:], start + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    self._go_buffered()
+                    break
+                raise named(error, self.path, f"writing bytes {start + done} to {start + len(view)}") from error
+            if written <= 0:
+                raise OSError(errno.EIO, f"the file system took none of the bytes from {start + done}", self.path)
+            done += written
+        return done
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                return
+            fd = self._files.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
+            self.created = True
+            try:
+                apply_mode(self._files, fd, self._mode)
+                self._reserve(fd)
+                self._go_direct(fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._files.close(fd)
+                raise
+            self._fd = fd
+
+    def _reserve(self, fd: int) -> None:
+        """A full disk shows here, before anything is written; and writers inside a file's length do not queue."""
+        try:
+            self._files.fallocate(fd, self.extent_nbytes_total)
+        except OSError as error:
+            if error.errno not in _NO_PREALLOCATION:
+                raise named(error, self.path, f"reserving {self.extent_nbytes_total} bytes") from error
+
+    def _go_direct(self, fd: int) -> None:
+        """Switched on after creation, because open(O_CREAT | O_DIRECT) leaves a file behind when it is refused."""
+        if not self.direct:
+            return
+        try:
+            self._files.set_direct(fd, True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise named(error, self.path, "switching O_DIRECT on") from error
+            self.direct = False
+
+    def _go_buffered(self) -> None:
+        with self._lock:
+            if self.direct:
+                self._files.set_direct(self._fd, False)
+                self.direct = False
+
+    def finish(self) -> None:
+        """Cut the file to its length, flush and close it; called once, after the last extent.
+
+        Raises:
+            OSError: Names the file. IMPORTANT: after an fsync error the file must be given up.
+        """
+        try:
+            self._files.ftruncate(self._fd, self.nbytes)
+            found = self._files.fstat(self._fd).st_size
+        except OSError as error:
+            raise named(error, self.path, f"setting its length to {self.nbytes}") from error
+        if found != self.nbytes:
+            raise OSError(errno.EIO, f"{found} bytes long after {self.nbytes} were written", self.path)
+        if self._fsync:
+            started = time.perf_counter()
+            fsync_file(self._files, self._fd, self.path)
+            self.fsync_s = time.perf_counter() - started
+        fd, self._fd = self._fd, -1
+        try:
+            self._files.close(fd)
+        except OSError as error:
+            raise named(error, self.path, "close") from error
+
+    def abandon(self) -> None:
+        """Close a file that will not be finished; does nothing to one that is closed. No thread may be writing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                self._files.close(fd)

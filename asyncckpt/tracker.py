@@ -1,0 +1,91 @@
+"""The handles of one checkpointer: which are pending, and whose error nobody has fetched."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+
+from asyncckpt.errors import PendingSavesError, SaveSkippedError, WaitTimeoutError
+from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
+
+_log = logging.getLogger("asyncckpt")
+
+
+class SaveTracker:
+    """Follows every handle from `save()` to its end, and writes the one log line of each save.
+
+    Args:
+        on_error: "warn" or "raise", as in `CheckpointerConfig`.
+    """
+
+    def __init__(self, *, on_error: str) -> None:
+        self._raises = on_error == "raise"
+        self._changed = threading.Condition()
+        self._pending: list[SaveHandle] = []
+        self._failed: list[SaveHandle] = []
+
+    def add(self, handle: SaveHandle) -> None:
+        """Follow `handle` until its `written` is done."""
+        with self._changed:
+            self._pending.append(handle)
+        handle.written.add_done_callback(lambda done: self._ended(handle, done))
+
+    def _ended(self, handle: SaveHandle, done: Future[SaveReport]) -> None:
+        assert isinstance(done, SaveFuture)
+        report, error = done.peek()
+        if error is None:
+            _log.info("saved step %d to %s: %s", handle.step, handle.path, report)
+        elif isinstance(error, SaveSkippedError):
+            _log.info("%s", error)
+        else:
+            _log.warning("save of step %d to %s failed: %s", handle.step, handle.path, error)
+        with self._changed:
+            self._pending.remove(handle)
+            if self._raises and error is not None and not isinstance(error, SaveSkippedError):
+                self._failed.append(handle)
+            self._changed.notify_all()
+
+    def pending(self) -> list[SaveHandle]:
+        """Return the handles whose `written` is not done, oldest first."""
+        with self._changed:
+            return list(self._pending)
+
+    def settle(self, timeout_s: float | None) -> list[SaveHandle]:
+        """Wait until nothing is pending, at most `timeout_s`; returns what still is."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while self._pending:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(1.0 if left is None else min(left, 1.0))
+            return list(self._pending)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """As `settle`.
+
+        Raises:
+            WaitTimeoutError: Something is still pending.
+        """
+        left = self.settle(timeout_s)
+        if left:
+            raise WaitTimeoutError(
+                f"{len(left)} saves are still pending after {timeout_s:g} s; they go on",
+                save_ids=[str(h.save_id) for h in left],
+                timeout_s=timeout_s,
+            )
+
+    def raise_errors(self) -> None:
+        """With `on_error="raise"`: raise the errors of saves whose futures nobody has looked at, once each.
+
+        Raises:
+            PendingSavesError: With all of them in `errors`.
+        """
+        with self._changed:
+            failed, self._failed = self._failed, []
+        found = [e for h in failed if not any(f.fetched for f in h.futures()) and (e := h.written.peek()[1])]
+        if found:
+            text = "; ".join(str(e) for e in found)
+            raise PendingSavesError(f"{len(found)} saves failed: {text}", errors=found)

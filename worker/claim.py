@@ -1,0 +1,34 @@
+"""Claiming an endpoint: its directory, and the lock that only one living worker can hold. Imports no zmq."""
+
+from __future__ import annotations
+
+from asyncckpt.errors import EndpointError
+from asyncckpt.protocol.endpoint import acquire_lock, make_directory
+
+ALREADY_SERVED = "is already served by a running worker"
+"""`asyncckpt.launcher` looks for these words."""
+
+
+def claim(endpoint: str) -> tuple[str, int]:
+    """Make the endpoint's directory and take its lock, which is held as long as the fd, or a fork's copy, is open.
+
+    Returns:
+        The socket's path, and the lock's fd.
+
+    Raises:
+        EndpointError: Another worker has it, or the directory is not safe to use.
+        ConfigError: The endpoint is malformed.
+    """
+    path = make_directory(endpoint)
+    try:
+        fd = acquire_lock(path)
+    except OSError as error:
+        raise EndpointError(f"cannot lock {path}.lock: {error.strerror}", endpoint=endpoint, path=path) from error
+    if fd is None:
+        raise EndpointError(
+            f"{endpoint} {ALREADY_SERVED}; use it, drain it first, or choose another --endpoint",
+            endpoint=endpoint,
+            path=path,
+            detail="taken",
+        )
+    return path, fd

@@ -1,0 +1,179 @@
+"""The command `asyncckpt-worker`: reads options, claims the endpoint, goes into the background if asked, and serves.
+
+Exit codes: 0 ended in order, every save that was submitted has ended; 1 could not start, for instance because the
+endpoint has a worker already; 2 wrong options; 3 a drain ran out of time, or was cut short, with saves unfinished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from asyncckpt import __version__
+from asyncckpt.errors import AsyncCkptError, ConfigError
+from asyncckpt.protocol.endpoint import default_endpoint
+from asyncckpt_worker.claim import claim
+from asyncckpt_worker.config import LOG_FORMATS, WorkerConfig
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNFINISHED = 3
+
+_EXAMPLE = """\
+example:
+  asyncckpt-worker --endpoint ipc:///run/user/1000/asyncckpt/job7.sock --root /checkpoints --idle-exit-s 3600
+
+Trainers find a worker without --endpoint by themselves, and one with it by ASYNCCKPT_ENDPOINT. SIGTERM drains: saves
+that were submitted are finished, then the worker exits with 0; a second SIGINT ends it at once.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncckpt-worker",
+        description="Write checkpoints that trainers stage into this process's memory.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    defaults = WorkerConfig(endpoint="ipc:///default")
+    add = parser.add_argument
+    add(
+        "--endpoint",
+        help="ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)",
+    )
+    add(
+        "--root",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="write only below DIR (repeatable; default: anywhere)",
+    )
+    add(
+        "--idle-exit-s",
+        type=float,
+        default=defaults.idle_exit_s,
+        metavar="S",
+        help="exit after S seconds without sessions and saves; 0: never (default: %(default)s)",
+    )
+    add(
+        "--drain-timeout-s",
+        type=float,
+        default=defaults.drain_timeout_s,
+        metavar="S",
+        help="seconds that a drain waits for saves in flight (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        type=int,
+        default=defaults.threads,
+        metavar="N",
+        help="threads that write each save, at least 2 (default: 2; a trainer may ask for more)",
+    )
+    add("--log-format", choices=LOG_FORMATS, default=defaults.log_format, help="(default: %(default)s)")
+    add("--log-file", metavar="FILE", help="append the log to FILE (default: stderr; with --detach: beside the socket)")
+    add("--detach", action="store_true", help="go into the background, in a session of its own, and return at once")
+    add("--version", action="version", version=f"asyncckpt-worker {__version__}")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> WorkerConfig:
+    endpoint = options.endpoint or os.environ.get("ASYNCCKPT_ENDPOINT")
+    if not endpoint:
+        endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.executable)
+    return WorkerConfig(
+        endpoint=endpoint,
+        roots=tuple(os.path.abspath(os.path.expanduser(root)) for root in options.root),
+        idle_exit_s=options.idle_exit_s,
+        drain_timeout_s=options.drain_timeout_s,
+        threads=options.threads,
+        log_format=options.log_format,
+        log_file=os.path.abspath(os.path.expanduser(options.log_file)) if options.log_file else None,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; see the module."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = _config(options)
+        if options.detach:
+            return _detached(config)
+        return serve(config)
+    except ConfigError as error:
+        print(f"asyncckpt-worker: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (AsyncCkptError, OSError) as error:
+        print(f"asyncckpt-worker: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _detached(config: WorkerConfig) -> int:
+    """Fork; the child serves in its own session, the parent returns 0 at once.
+
+    IMPORTANT: before zmq is imported and any thread exists: neither survives a fork.
+    """
+    for fd in _inherited_fds():
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    path, lock = claim(config.endpoint)  # so that "taken" is said where the command was given
+    if os.fork():
+        os._exit(EXIT_OK)
+    os.setsid()
+    sys.path[:] = [os.path.abspath(p) for p in sys.path]
+    os.chdir("/")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    from asyncckpt_worker.logs import redirect_output
+
+    redirect_output(config.log_file or f"{path.removesuffix('.sock')}.log")
+    return serve(config, claimed=(path, lock), to_stderr=True)
+
+
+def _inherited_fds() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+
+
+def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, to_stderr: bool = False) -> int:
+    """Serve in this process until drained or idle; changes its priority, umask and signal handlers.
+
+    Raises:
+        EndpointError: The endpoint is taken or unsafe.
+        OSError: The log file cannot be opened.
+    """
+    from asyncckpt_worker import logs
+    from asyncckpt_worker.daemon import Daemon
+    from asyncckpt_worker.metrics import lower_priority
+
+    if config.log_file is not None and not to_stderr:
+        logs.redirect_output(config.log_file)
+    logs.configure(config.log_format)
+    os.umask(0)  # the modes of files and directories come from each request
+    lower_priority()
+    daemon = Daemon(config, claimed=claimed)
+    interrupts = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        daemon.stop(immediately=interrupts > 1)
+
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, stop)
+    complete = daemon.run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not complete:
+        # A job may hang on a wedged disk for ever; the interpreter's own exit would wait for it.
+        os._exit(EXIT_UNFINISHED)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The worker's settings: one frozen dataclass, checked when built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from asyncckpt.errors import ConfigError
+from asyncckpt.protocol.endpoint import socket_path
+
+MAX_THREADS = 256
+LOG_FORMATS = ("human", "json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """What a worker is told at its start.
+
+    Attributes:
+        endpoint: `ipc:///absolute/path`, where it listens.
+        roots: Directories below which it may write; empty allows every absolute path.
+        idle_exit_s: It exits after this time without sessions and saves; 0 means never.
+        drain_timeout_s: How long a drain waits for saves in flight.
+        staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
+            takes seconds at most.
+        commit_timeout_s: How long a save waits for its other ranks once one of them is durable.
+        threads: Threads that write; 0 takes two per save that is being written.
+        heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
+        log_format, log_file: "human" or "json"; None writes to stderr.
+
+    Raises:
+        ConfigError: A value that cannot be.
+    """
+
+    endpoint: str
+    roots: tuple[str, ...] = ()
+    idle_exit_s: float = 600.0
+    drain_timeout_s: float = 120.0
+    staging_grace_s: float = 10.0
+    commit_timeout_s: float = 1800.0
+    threads: int = 0
+    heartbeat_s: float = 0.5
+    log_format: str = "human"
+    log_file: str | None = None
+
+    def __post_init__(self) -> None:
+        socket_path(self.endpoint)
+        for name in ("idle_exit_s", "drain_timeout_s", "staging_grace_s", "commit_timeout_s", "heartbeat_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value!r}; expected seconds, 0 or more", field=name, value=value)
+        if type(self.threads) is not int or not 0 <= self.threads <= MAX_THREADS:
+            raise ConfigError(
+                f"threads is {self.threads!r}; expected 0 to {MAX_THREADS}", field="threads", value=self.threads
+            )
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                f"log_format is {self.log_format!r}; expected one of {LOG_FORMATS}",
+                field="log_format",
+                value=self.log_format,
+            )
+        for root in self.roots:
+            if not root.startswith("/"):
+                raise ConfigError(f"root {root!r} is not absolute", field="roots", value=root)

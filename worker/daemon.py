@@ -1,0 +1,296 @@
+"""The daemon: ties the brain to socket, clock, processes, memory and jobs.
+
+One control loop turns messages, results, deaths and time into events, and performs the actions that the brain answers
+with. It does no file I/O: whatever may wait for a disk is a job.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncckpt import __version__
+from asyncckpt.errors import AsyncCkptError, CommitUnknownError, SaveFailedError, to_wire
+from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
+from asyncckpt.protocol.messages import PROTOCOL_VERSION, StatusReport
+from asyncckpt.protocol.request import decode_request
+from asyncckpt.storage.files import Files
+from asyncckpt_worker import events as ev
+from asyncckpt_worker import logs
+from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.liveness import Liveness, start_ticks
+from asyncckpt_worker.metrics import Metrics
+from asyncckpt_worker.preflight import check_memory
+from asyncckpt_worker.scheduler import Scheduler
+from asyncckpt_worker.server import Server
+from asyncckpt_worker.slots import SlotStore
+from asyncckpt_worker.state import Brain, BrainConfig
+from asyncckpt_worker.writer import Writer
+
+MAX_WAIT_S = 1.0
+"""The loop turns at least once in this time: for deadlines that the brain does not announce."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long an exit waits for jobs that were given up."""
+
+
+class Daemon:
+    """One worker. `run` in one thread, `stop` from any; both also serve tests, in process.
+
+    Args:
+        config: Settings.
+        files: The storage seam.
+        claimed: What `claim.claim` returned, when the caller has taken the lock already.
+        liveness: For tests.
+
+    Raises:
+        EndpointError: The endpoint is taken or unsafe. Nothing is left open.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        files: Files | None = None,
+        *,
+        claimed: tuple[str, int] | None = None,
+        liveness: Liveness | None = None,
+    ) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self._server = Server(config.endpoint, self.metrics.count, claimed)
+        self._scheduler = Scheduler()
+        self._slots = SlotStore()
+        self._liveness = liveness or Liveness()
+        self._writer = Writer(files or Files(), self._slots, config.roots, config.threads)
+        self._started = time.monotonic()
+        self._exit: ev.Exit | None = None
+        self._closed = False
+        self.brain = Brain(
+            BrainConfig(
+                package=__version__,
+                pid=os.getpid(),
+                pid_start=start_ticks(os.getpid()) or 0,
+                instance=secrets.token_hex(8),
+                heartbeat_s=config.heartbeat_s,
+                idle_exit_s=config.idle_exit_s,
+                drain_timeout_s=config.drain_timeout_s,
+                staging_grace_s=config.staging_grace_s,
+                commit_timeout_s=config.commit_timeout_s,
+            ),
+            time.monotonic(),
+        )
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Serve until drained, idle or out of time; then close.
+
+        Returns:
+            Whether every save that was submitted has ended.
+        """
+        logs.write("info", f"worker {os.getpid()} of asyncckpt {__version__} listens on {self.config.endpoint}")
+        try:
+            while self._exit is None:
+                self._turn()
+        finally:
+            closed = self.close()
+        logs.write("info", f"worker {os.getpid()} exits: {self._exit.reason}")
+        return self._exit.complete and closed
+
+    def stop(self, *, immediately: bool = False) -> None:
+        """Drain, then return from `run`; `immediately`: without waiting for saves. Safe in a signal handler."""
+        self._scheduler.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
+
+    def _turn(self) -> None:
+        self._server.poll([self._scheduler.fd, *self._liveness.fds()], self._wait_s())
+        # Messages before deaths: what a trainer said with its last breath makes better error messages.
+        for peer, message in self._server.receive():
+            self._received(ev.Received(now=time.monotonic(), peer=peer, message=message))
+        for result in self._scheduler.results():
+            self._handle(result)
+        for session in self._liveness.dead():
+            self._handle(ev.Died(now=time.monotonic(), session=session))
+        self._handle(ev.Tick(now=time.monotonic()))
+
+    def _received(self, event: ev.Received) -> None:
+        """As `_handle`; a bug that one message brings to light must not cost every trainer its worker."""
+        try:
+            self._handle(event)
+        except Exception:
+            self.metrics.count("internal_errors")
+            logs.write("error", f"our own bug, at a message {event.message.name}", exc_info=True)
+
+    def _wait_s(self) -> float:
+        waits = [MAX_WAIT_S, self._liveness.poll_s or MAX_WAIT_S]
+        if self.brain.wakes_at is not None:
+            waits.append(self.brain.wakes_at - time.monotonic())
+        return max(0.0, min(waits))
+
+    def _handle(self, event: ev.Event) -> None:
+        """Let the brain decide and perform what it says; answers that come at once are further events."""
+        todo = deque([event])
+        while todo:
+            for action in self.brain.handle(todo.popleft()):
+                answer = self._perform(action)
+                if answer is not None:
+                    todo.append(answer)
+
+    def close(self) -> bool:
+        """Close everything; later calls do nothing.
+
+        Blocks: for jobs that were given up, at most `CLOSE_TIMEOUT_S`.
+
+        Returns:
+            Whether nothing hangs.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        self._server.close()
+        self._liveness.close()
+        self._slots.close()
+        self._writer.close()
+        return self._scheduler.close(CLOSE_TIMEOUT_S)
+
+    # ---- actions ----------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: ev.Action) -> ev.Event | None:
+        match action:
+            case ev.Send():
+                self._server.send(action.peer, action.message)
+            case ev.Log():
+                self._log(action)
+            case ev.SendStatus():
+                self._server.send(action.peer, StatusReport(id=action.id, report=self._report(action.report)))
+            case ev.Watch():
+                alive = self._liveness.watch(action.session, action.pid, action.pid_start)
+                return ev.Watched(now=time.monotonic(), session=action.session, alive=alive)
+            case ev.Unwatch():
+                self._liveness.unwatch(action.session)
+            case ev.CreateSlot():
+                return self._create_slot(action)
+            case ev.FreeSlot():
+                self._slots.free(action.slot)
+            case ev.Exit():
+                self._exit = action
+            case _:
+                self._submit(action)
+        return None
+
+    def _submit(self, action: ev.Action) -> None:
+        match action:
+            case ev.ReadSlot():
+                self._scheduler.submit("memory", lambda: self._read_slot(action.slot))
+            case ev.Prepare():
+                self._scheduler.submit("prepare", lambda: self._prepare(action))
+            case ev.Write():
+                self._scheduler.submit("write", lambda: self._write(action))
+            case ev.Commit():
+                self._scheduler.submit("commit", lambda: self._commit(action))
+            case ev.Remove():
+                self._scheduler.submit("commit", lambda: self._remove(action))
+            case ev.ScanLineage():
+                self._scheduler.submit("prepare", lambda: self._lineage(action))
+            case _:
+                raise AssertionError(f"no performer for {action}")
+
+    def _log(self, action: ev.Log) -> None:
+        if action.count is not None:
+            self.metrics.count(action.count)
+        logs.write(action.level, action.text, save_id=action.save_id, session=action.session, facts=dict(action.facts))
+
+    def _create_slot(self, action: ev.CreateSlot) -> ev.SlotCreated:
+        try:
+            check_memory(action.nbytes, self._slots.fds())
+            memory = self._slots.create(action.slot, action.nbytes)
+        except (AsyncCkptError, OSError, SlotError) as error:
+            wrapped = error if isinstance(error, AsyncCkptError) else _slot_refused(error, action.nbytes)
+            return ev.SlotCreated(now=time.monotonic(), slot=action.slot, error=to_wire(wrapped))
+        if action.populate:
+            self._scheduler.submit("populate", lambda: self._populate(action.slot))
+        return ev.SlotCreated(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
+
+    def _report(self, brains: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "package": __version__,
+            "protocol": PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "endpoint": self.config.endpoint,
+            "uptime_s": time.monotonic() - self._started,
+            "pidfd": self._liveness.uses_pidfd,
+            "roots": list(self.config.roots),
+            "counters": self.metrics.counters(),
+            "process": dict(self.metrics.process()),
+            **brains,
+        }
+
+    # ---- jobs: in the scheduler's threads; they return events and never raise ---------------------------------------
+
+    def _read_slot(self, number: int) -> ev.SlotRead:
+        try:
+            with self._slots.use(number) as memory:
+                generation, data = memory.control.read_request()
+            request = decode_request(data, memory.nbytes - PAGE_NBYTES)
+        except Exception as error:
+            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error))
+        return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
+
+    def _populate(self, number: int) -> None:
+        try:
+            self._slots.populate(number)
+        except OSError as error:  # the trainer's own first touch then pays, or fails, for the pages
+            logs.write("warning", f"cannot fault in the pages of slot {number}: {error}")
+
+    def _prepare(self, action: ev.Prepare) -> ev.Prepared:
+        error = _error_of(lambda: self._writer.prepare(action))
+        return ev.Prepared(now=time.monotonic(), key=action.key, error=None if error is None else to_wire(error))
+
+    def _write(self, action: ev.Write) -> ev.Written:
+        begun = time.perf_counter()
+        try:
+            result = self._writer.write(action)
+        except BaseException as error:
+            return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
+        seconds = {f"seconds_{name}": value for name, value in result.seconds.items()}
+        report = {**seconds, "seconds_write": time.perf_counter() - begun, "nbytes": result.nbytes}
+        self.metrics.count("written_nbytes", result.nbytes)
+        return ev.Written(
+            now=time.monotonic(), key=action.key, result=result, report={**report, "direct": result.direct}
+        )
+
+    def _commit(self, action: ev.Commit) -> ev.Published:
+        try:
+            report = self._writer.commit(action)
+        except BaseException as error:
+            unknown = isinstance(error, CommitUnknownError)
+            return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
+        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report)
+
+    def _remove(self, action: ev.Remove) -> ev.Removed:
+        _error_of(lambda: self._writer.remove(action.save_id, action.path))
+        return ev.Removed(now=time.monotonic(), save_id=action.save_id)
+
+    def _lineage(self, action: ev.ScanLineage) -> ev.LineageScanned:
+        try:
+            epoch = self._writer.lineage(action.path)
+        except BaseException as error:
+            return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, error=to_wire(error))
+        return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, epoch=epoch)
+
+
+def _error_of(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _slot_refused(error: BaseException, nbytes: int) -> AsyncCkptError:
+    return SaveFailedError(
+        f"the worker cannot make a slot of {nbytes:,} bytes: {error}", code="slot", detail=str(error)
+    )

@@ -1,0 +1,296 @@
+"""What happens to the worker (events) and what it does about it (actions): values only.
+
+Every event carries `now`, seconds of a monotonic clock: the brain has none of its own. Results of jobs name the save or
+slot that they belong to. An error travels as the wire form that `asyncckpt.errors.to_wire` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.protocol.messages import Message
+from asyncckpt.protocol.request import SaveRequest
+
+Wire = Mapping[str, Any]
+Peer = bytes
+SaveKey = tuple[str, int]
+"""Save id as text, and rank."""
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """A message arrived and decoded."""
+
+    now: float
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """The answer to Watch: whether the process is the one that the session claims, and is watched from now on."""
+
+    now: float
+    session: str
+    alive: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Died:
+    """Proof that the session's process is dead: it writes to no slot any more."""
+
+    now: float
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotCreated:
+    """The answer to CreateSlot: the memfd's number and token, or the error."""
+
+    now: float
+    slot: int
+    fd: int = -1
+    token: bytes = b""
+    error: Wire | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRead:
+    """The answer to ReadSlot: the sealed request and its generation, or the reason why there is none."""
+
+    now: float
+    slot: int
+    generation: int = -1
+    request: SaveRequest | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The answer to Prepare."""
+
+    now: float
+    key: SaveKey
+    error: Wire | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """The answer to Write: `result` is opaque to the brain and goes into Commit."""
+
+    now: float
+    key: SaveKey
+    result: Any = None
+    error: Wire | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """The answer to Commit. `unknown`: an error at the manifest itself; nobody knows whether it stands."""
+
+    now: float
+    save_id: str
+    error: Wire | None = None
+    unknown: bool = False
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Removed:
+    """The answer to Remove."""
+
+    now: float
+    save_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineageScanned:
+    """The answer to ScanLineage."""
+
+    now: float
+    peer: Peer
+    id: int
+    epoch: int = 0
+    error: Wire | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRequested:
+    """A signal, or `Daemon.stop()`. `immediately`: do not wait for saves."""
+
+    now: float
+    immediately: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+    now: float
+
+
+Event = (
+    Received
+    | Watched
+    | Died
+    | SlotCreated
+    | SlotRead
+    | Prepared
+    | Written
+    | Published
+    | Removed
+    | LineageScanned
+    | StopRequested
+    | Tick
+)
+
+
+# ---- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """Send a message; it may get lost."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendStatus:
+    """Complete the brain's part of the status report with the process's figures, and send it."""
+
+    peer: Peer
+    id: int
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Watch this process; answered at once by Watched."""
+
+    session: str
+    pid: int
+    pid_start: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unwatch:
+    """The session has ended."""
+
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CreateSlot:
+    """Check the memory, make a memfd; answered at once by SlotCreated."""
+
+    slot: int
+    nbytes: int
+    populate: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSlot:
+    """Unmap and close: nobody reads or writes this slot any more."""
+
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadSlot:
+    """Read the sealed request. Job; answered by SlotRead."""
+
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepare:
+    """Make the directory and look for what would make the save fail. Job; answered by Prepared."""
+
+    key: SaveKey
+    path: str
+    step: int
+    nbytes: int
+    umask: int
+    fsync: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """Write one rank's files. Job; answered by Written."""
+
+    key: SaveKey
+    slot: int
+    generation: int
+    request: SaveRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """Publish the manifest of a save whose ranks are all durable. Job; answered by Published."""
+
+    save_id: str
+    requests: tuple[SaveRequest, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remove:
+    """Remove the files of a save that failed after a rank was durable. Job; answered by Removed."""
+
+    save_id: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanLineage:
+    """Find the next epoch beside a path. Job; answered by LineageScanned."""
+
+    peer: Peer
+    id: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """A line of the log. `count` names a counter of the status report that goes up by one."""
+
+    level: str
+    text: str
+    save_id: str | None = None
+    session: str | None = None
+    count: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """End the process. `complete`: no save was left unfinished."""
+
+    complete: bool
+    reason: str
+
+
+Action = (
+    Send
+    | SendStatus
+    | Watch
+    | Unwatch
+    | CreateSlot
+    | FreeSlot
+    | ReadSlot
+    | Prepare
+    | Write
+    | Commit
+    | Remove
+    | ScanLineage
+    | Log
+    | Exit
+)

@@ -1,0 +1,63 @@
+"""Counters, and the process's own figures for the status report."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+LOWEST_BEST_EFFORT = 7
+"""ionice(1): the last of the eight levels of the best-effort class. The idle class may starve for ever."""
+
+NICENESS = 5
+"""Chosen, not measured: data loaders and the training loop go first."""
+
+
+class Metrics:
+    """Counts what happened. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the first call only sets the mark for the next
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counters[name] += by
+
+    def counters(self) -> dict[str, int]:
+        """Return a copy of all counters."""
+        with self._lock:
+            return dict(self._counters)
+
+    def process(self) -> Mapping[str, Any]:
+        """Return memory (`private_nbytes`: without slots), CPU and I/O of this process; the unreadable is left out."""
+        p, found = self._process, dict[str, Any]()
+        with contextlib.suppress(psutil.Error, OSError), p.oneshot():
+            memory, times = p.memory_info(), p.cpu_times()
+            found["rss_nbytes"] = memory.rss
+            found["private_nbytes"] = memory.rss - memory.shared
+            found["cpu_percent"] = p.cpu_percent()
+            found["cpu_seconds"] = times.user + times.system
+            found["threads"] = p.num_threads()
+            found["fds"] = p.num_fds()
+            found["nice"] = p.nice()
+        with contextlib.suppress(psutil.Error, OSError, AttributeError):
+            io = p.io_counters()
+            found["read_nbytes"], found["write_nbytes"] = io.read_bytes, io.write_bytes
+        return found
+
+
+def lower_priority() -> None:
+    """Let the training go first on CPU and disk; a system that does not allow it is left as it is."""
+    process = psutil.Process()
+    with contextlib.suppress(psutil.Error, OSError):
+        process.nice(min(19, process.nice() + NICENESS))
+    with contextlib.suppress(psutil.Error, OSError, AttributeError, ValueError):
+        process.ionice(psutil.IOPRIO_CLASS_BE, LOWEST_BEST_EFFORT)

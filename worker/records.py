@@ -1,0 +1,181 @@
+"""What the brain remembers: sessions, slots, saves. Plain records; `state`, `lending` and `saves` change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT, TRANSITIONS
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.events import Action, Log, Peer, SaveKey, Wire
+
+MAX_SESSIONS = 4096
+MAX_SLOTS_PER_SESSION = 64
+MAX_JOBS = 4096
+"""Jobs that may be outstanding; above it, requests that would add one are refused. Chosen, not measured."""
+
+MAX_HISTORY = 1024
+"""Ended saves that are remembered, so that late questions and repeated requests find them. As many as one Heartbeat
+may ask for."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One incarnation of a trainer's client. `hello`: the id to answer once its process is being watched, else None."""
+
+    name: str
+    peer: Peer
+    pid: int
+    pid_start: int
+    rank: int
+    world_size: int
+    package: str
+    hello: int | None
+    granted: dict[int, int] = field(default_factory=dict)
+    """Allocate request id -> slot number, so that a repeated request gets the same slot."""
+
+    slots: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A Submit that is answered when its slot has been read."""
+
+    peer: Peer
+    id: int
+    save_id: str
+    generation: int
+
+
+@dataclass(slots=True)
+class Slot:
+    """A slot and who uses it; the table of its states is in `state`."""
+
+    number: int
+    nbytes: int
+    session: str
+    rank: int
+    world_size: int
+    allocate_id: int
+    fd: int = -1
+    token: bytes = b""
+    closing: bool = False
+    reading: bool = False
+    read_again: bool = False
+    taken: int = -1
+    """The highest generation that was taken up: it is never taken twice."""
+
+    key: SaveKey | None = None
+    """The save that used it last."""
+
+    writes: set[SaveKey] = field(default_factory=set)
+    waiters: list[Waiter] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """`creating`, `lent` or `closing`."""
+        return "closing" if self.closing else "creating" if self.fd < 0 else "lent"
+
+
+@dataclass(slots=True)
+class RankSave:
+    """One rank's part in a save."""
+
+    rank: int
+    session: str
+    slot: int
+    generation: int
+    path: str
+    step: int
+    nbytes: int
+    umask: int
+    begun_at: float
+    phase: str = BEGUN
+    preparing: bool = False
+    prepared: bool = False
+    writing: bool = False
+    request: SaveRequest | None = None
+    result: Any = None
+    error: Wire | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+
+@dataclass(slots=True)
+class Save:
+    """One checkpoint in the making: the ranks that were heard of so far. `outcome`: an ended phase, or None."""
+
+    save_id: str
+    world_size: int
+    ranks: dict[int, RankSave] = field(default_factory=dict)
+    outcome: str | None = None
+    error: Wire | None = None
+    committing: bool = False
+    removing: bool = False
+    waiting_since: float | None = None
+    """When the first rank was durable."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job of this save is outstanding that touches its files."""
+        return self.committing or self.removing or any(r.writing or r.preparing for r in self.ranks.values())
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the save has been submitted by some rank, and not ended; or has a job outstanding."""
+        return self.busy or (self.outcome is None and any(r.phase in IN_FLIGHT for r in self.ranks.values()))
+
+
+@dataclass(slots=True)
+class Tables:
+    """All that the brain knows, and the actions that the current event has led to so far."""
+
+    now: float = 0.0
+    draining: bool = False
+    actions: list[Action] = field(default_factory=list)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    peers: dict[Peer, str] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
+    saves: dict[str, Save] = field(default_factory=dict)
+    changed: dict[SaveKey, None] = field(default_factory=dict)
+    """Ranks whose phase became durable or ended in this event, in order."""
+
+    lineage_scans: int = 0
+    next_slot: int = 1
+
+    def log(
+        self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any
+    ) -> None:
+        """Add a Log action; `rest` are facts, but for `count`."""
+        count = rest.pop("count", None)
+        self.actions.append(Log(level=level, text=text, save_id=save_id, session=session, count=count, facts=rest))
+
+    def entry(self, key: SaveKey | None) -> RankSave | None:
+        """Return one rank's part in a save, or None."""
+        save = self.saves.get(key[0]) if key else None
+        return save.ranks.get(key[1]) if save and key else None
+
+    def entries(self) -> Iterable[tuple[Save, RankSave]]:
+        """Yield every rank of every save."""
+        return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs are outstanding."""
+        jobs = self.lineage_scans + sum(s.reading for s in self.slots.values())
+        for save in self.saves.values():
+            jobs += save.committing + save.removing + sum(r.writing + r.preparing for r in save.ranks.values())
+        return jobs
+
+
+def row_of(save: Save, entry: RankSave) -> Mapping[str, Any]:
+    """Return the row of a Saves message (protocol/SPEC.md) for one rank of a save."""
+    assert entry.phase in TRANSITIONS
+    row: dict[str, Any] = {"save_id": save.save_id, "phase": entry.phase, "report": dict(entry.report)}
+    if entry.error is not None:
+        row["error"] = dict(entry.error)
+    return row

@@ -1,0 +1,295 @@
+"""The brain's saves: from Begin or a sealed slot to the commit, and every way in which one ends.
+
+A save is keyed by its id and has one entry per rank. Its phases are those of `asyncckpt.protocol.lifecycle`, moved by
+`advance` only. It commits when all ranks of its world are durable; one rank that fails ends it on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, DURABLE, FAILED, SUBMITTED, UNKNOWN, advance
+from asyncckpt.protocol.messages import Begin
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.events import Commit, Prepare, Prepared, Published, Remove, Removed, Wire, Write, Written
+from asyncckpt_worker.records import MAX_HISTORY, RankSave, Save, Session, Slot, Tables
+
+_OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
+"""Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
+
+
+class SaveBook:
+    """Changes `tables.saves` and adds the actions that follow."""
+
+    def __init__(self, tables: Tables, commit_timeout_s: float) -> None:
+        self._t = tables
+        self._commit_timeout_s = commit_timeout_s
+
+    # ---- how a save comes to be -------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, message: Begin) -> None:
+        """Add the entry of a rank that stages. The caller has checked slot and generation."""
+        save = self._open(message.save_id, session.world_size)
+        entry = RankSave(
+            rank=session.rank,
+            session=session.name,
+            slot=message.slot,
+            generation=message.generation,
+            path=message.path,
+            step=message.step,
+            nbytes=message.nbytes,
+            umask=message.umask,
+            begun_at=self._t.now,
+        )
+        self._add(save, entry)
+        if not entry.ended:
+            self._prepare(save, entry, fsync=True)
+            self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
+
+    def take_up(self, slot: Slot, generation: int, request: SaveRequest) -> None:
+        """Take a sealed snapshot over: from here its slot is in flight until the save has ended."""
+        slot.taken = max(slot.taken, generation)
+        save = self._open(request.save_id, request.world_size)
+        entry = save.ranks.get(request.rank)
+        if entry is None:
+            entry = RankSave(
+                rank=request.rank,
+                session=slot.session,
+                slot=slot.number,
+                generation=generation,
+                path=request.path,
+                step=request.step,
+                nbytes=sum(p.nbytes for p in request.parts),
+                umask=request.umask,
+                begun_at=self._t.now,
+            )
+            self._add(save, entry)
+        if entry.session != slot.session:
+            text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
+            self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
+            return
+        if entry.phase != BEGUN:
+            return  # it has ended, or the same snapshot came twice
+        entry.slot, entry.generation, entry.request = slot.number, generation, request
+        slot.key = (save.save_id, entry.rank)
+        self._move(save, entry, "submit")
+        self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
+        problem = _disagreement(save, entry, slot)
+        if problem:
+            self.end(save, FAILED, _failed(save, entry, "disagree", problem))
+        elif entry.prepared:
+            self._write(save, entry)
+        elif not entry.preparing:
+            self._prepare(save, entry, fsync=request.fsync)
+
+    def withdraw(self, session: Session, save_id: str, reason: str) -> None:
+        """End a save that will not be sealed; one that was never heard of is remembered as abandoned."""
+        save = self._open(save_id, session.world_size)
+        entry = save.ranks.get(session.rank)
+        if entry is None:
+            entry = RankSave(session.rank, session.name, 0, 0, "", 0, 0, 0, self._t.now)
+            self._add(save, entry)
+        if entry.phase == BEGUN and entry.session == session.name:
+            self.abandon(save, entry, "withdrawn", f"staging failed: {reason}")
+
+    def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
+        """End a save because one of its ranks will never seal it."""
+        self.end(save, ABANDONED, _failed(save, entry, code, detail))
+
+    def _open(self, save_id: str, world_size: int) -> Save:
+        save = self._t.saves.get(save_id)
+        if save is None:
+            save = self._t.saves[save_id] = Save(save_id, world_size)
+        return save
+
+    def _add(self, save: Save, entry: RankSave) -> None:
+        save.ranks[entry.rank] = entry
+        if save.outcome is not None:  # another rank has ended it already
+            self._move(save, entry, "fail", save.error or _failed(save, entry, "disagree", "it has ended before"))
+
+    # ---- what its jobs report ---------------------------------------------------------------------------------------
+
+    def prepared(self, event: Prepared) -> None:
+        save, entry = self._t.saves.get(event.key[0]), self._t.entry(event.key)
+        if save is None or entry is None or not entry.preparing:
+            return
+        entry.preparing, entry.prepared = False, event.error is None
+        if save.outcome is not None:
+            self._clean_up(save)
+            return
+        if event.error is not None:
+            self.end(save, FAILED, event.error)
+        elif entry.phase == SUBMITTED:
+            self._write(save, entry)
+
+    def written(self, event: Written) -> None:
+        save, entry = self._t.saves.get(event.key[0]), self._t.entry(event.key)
+        if save is None or entry is None or not entry.writing:
+            return
+        entry.writing = False
+        slot = self._t.slots.get(entry.slot)
+        if slot is not None:
+            slot.writes.discard(event.key)
+        entry.report.update(event.report)
+        if event.error is None:
+            entry.result = event.result
+        if save.outcome is not None:
+            self._clean_up(save)
+        elif event.error is not None:
+            self.end(save, FAILED, event.error)
+        else:
+            self._move(save, entry, "finish")
+            save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
+            self._commit_when_complete(save)
+
+    def published(self, event: Published) -> None:
+        save = self._t.saves.get(event.save_id)
+        if save is None or not save.committing:
+            return
+        save.committing = False
+        for entry in save.ranks.values():
+            entry.report.update(event.report)
+        if event.error is not None:
+            self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
+            return
+        save.outcome = COMMITTED
+        for entry in save.ranks.values():
+            self._move(save, entry, "commit")
+            entry.result = None
+        entry = save.ranks[min(save.ranks)]
+        facts = {**event.report, "step": entry.step, "path": entry.path}
+        self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
+
+    def removed(self, event: Removed) -> None:
+        save = self._t.saves.get(event.save_id)
+        if save is not None:
+            save.removing = False
+
+    def tick(self) -> None:
+        """End saves whose other ranks have not come in time."""
+        for save in list(self._t.saves.values()):
+            since = save.waiting_since
+            if save.outcome is not None or save.committing or since is None:
+                continue
+            if self._t.now - since >= self._commit_timeout_s:
+                missing = [r for r in range(save.world_size) if r not in save.ranks or save.ranks[r].phase != DURABLE]
+                text = f"ranks {missing[:20]} were not durable {self._commit_timeout_s:g} s after the first one"
+                self.end(save, FAILED, _failed(save, next(iter(save.ranks.values())), "ranks_missing", text))
+
+    # ---- how it ends ------------------------------------------------------------------------------------------------
+
+    def end(self, save: Save, outcome: str, error: Wire) -> None:
+        """End a save on all of its ranks, without a commit."""
+        assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
+        save.outcome, save.error = outcome, error
+        at_begun, at_durable = _OUTCOME_EVENTS[outcome]
+        for entry in save.ranks.values():
+            event = at_begun if entry.phase == BEGUN else at_durable if entry.phase == DURABLE else "fail"
+            self._move(save, entry, event, error)
+        entry = next(iter(save.ranks.values()))
+        facts = {"step": entry.step, "path": entry.path, "code": error.get("code")}
+        level = "warning" if outcome == ABANDONED else "error"
+        text = f"{outcome}: {error.get('text', '')}"
+        self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
+        self._clean_up(save)
+
+    def forget_old(self) -> None:
+        """Drop the oldest ended saves beyond `MAX_HISTORY`."""
+        excess = len(self._t.saves) - MAX_HISTORY
+        if excess > 0:
+            in_use = {s.key[0] for s in self._t.slots.values() if s.key}
+            old = [s.save_id for s in self._t.saves.values() if s.outcome and not s.busy and s.save_id not in in_use]
+            for save_id in old[:excess]:
+                del self._t.saves[save_id]
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, save: Save, entry: RankSave, *, fsync: bool) -> None:
+        entry.preparing = True
+        self._t.actions.append(
+            Prepare(
+                key=(save.save_id, entry.rank),
+                path=entry.path,
+                step=entry.step,
+                nbytes=entry.nbytes,
+                umask=entry.umask,
+                fsync=fsync,
+            )
+        )
+
+    def _write(self, save: Save, entry: RankSave) -> None:
+        assert entry.request is not None
+        self._move(save, entry, "write")
+        entry.writing = True
+        key = (save.save_id, entry.rank)
+        self._t.slots[entry.slot].writes.add(key)
+        self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request))
+
+    def _commit_when_complete(self, save: Save) -> None:
+        # IMPORTANT: every rank of the world, each durable: a manifest that names one that is not would list a torn
+        # checkpoint.
+        entries = [save.ranks[r] for r in sorted(save.ranks)]
+        if len(entries) != save.world_size or any(e.phase != DURABLE for e in entries):
+            return
+        requests = tuple(e.request for e in entries if e.request is not None)
+        assert len(requests) == save.world_size
+        save.committing = True
+        self._t.actions.append(
+            Commit(save_id=save.save_id, requests=requests, results=tuple(e.result for e in entries))
+        )
+
+    def _clean_up(self, save: Save) -> None:
+        """Remove what durable ranks of a failed save have left, once nobody writes to it any more."""
+        left = [e for e in save.ranks.values() if e.result is not None]
+        # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
+        if save.outcome in (FAILED, ABANDONED) and left and not save.busy:
+            self._t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
+            save.removing = True
+            for entry in left:
+                entry.result = None
+
+    def _move(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
+        if entry.ended:
+            return
+        entry.phase = advance(entry.phase, event)
+        entry.error = error
+        if entry.ended:
+            entry.request = None
+        if entry.ended or entry.phase == DURABLE:
+            self._t.changed[(save.save_id, entry.rank)] = None
+
+
+def _disagreement(save: Save, entry: RankSave, slot: Slot) -> str:
+    """Return how a sealed request contradicts its session, its Begin or another rank; "" when it does not."""
+    request = entry.request
+    assert request is not None
+    wanted: Mapping[str, Any] = {
+        "rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step
+    }  # fmt: skip
+    for name, value in wanted.items():
+        if getattr(request, name) != value:
+            return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
+    for other in save.ranks.values():
+        if (other.path, other.step, save.world_size) != (request.path, request.step, request.world_size):
+            return (
+                f"rank {entry.rank} saves step {request.step} of {request.world_size} ranks to {request.path}, "
+                f"rank {other.rank} step {other.step} of {save.world_size} ranks to {other.path}"
+            )
+    return ""
+
+
+def _failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
+    return to_wire(
+        SaveFailedError(
+            f"save {save.save_id} (step {entry.step}, rank {entry.rank}) to {entry.path or 'an unknown path'}: "
+            f"{detail}; nothing was published",
+            code=code,
+            rank=entry.rank,
+            path=entry.path,
+            detail=detail,
+            save_id=save.save_id,
+            step=entry.step,
+        )
+    )

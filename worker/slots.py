@@ -1,0 +1,110 @@
+"""The worker's slots in memory: made, filled with pages ahead of use, lent to jobs, closed by whoever leaves last."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.slot import SlotError
+
+POPULATE_NBYTES = 32 << 20
+"""Pages are faulted in by this many bytes at a time, so that a freed slot is let go within milliseconds."""
+
+
+class _Held:
+    def __init__(self, memory: SlotMemory) -> None:
+        self.memory = memory
+        self.users = 0
+        self.doomed = False
+
+
+class SlotStore:
+    """Slots by number. Safe to call from several threads.
+
+    IMPORTANT: a slot is unmapped only when nobody is inside `use`: a write or a population of unmapped pages would end
+    the worker, and every trainer's snapshots with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, _Held] = {}
+
+    def create(self, number: int, nbytes: int) -> SlotMemory:
+        """Make slot `number`.
+
+        Raises:
+            SlotError: An impossible size.
+            OSError: The kernel refused.
+        """
+        memory = SlotMemory.create(nbytes)
+        with self._lock:
+            assert number not in self._held
+            self._held[number] = _Held(memory)
+        return memory
+
+    @contextlib.contextmanager
+    def use(self, number: int) -> Iterator[SlotMemory]:
+        """Keep slot `number` mapped for the time of a `with` block.
+
+        Raises:
+            SlotError: It is not there, or is being freed.
+        """
+        with self._lock:
+            held = self._held.get(number)
+            if held is None or held.doomed:
+                raise SlotError(f"slot {number} is gone")
+            held.users += 1
+        try:
+            yield held.memory
+        finally:
+            with self._lock:
+                held.users -= 1
+                last = held.doomed and held.users == 0
+            if last:
+                self._close(number, held)
+
+    def free(self, number: int) -> None:
+        """Close slot `number` now, or when its last user leaves; one that is not there is left alone."""
+        with self._lock:
+            held = self._held.get(number)
+            if held is None or held.doomed:
+                return
+            held.doomed = True
+            last = held.users == 0
+        if last:
+            self._close(number, held)
+
+    def _close(self, number: int, held: _Held) -> None:
+        with self._lock:
+            del self._held[number]
+        held.memory.close()
+
+    def populate(self, number: int) -> None:
+        """Fault all pages in, piece by piece; ends early when the slot is freed.
+
+        Raises:
+            OSError: No memory.
+        """
+        offset, nbytes = 0, 1
+        while offset < nbytes:
+            try:
+                with self.use(number) as memory:
+                    nbytes = memory.nbytes
+                    memory.mapping.populate(offset, POPULATE_NBYTES)
+            except SlotError:
+                return
+            offset += POPULATE_NBYTES
+
+    def fds(self) -> list[tuple[int, int]]:
+        """Return (fd, size in bytes) of every slot, for the count of what is promised but has no pages yet."""
+        with self._lock:
+            return [(h.memory.fd, h.memory.nbytes) for h in self._held.values()]
+
+    def close(self) -> None:
+        """Free every slot; those in use close when their users leave."""
+        with self._lock:
+            numbers = list(self._held)
+        for number in numbers:
+            self.free(number)

@@ -1,0 +1,226 @@
+"""Jobs that touch storage: prepare a directory, write one rank's files, commit, clean up, look for the lineage.
+
+It owns the pool of writing threads, and wraps whatever goes wrong into one error that says what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+from asyncckpt import __version__
+from asyncckpt.errors import AsyncCkptError, SaveFailedError
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import SlotError
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.storage.catalog import next_epoch_beside
+from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
+from asyncckpt_worker.events import Commit, Prepare, Write
+from asyncckpt_worker.preflight import check_disk, check_root
+from asyncckpt_worker.scheduler import LANES
+from asyncckpt_worker.slots import SlotStore
+
+DEFAULT_THREADS = 2
+MAX_POOL_THREADS = 64
+"""Threads that write, of all saves together; they are started when they are needed."""
+
+T = TypeVar("T")
+_logger = logging.getLogger("asyncckpt.worker")
+
+ADVICE: Mapping[str, str] = {
+    "ENOSPC": "free space or inodes, or save to another file system",
+    "EDQUOT": "the quota is used up: free space, or save to another file system",
+    "EACCES": "give this user the right to write there, or save elsewhere",
+    "EPERM": "give this user the right to write there, or save elsewhere",
+    "EROFS": "the file system is read-only: save elsewhere, or mount it writable",
+    "ENOTDIR": "a file is where a directory is wanted: save to another path",
+    "EEXIST": "something else is in the way: save to another path",
+    "ENAMETOOLONG": "choose a shorter path",
+    "ELOOP": "symbolic links lead in a circle: choose another path",
+    "EIO": "the storage failed: look at the kernel's log before you trust it again",
+    "ESTALE": "the network file system lost the directory: check the mount",
+    "EMFILE": "raise the limit of open files of the worker (ulimit -n)",
+    "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
+    "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",
+}
+
+
+class Writer:
+    """Performs storage jobs. Every method may be called from several threads, and raises only errors of our tree.
+
+    Args:
+        files: The storage seam.
+        slots: Where the snapshots lie.
+        roots: Directories below which it may write; empty allows every path.
+        threads: Per save, unless the save asks for a number; 0 takes two.
+    """
+
+    def __init__(self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int) -> None:
+        self._files = files
+        self._slots = slots
+        self._roots = tuple(roots)
+        self._threads = max(threads or DEFAULT_THREADS, DEFAULT_THREADS)
+        n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, 4))
+        self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
+
+    def prepare(self, job: Prepare) -> None:
+        """Make the directory and look for what would make the save fail.
+
+        Raises:
+            CheckpointExistsError: A manifest is there.
+            SaveFailedError: Outside the roots, no room, or the directory cannot be made.
+        """
+        save_id, rank = job.key
+
+        def run() -> None:
+            check_root(job.path, self._roots)
+            prepare_directory(job.path, files=self._files, umask=job.umask, fsync=job.fsync)
+            check_disk(job.path, job.nbytes, self._files)
+
+        self._wrapped(run, save_id, rank, job.step, job.path)
+
+    def write(self, job: Write) -> RankResult:
+        """Write one rank's files from its slot.
+
+        Raises:
+            SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank are removed.
+        """
+        request = job.request
+
+        def run() -> RankResult:
+            with self._slots.use(job.slot) as memory:
+
+                def check() -> None:
+                    if not memory.control.is_sealed(job.generation):
+                        raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
+
+                view = memory.mapping.view()
+                try:
+                    return write_rank_files(
+                        self._rank_job(request), view, files=self._files, pool=self._pool, check=check
+                    )
+                finally:
+                    view.release()
+
+        return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
+
+    def _rank_job(self, request: SaveRequest) -> RankJob:
+        return RankJob(
+            path=request.path,
+            save_id=SaveId.parse(request.save_id),
+            rank=request.rank,
+            world_size=request.world_size,
+            parts=tuple((p.offset, p.nbytes) for p in request.parts),
+            structure=request.structure,
+            objects=request.objects,
+            n_tensors=request.n_tensors,
+            fsync=request.fsync,
+            umask=request.umask,
+            threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, DEFAULT_THREADS)),
+        )
+
+    def commit(self, job: Commit) -> dict[str, Any]:
+        """Publish the manifest, then remove other attempts' leftovers.
+
+        Returns:
+            The report's figures of this phase.
+
+        Raises:
+            CheckpointExistsError: Another save's manifest is there; nothing was changed.
+            CommitUnknownError: Nobody knows whether the manifest stands.
+            SaveFailedError: Nothing was published.
+        """
+        request, results = job.requests[0], job.results
+        begun = time.perf_counter()
+
+        def run() -> None:
+            timings = {f"write_{n}": max(r.seconds.get(n, 0.0) for r in results) for n in results[0].seconds}
+            manifest = Manifest(
+                save_id=SaveId.parse(request.save_id),
+                step=request.step,
+                world_size=request.world_size,
+                created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+                fsync=all(r.fsync for r in job.requests),
+                writer=f"asyncckpt {__version__}",
+                ranks=tuple(r.record for r in results),
+                metadata=json.loads(request.metadata),
+                timings=timings,
+            )
+            publish(request.path, manifest, files=self._files, umask=request.umask)
+
+        self._wrapped(run, request.save_id, request.rank, request.step, request.path)
+        seconds = time.perf_counter() - begun
+        try:
+            removed = remove_leftovers(request.path, SaveId.parse(request.save_id), files=self._files)
+        except OSError as error:  # the checkpoint stands all the same
+            _logger.warning("leftovers stay in %s: %s", request.path, error, extra={"save_id": request.save_id})
+        else:
+            if removed:
+                _logger.info("removed %d leftovers", len(removed), extra={"save_id": request.save_id})
+        return {"seconds_commit": seconds}
+
+    def remove(self, save_id: str, path: str) -> None:
+        """Remove the files of a save that failed; errors are logged only."""
+        try:
+            remove_files_of(path, SaveId.parse(save_id), files=self._files)
+        except (OSError, AsyncCkptError) as error:
+            _logger.warning("files of a failed save stay in %s: %s", path, error, extra={"save_id": save_id})
+
+    def lineage(self, path: str) -> int:
+        """Return the epoch of a run whose first checkpoint is at `path`.
+
+        Raises:
+            SaveFailedError: The siblings cannot be read.
+        """
+
+        def run() -> int:
+            check_root(path, self._roots)
+            return next_epoch_beside(path, self._files)
+
+        return self._wrapped(run, None, None, None, path)
+
+    def close(self) -> None:
+        """Let the pool's threads end; does not wait for them."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _wrapped(run: Callable[[], T], save_id: str | None, rank: int | None, step: int | None, path: str) -> T:
+        try:
+            return run()
+        except BaseException as error:
+            raise wrap(error, save_id, rank, step, path) from error
+
+
+def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int | None, path: str) -> AsyncCkptError:
+    """Return `error` as one of our tree that says what happened to what, and what to do."""
+    if isinstance(error, AsyncCkptError):
+        facts = {"save_id": save_id, "rank": rank, "step": step, "path": path, **error.facts()}
+        return type(error)(error.message, **{n: v for n, v in facts.items() if n in error.fields})
+    if isinstance(error, SlotError):
+        code, advice = "slot_reused", "the trainer wrote to the slot before the save had ended: report this as a bug"
+    elif isinstance(error, OSError):
+        code = errno.errorcode.get(error.errno or 0, "EIO")
+        advice = ADVICE.get(code, "look at the worker's log")
+    else:
+        code, advice = "internal", "this is a bug in asyncckpt: report it with the worker's log"
+        _logger.error("unexpected error", exc_info=error, extra={"save_id": save_id})
+    detail = str(error) or type(error).__name__
+    what = f"save {save_id} (step {step}, rank {rank}) to {path}" if save_id else f"looking beside {path}"
+    return SaveFailedError(
+        f"{what} failed: {detail}; nothing was published; {advice}",
+        code=code,
+        rank=rank,
+        path=path,
+        detail=detail,
+        save_id=save_id,
+        step=step,
+    )
