@@ -9,9 +9,7 @@ def disagreement(save: Save, entry: RankSave, slot: Slot) -> str:
     """Return how a sealed request contradicts its session, its Begin or another rank; "" when it does not."""
     request = entry.request
     assert request is not None
-    wanted: Mapping[str, Any] = {
-        "rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step
-    }  # fmt: skip
+    wanted = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step}
     for name, value in wanted.items():
         if getattr(request, name) != value:
             return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
