@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from asyncckpt.checkpointer import AsyncCheckpointer as AsyncCheckpointer
+    from asyncckpt.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import SyncCheckpointer as SyncCheckpointer
+    from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
 
 _WHERE = {
-    "AsyncCheckpointer": "checkpointer",
+    "AsyncCheckpointer": "async_checkpointer",
     "AsyncCkptError": "errors",
     "CheckpointProcess": "parts",
     "CheckpointReader": "parts",
@@ -38,6 +39,7 @@ _WHERE = {
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "SyncCheckpointer": "checkpointer",
+    "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "SaveReport",
     "SyncCheckpointer",
     "__version__",
+    "latest_checkpoint",
     "load",
 ]
 

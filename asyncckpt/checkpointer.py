@@ -12,29 +12,22 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from asyncckpt import __version__, ends
-from asyncckpt.client import StagedSnapshot, WorkerProcess
-from asyncckpt.config import CheckpointerConfig, endpoint_from_environment
+from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
     DuplicateNameError,
     ForkedError,
-    ReentrantCallError,
     UnsupportedLeafError,
     UnsupportedPlatformError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle, SaveReport
+from asyncckpt.handle import SaveReport
 from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager, CheckpointWriter
+from asyncckpt.parts import CheckpointReader, CheckpointWriter
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.protocol.endpoint import default_endpoint, socket_path
-from asyncckpt.staging.host_stager import HostStager
-from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.sync_writer import SyncWriter
-from asyncckpt.tracker import SaveTracker
 
 EXIT_WAIT_S = 5.0
 """GUARANTEES P13: interpreter exit, and leaving by an exception, take no longer."""
@@ -186,192 +179,3 @@ class SyncCheckpointer(Checkpointer):
         if not self._closed and os.getpid() == self._owner_pid:
             self._closed = True
             self._writer.close()
-
-
-class AsyncCheckpointer(Checkpointer):
-    """Stages into memory of a worker process and returns; the worker writes, commits and completes the futures.
-
-    Args:
-        endpoint: Of a running worker, `ipc://...`; default: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job,
-            which is started when there is none.
-        config: Settings; single fields may also be given as keywords.
-        checkpoint_stager, checkpoint_process, reader: Own parts in the place of the default ones.
-        **fields: Fields of `CheckpointerConfig`.
-
-    Raises:
-        WorkerUnavailableError: A given endpoint cannot be reached.
-        ConfigError: An impossible setting.
-        UnsupportedPlatformError: Elsewhere than Linux.
-
-    Not thread-safe: one thread saves. Futures may be used from any.
-    """
-
-    def __init__(
-        self,
-        *,
-        endpoint: str | None = None,
-        config: CheckpointerConfig | None = None,
-        checkpoint_stager: CheckpointStager | None = None,
-        checkpoint_process: CheckpointProcess | None = None,
-        reader: CheckpointReader | None = None,
-        **fields: Any,
-    ) -> None:
-        super().__init__(CheckpointerConfig.resolve(config, fields), reader)
-        self._process: CheckpointProcess
-        self._stager: CheckpointStager
-        if checkpoint_process is None:
-            process = self._connect(endpoint or endpoint_from_environment())
-            self._process = process
-            self._stager = checkpoint_stager or SlotStager(process, self.config, package=__version__)
-        else:
-            self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
-        self._tracker = SaveTracker(on_error=self.config.on_error)
-        ends.remember(self)
-
-    def _connect(self, named: str | None) -> WorkerProcess:
-        rank = find_rank_info(self.config.rank_info)
-        endpoint = named or default_endpoint(
-            os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.executable
-        )
-        socket_path(endpoint)
-        process = WorkerProcess(self.config, rank, endpoint=endpoint, named=named is not None, package=__version__)
-        if named is not None:
-            process.connect(start=False)
-        else:
-            process.connect_soon()
-        return process
-
-    def save(
-        self,
-        state_dict: Mapping[str, Any],
-        path: str | os.PathLike[str],
-        *,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **kw: Any,
-    ) -> SaveHandle:
-        """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
-
-        Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker.
-
-        Args:
-            state_dict: Nested dicts, lists and tuples of tensors and plain values.
-            path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
-            step: Default: the top-level int leaf `step`, else the number of this save.
-            metadata: JSON kept in the manifest.
-            **kw: Reaches stager and process.
-
-        Returns:
-            A handle with the futures `staged`, `durable`, `written`. Whatever goes wrong with slot, worker or disk is
-            set on them; a failed save never damages the checkpointer.
-
-        Raises:
-            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: The arguments.
-            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
-        """
-        self._check_usable()
-        if self._in_callback():
-            raise ReentrantCallError("save() was called by a future's callback, in the thread that completes saves")
-        save_id = self._next_save_id()
-        arguments = self._arguments(state_dict, path, step, metadata, save_id)
-        handle = SaveHandle(step=arguments["step"], path=arguments["path"], save_id=save_id)
-        try:
-            result = self._stager.stage(state_dict, **arguments, **kw)
-        except _ARGUMENT_ERRORS:
-            raise
-        except Exception as error:
-            self._tracker.add(handle)
-            handle.fail(error)
-            return handle
-        self._tracker.add(handle)
-        self._hand_over(handle, result, arguments, kw)
-        return handle
-
-    def _hand_over(self, handle: SaveHandle, result: Any, arguments: dict[str, Any], kw: Mapping[str, Any]) -> None:
-        if isinstance(result, StagedSnapshot):
-            handle.save_id = result.save_id
-            report = SaveReport(save_id=str(result.save_id), nbytes=result.nbytes, seconds=result.seconds)
-        else:
-            report = SaveReport(save_id=str(handle.save_id), nbytes=0)
-        path = arguments.pop("path")
-        try:
-            future = self._process.write(result, path, **arguments, **kw)
-        except Exception as error:
-            handle.fail(error)
-            return
-        handle.staged.set_result(report)
-        handle.follow(future)
-
-    def pending(self) -> list[SaveHandle]:
-        """Return the handles that are not yet written, oldest first."""
-        return self._tracker.pending()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save has ended.
-
-        Args:
-            timeout: Seconds; None waits as long as `commit_timeout_s` lets a save live.
-
-        Raises:
-            WaitTimeoutError: Saves are still pending; they go on.
-            PendingSavesError: `on_error="raise"` and errors that nobody fetched.
-        """
-        self._check_usable()
-        if self._in_callback():
-            raise ReentrantCallError("wait() was called by a future's callback, in the thread that completes saves")
-        self._tracker.wait(timeout)
-        self._tracker.raise_errors()
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Wait for pending saves, then free everything. Twice is fine; does nothing in a forked child.
-
-        Args:
-            timeout_s: Default: `worker_shutdown_timeout_s`. Saves that are still pending then are left to the worker,
-                which finishes them; their futures hold `CheckpointerClosedError`.
-
-        Raises:
-            PendingSavesError: `on_error="raise"` and errors that nobody fetched.
-            ReentrantCallError: Called by a future's callback.
-        """
-        if self._closed or os.getpid() != self._owner_pid:
-            return
-        if self._in_callback():
-            raise ReentrantCallError("close() was called by a future's callback, in the thread that completes saves")
-        self._closed = True
-        for handle in self._tracker.settle(self.config.worker_shutdown_timeout_s if timeout_s is None else timeout_s):
-            _log.warning("close() leaves the save of step %d to %s to the worker", handle.step, handle.path)
-        self._close_parts()
-        self._tracker.raise_errors()
-
-    def _close_parts(self) -> None:
-        ends.forget(self)
-        try:
-            self._stager.close()
-        finally:
-            self._process.close()
-
-    def _in_callback(self) -> bool:
-        return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
-
-    def leave(self) -> None:
-        """End without waiting for writes: by an exception, or at interpreter exit. What is staged is safe.
-
-        Blocks at most `EXIT_WAIT_S`. Twice is fine; does nothing in a forked child.
-        """
-        if self._closed or os.getpid() != self._owner_pid:
-            return
-        self._closed = True
-        if isinstance(self._process, WorkerProcess):
-            self._process.flush(EXIT_WAIT_S)
-        self._close_parts()
-
-    def close_inherited_fds(self) -> None:
-        """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""
-        if isinstance(self._process, WorkerProcess):
-            self._process.close_inherited_fds()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.leave()

@@ -11,28 +11,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from asyncckpt import launcher
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import (
-    AsyncCkptError,
-    CommitTimeoutError,
-    ConfigError,
-    CheckpointerClosedError,
-    SaveFailedError,
-    WorkerUnavailableError,
-    from_wire,
-)
+from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveReport
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.parts import CheckpointProcess
-from asyncckpt.protocol import lifecycle, messages
-from asyncckpt.session import START_AFTER_S, Rows, Session, greeting
+from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
+from asyncckpt.protocol import messages
+from asyncckpt.session import START_AFTER_S, Session, greeting
+from asyncckpt.session_thread import Rows
 from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 
 RESTART_GRACE_S = 2.0
@@ -46,36 +39,6 @@ SUBMIT_TIMEOUT_S = 1e6
 """A doorbell is repeated as long as the session lives; the session's own deadlines end it."""
 
 _log = logging.getLogger("asyncckpt.client")
-
-
-class WriteFuture(Future[SaveReport]):
-    """A future of the commit; `durable` is one of this rank's files."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.durable: Future[SaveReport] = Future()
-
-
-class StagedSnapshot:
-    """The default stager's result: a sealed slot."""
-
-    __slots__ = ("began", "nbytes", "path", "save_id", "seconds", "slot", "step")
-
-    def __init__(
-        self, *, save_id: SaveId, step: int, path: str, slot: LentSlot, nbytes: int, seconds: dict[str, float], began: float
-    ) -> None:
-        self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
-        self.nbytes, self.seconds, self.began = nbytes, seconds, began
-
-
-class _Pending:
-    __slots__ = ("deadline", "failed_early", "future", "snapshot")
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.snapshot: StagedSnapshot | None = None
-        self.future: WriteFuture | None = None
-        self.failed_early: AsyncCkptError | None = None
 
 
 class WorkerProcess(CheckpointProcess):
@@ -95,14 +58,13 @@ class WorkerProcess(CheckpointProcess):
         self._hello = greeting(rank.rank, rank.world_size, package)
         self._session: Session | None = None
         self._opening = threading.Lock()
-        self._lock = threading.Lock()
-        self._pending: dict[str, _Pending] = {}
         self._epochs: dict[str, int] = {}
         self._had_session = False
         self._failed_at = float("-inf")
         self._connecting: threading.Thread | None = None
         self._closed = False
         self.pool = SlotPool(config, self._allocate, self._release)
+        self._pending = PendingSaves(commit_timeout_s=config.commit_timeout_s, free=self.pool.free)
 
     # -- the session
 
@@ -124,14 +86,16 @@ class WorkerProcess(CheckpointProcess):
                 self.endpoint,
                 hello=self._hello,
                 worker_timeout_s=self.config.worker_timeout_s,
-                pending=self._pending_ids,
+                pending=self._asked_for,
                 on_rows=self._on_rows,
                 on_lost=self._on_lost,
             )
             grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
             now = time.monotonic()
             brief = now - self._failed_at < RETRY_AFTER_S
-            deadline = now + (min(RETRY_BUDGET_S, self.config.worker_start_timeout_s) if brief else self.config.worker_start_timeout_s)
+            deadline = now + (
+                min(RETRY_BUDGET_S, self.config.worker_start_timeout_s) if brief else self.config.worker_start_timeout_s
+            )
             try:
                 session.open(deadline, self._start_worker if start else None, grace)
             except AsyncCkptError:
@@ -183,15 +147,17 @@ class WorkerProcess(CheckpointProcess):
 
     def _allocate(self, nbytes: int) -> LentSlot:
         session = self.connect()
-        reply = session.call(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), self.config.worker_timeout_s * 2)
+        reply = session.call(
+            lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), self.config.worker_timeout_s * 2
+        )
         assert isinstance(reply, messages.Granted)
         try:
             memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
         except (SlotError, OSError) as error:
             session.request(lambda n: messages.Release(id=n, slot=reply.slot), SUBMIT_TIMEOUT_S)
             raise WorkerUnavailableError(
-                f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and trainer "
-                "must run as the same user and share a PID namespace",
+                f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and "
+                "trainer must run as the same user and share a PID namespace",
                 endpoint=self.endpoint,
                 detail="slot",
             ) from error
@@ -210,11 +176,10 @@ class WorkerProcess(CheckpointProcess):
         Raises:
             WorkerUnavailableError: The worker was lost since the slot was acquired.
         """
-        session = self._session
-        if session is None or session.error is not None or slot.orphaned:
-            raise (session.error if session else None) or WorkerUnavailableError("no worker", endpoint=self.endpoint)
-        with self._lock:
-            self._pending[str(save_id)] = _Pending(time.monotonic() + self.config.commit_timeout_s)
+        session, lost = self._session, self._lost(slot)
+        if lost is not None or session is None:
+            raise lost or WorkerUnavailableError("there is no worker", endpoint=self.endpoint)
+        self._pending.begin(save_id)
         begun = session.request(
             lambda n: messages.Begin(
                 id=n,
@@ -228,138 +193,73 @@ class WorkerProcess(CheckpointProcess):
             ),
             SUBMIT_TIMEOUT_S,
         )
-        begun.add_done_callback(lambda done: self._refused(save_id, done))
+        begun.add_done_callback(lambda done: self._answered(save_id, done))
 
     def withdraw(self, save_id: SaveId, reason: str) -> None:
-        """Take back a save that was begun and will not be sealed; its slot is free at once."""
-        with self._lock:
-            self._pending.pop(str(save_id), None)
+        """Take back a save that will not be sealed; its slot is free at once."""
         session = self._session
         if session is not None and session.error is None:
             session.request(
                 lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason[:200]), SUBMIT_TIMEOUT_S
             )
-        self.pool.free(save_id)
+        self._pending.withdraw(save_id)
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:
-        """Ring the doorbell for a sealed slot. Does not wait."""
+        """Ring the doorbell for a sealed slot. Does not wait.
+
+        Raises:
+            ConfigError: The stager's result is no sealed slot.
+        """
         if not isinstance(staging_result, StagedSnapshot):
             raise ConfigError(
                 f"the worker writes sealed slots, but the stager returned a {type(staging_result).__name__}; an own "
                 "checkpoint_stager with other results needs its own checkpoint_process",
                 field="checkpoint_process",
             )
-        snapshot, future = staging_result, WriteFuture()
-        name = str(snapshot.save_id)
+        snapshot, future, session = staging_result, WriteFuture(), self._session
         self.pool.staged(snapshot.slot)
-        with self._lock:
-            pending = self._pending.get(name)
-            session = self._session
-            lost = session is None or session.error is not None or snapshot.slot.orphaned
-            if pending is not None and not lost and pending.failed_early is None:
-                pending.snapshot, pending.future = snapshot, future
-        if pending is None or lost or pending.failed_early is not None:
-            with self._lock:
-                self._pending.pop(name, None)
-            self.pool.free(snapshot.save_id)
-            early = pending.failed_early if pending else None
-            _fail(future, early or (session.error if session else None) or WorkerUnavailableError("the worker was lost"))
-            return future
-        assert session is not None
-        rung = session.request(
-            lambda n: messages.Submit(
-                id=n, save_id=name, slot=snapshot.slot.number, generation=snapshot.slot.generation
-            ),
-            SUBMIT_TIMEOUT_S,
-        )
-        rung.add_done_callback(lambda done: self._refused(snapshot.save_id, done))
+        if self._pending.staged(snapshot, future, self._lost(snapshot.slot)) and session is not None:
+            rung = session.request(
+                lambda n: messages.Submit(
+                    id=n, save_id=str(snapshot.save_id), slot=snapshot.slot.number, generation=snapshot.slot.generation
+                ),
+                SUBMIT_TIMEOUT_S,
+            )
+            rung.add_done_callback(lambda done: self._answered(snapshot.save_id, done))
         return future
 
-    def _refused(self, save_id: SaveId, done: Future[messages.Message]) -> None:
+    def _lost(self, slot: LentSlot) -> AsyncCkptError | None:
+        session = self._session
+        if session is not None and session.error is None and not slot.orphaned:
+            return None
+        return (session.error if session else None) or WorkerUnavailableError(
+            f"the worker at {self.endpoint} was lost while the state was being staged", endpoint=self.endpoint
+        )
+
+    def _answered(self, save_id: SaveId, done: Future[messages.Message]) -> None:
         error = done.exception()
         if error is None or isinstance(error, WorkerUnavailableError):
             return  # a lost session ends every pending save itself
-        self._end(str(save_id), error if isinstance(error, AsyncCkptError) else AsyncCkptError(repr(error)))
-
-    def _end(self, name: str, error: AsyncCkptError | None, row: Mapping[str, Any] | None = None) -> None:
-        with self._lock:
-            pending = self._pending.get(name)
-            if pending is None:
-                return
-            if pending.future is None:  # still staging: remembered until write() asks
-                pending.failed_early = error
-                return
-            del self._pending[name]
-            future, snapshot = pending.future, pending.snapshot
-        assert snapshot is not None
-        self.pool.free(snapshot.save_id)
-        if error is not None:
-            _fail(future, error)
-        else:
-            report = _report(snapshot, row or {})
-            if not future.durable.done():
-                future.durable.set_result(report)
-            if not future.done():
-                future.set_result(report)
+        self._pending.end(
+            str(save_id), error if isinstance(error, AsyncCkptError) else AsyncCkptError(repr(error)), None
+        )
 
     # -- called in the session's thread
 
-    def _pending_ids(self) -> list[str]:
-        self._check_deadlines()
-        with self._lock:
-            return list(self._pending)
-
-    def _check_deadlines(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            late = [(n, p) for n, p in self._pending.items() if p.future and not p.future.done() and now > p.deadline]
-        for name, pending in late:
-            # The entry stays, so that the slot is freed only when the worker says that the save has ended.
-            assert pending.future is not None
-            _fail(
-                pending.future,
-                CommitTimeoutError(
-                    f"save {name} was not committed within commit_timeout_s={self.config.commit_timeout_s:g}; "
-                    "the worker goes on with it",
-                    missing_ranks=[],
-                    timeout_s=self.config.commit_timeout_s,
-                    save_id=name,
-                ),
-            )
+    def _asked_for(self) -> list[str]:
+        self._pending.expire()
+        return self._pending.names()
 
     def _on_rows(self, rows: Rows) -> None:
         for row in rows:
-            name, phase = str(row["save_id"]), row["phase"]
-            if phase in lifecycle.ENDED:
-                error = None if phase == lifecycle.COMMITTED else from_wire(row.get("error") or {"text": f"save {phase}"})
-                self._end(name, error, row)
-            elif phase == lifecycle.DURABLE:
-                with self._lock:
-                    pending = self._pending.get(name)
-                if pending is not None and pending.future is not None and pending.snapshot is not None:
-                    if not pending.future.durable.done():
-                        pending.future.durable.set_result(_report(pending.snapshot, row))
+            self._pending.news(row)
 
     def _on_lost(self, error: WorkerUnavailableError) -> None:
         _log.warning("%s", error)
-        with self._lock:
-            ended = [(n, p) for n, p in self._pending.items()]
-            for name, pending in ended:
-                if pending.future is None:
-                    pending.failed_early = error
-                else:
-                    del self._pending[name]
         self.pool.orphan_all()
-        for _, pending in ended:
-            if pending.future is not None:
-                _fail(pending.future, error)
+        self._pending.lose_all(error)
 
     # -- the end
-
-    def pending_names(self) -> list[str]:
-        """Return the save ids that have not ended."""
-        with self._lock:
-            return list(self._pending)
 
     def close(self) -> None:
         """Say goodbye, end the session, unmap the slots. Saves that are pending are left to the worker."""
@@ -377,11 +277,7 @@ class WorkerProcess(CheckpointProcess):
             session.close()
         if self._connecting is not None:
             self._connecting.join(self.config.worker_start_timeout_s)
-        with self._lock:
-            left = [p.future for p in self._pending.values() if p.future is not None]
-            self._pending.clear()
-        for future in left:
-            _fail(future, CheckpointerClosedError("the checkpointer was closed; the worker goes on with this save"))
+        self._pending.close(CheckpointerClosedError("the checkpointer was closed; the worker goes on with this save"))
         self.pool.close()
 
     def close_inherited_fds(self) -> None:
@@ -389,21 +285,3 @@ class WorkerProcess(CheckpointProcess):
         self.pool.close_inherited_fds()
         if self._session is not None:
             self._session.close_inherited_fds()
-
-
-def _fail(future: WriteFuture, error: BaseException) -> None:
-    for one in (future.durable, future):
-        if not one.done():
-            one.set_exception(error)
-
-
-def _report(snapshot: StagedSnapshot, row: Mapping[str, Any]) -> SaveReport:
-    facts = dict(row.get("report") or {})
-    seconds = {k.removeprefix("seconds_"): facts.pop(k) for k in list(facts) if k.startswith("seconds_")}
-    total = time.perf_counter() - snapshot.began
-    return SaveReport(
-        save_id=str(snapshot.save_id),
-        nbytes=int(facts.pop("nbytes", snapshot.nbytes)),
-        seconds={**snapshot.seconds, **seconds, "total": total},
-        details=facts,
-    )

@@ -72,7 +72,9 @@ class CheckpointerConfig:
             ConfigError: Naming field, value and what is allowed.
         """
         for name, allowed in _CHOICES.items():
-            _require(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}")
+            _require(
+                getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}"
+            )
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
             fits = value is None if name in _OPTIONAL and value is None else type(value) is int and low <= value <= high

@@ -24,7 +24,7 @@
     +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
-    |   +-- ProtocolVersionError                         it speaks another protocol version
+    |   +-- ProtocolVersionError                          it speaks another protocol version
     +-- EndpointError                (OSError)            the endpoint's directory is not safe to use, or is taken
     +-- ProtocolError                (ValueError)         a message that breaks the protocol
     +-- UnknownSaveError             (LookupError)        the worker has no such session, save or slot
@@ -43,9 +43,11 @@ An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+_MAX_TEXT_CHARS = 4000
+"""Longer texts are cut when an error travels, so that a table of many errors stays below the frame limit."""
 
 
 class AsyncCkptError(Exception):
@@ -53,6 +55,13 @@ class AsyncCkptError(Exception):
 
     wire_code: ClassVar[str] = "error"
     fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, *, code: str, fields: tuple[str, ...] = ()) -> None:
+        cls.wire_code, cls.fields = code, fields
+
+    if TYPE_CHECKING:  # the facts
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, message: str, **facts: Any) -> None:
         """Build the error.
@@ -76,231 +85,155 @@ class AsyncCkptError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.facts()))
+        return type(self), (self.message,), self.facts()
 
     def facts(self) -> dict[str, Any]:
         """Return the facts as a dict, unset ones left out."""
         return {n: v for n in self.fields if (v := getattr(self, n, None)) is not None}
 
 
-def _rebuild(cls: type[AsyncCkptError], message: str, facts: dict[str, Any]) -> AsyncCkptError:
-    return cls(message, **facts)
-
-
-copyreg.constructor(_rebuild)
-
-
-class ConfigError(AsyncCkptError, ValueError):
+class ConfigError(AsyncCkptError, ValueError, code="config", fields=("field", "value")):
     """A configuration field, argument or environment variable has an impossible value."""
 
-    wire_code = "config"
-    fields = ("field", "value")
 
-
-class UnsupportedLeafError(AsyncCkptError, TypeError):
+class UnsupportedLeafError(AsyncCkptError, TypeError, code="unsupported_leaf", fields=("leaf", "type_name")):
     """The state dict holds something that cannot be stored; `leaf` is the path to it."""
 
-    wire_code = "unsupported_leaf"
-    fields = ("leaf", "type_name")
 
-
-class DuplicateNameError(AsyncCkptError, ValueError):
+class DuplicateNameError(AsyncCkptError, ValueError, code="duplicate_name", fields=("fqn",)):
     """Two different paths of the state dict join to the same FQN."""
 
-    wire_code = "duplicate_name"
-    fields = ("fqn",)
 
-
-class UnsupportedPathError(AsyncCkptError, ValueError):
+class UnsupportedPathError(AsyncCkptError, ValueError, code="unsupported_path", fields=("path",)):
     """The path is a URL, empty, or holds a NUL byte."""
 
-    wire_code = "unsupported_path"
-    fields = ("path",)
 
-
-class CheckpointerClosedError(AsyncCkptError, RuntimeError):
+class CheckpointerClosedError(AsyncCkptError, RuntimeError, code="closed"):
     """A method was called after `close()`."""
 
-    wire_code = "closed"
 
-
-class ForkedError(AsyncCkptError, RuntimeError):
+class ForkedError(AsyncCkptError, RuntimeError, code="forked"):
     """The checkpointer was made in a parent process; a forked child must make its own."""
 
-    wire_code = "forked"
 
-
-class UnsupportedPlatformError(AsyncCkptError, RuntimeError):
+class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_platform"):
     """This is not Linux, or its kernel lacks what asyncckpt needs."""
 
-    wire_code = "unsupported_platform"
 
-
-class SaveSkippedError(AsyncCkptError, RuntimeError):
+class SaveSkippedError(AsyncCkptError, RuntimeError, code="save_skipped", fields=("save_id", "step", "path")):
     """`on_busy="skip"`: an earlier save still holds every slot, so nothing was staged."""
 
-    wire_code = "save_skipped"
-    fields = ("save_id", "step", "path")
 
-
-class SlotBusyError(AsyncCkptError, RuntimeError):
+class SlotBusyError(AsyncCkptError, RuntimeError, code="slot_busy", fields=("save_id", "step", "path")):
     """`on_busy="error"`: an earlier save still holds every slot."""
 
-    wire_code = "slot_busy"
-    fields = ("save_id", "step", "path")
 
-
-class SlotTimeoutError(AsyncCkptError, TimeoutError):
+class SlotTimeoutError(
+    AsyncCkptError, TimeoutError, code="slot_timeout", fields=("save_id", "step", "path", "timeout_s")
+):
     """No slot became free within `slot_timeout_s`."""
 
-    wire_code = "slot_timeout"
-    fields = ("save_id", "step", "path", "timeout_s")
 
-
-class InsufficientMemoryError(AsyncCkptError, MemoryError):
+class InsufficientMemoryError(
+    AsyncCkptError, MemoryError, code="insufficient_memory", fields=("nbytes", "available", "limit")
+):
     """A slot of `nbytes` does not fit: `available` bytes are left, or `limit` forbids it."""
 
-    wire_code = "insufficient_memory"
-    fields = ("nbytes", "available", "limit")
 
-
-class StagingError(AsyncCkptError, RuntimeError):
+class StagingError(AsyncCkptError, RuntimeError, code="staging", fields=("save_id", "step", "path")):
     """Copying the state into the slot failed; the cause is chained."""
 
-    wire_code = "staging"
-    fields = ("save_id", "step", "path")
 
-
-class SaveFailedError(AsyncCkptError, OSError):
+class SaveFailedError(
+    AsyncCkptError, OSError, code="save_failed", fields=("code", "rank", "path", "detail", "save_id", "step")
+):
     """Writing or committing failed. `code` is an errno name such as "ENOSPC", or a word of ours."""
 
-    wire_code = "save_failed"
-    fields = ("code", "rank", "path", "detail", "save_id", "step")
 
-
-class CommitUnknownError(AsyncCkptError, OSError):
+class CommitUnknownError(
+    AsyncCkptError, OSError, code="commit_unknown", fields=("code", "path", "detail", "save_id", "step")
+):
     """Publishing the manifest failed so that nobody knows whether it is on disk. Look again later."""
 
-    wire_code = "commit_unknown"
-    fields = ("code", "path", "detail", "save_id", "step")
 
-
-class CheckpointExistsError(AsyncCkptError, FileExistsError):
+class CheckpointExistsError(
+    AsyncCkptError, FileExistsError, code="checkpoint_exists", fields=("path", "save_id", "existing_save_id")
+):
     """A committed checkpoint is already at this path; it was left untouched."""
 
-    wire_code = "checkpoint_exists"
-    fields = ("path", "save_id", "existing_save_id")
 
-
-class PendingSavesError(AsyncCkptError, RuntimeError):
+class PendingSavesError(AsyncCkptError, RuntimeError, code="pending_saves", fields=("errors",)):
     """`on_error="raise"`: the errors of saves whose futures nobody looked at, in `errors`."""
 
-    wire_code = "pending_saves"
-    fields = ("errors",)
 
-
-class WaitTimeoutError(AsyncCkptError, TimeoutError):
+class WaitTimeoutError(AsyncCkptError, TimeoutError, code="wait_timeout", fields=("save_ids", "timeout_s")):
     """`wait()` reached its timeout; `save_ids` are still pending."""
 
-    wire_code = "wait_timeout"
-    fields = ("save_ids", "timeout_s")
 
-
-class CommitTimeoutError(AsyncCkptError, TimeoutError):
+class CommitTimeoutError(
+    AsyncCkptError, TimeoutError, code="commit_timeout", fields=("missing_ranks", "timeout_s", "save_id", "path")
+):
     """The checkpoint was not committed within `commit_timeout_s`; `missing_ranks` had not delivered."""
 
-    wire_code = "commit_timeout"
-    fields = ("missing_ranks", "timeout_s", "save_id", "path")
 
-
-class ReentrantCallError(AsyncCkptError, RuntimeError):
+class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
     """A future's callback called what would wait for the very thread that it runs in."""
 
-    wire_code = "reentrant"
 
-
-class WorkerUnavailableError(AsyncCkptError, ConnectionError):
+class WorkerUnavailableError(AsyncCkptError, ConnectionError, code="worker_unavailable", fields=("endpoint", "detail")):
     """The worker cannot be reached, has died, or does not answer."""
 
-    wire_code = "worker_unavailable"
-    fields = ("endpoint", "detail")
 
-
-class ProtocolVersionError(WorkerUnavailableError):
+class ProtocolVersionError(
+    WorkerUnavailableError, code="protocol_version", fields=("endpoint", "detail", "ours", "theirs")
+):
     """The worker speaks another version of the protocol."""
 
-    wire_code = "protocol_version"
-    fields = ("endpoint", "detail", "ours", "theirs")
 
-
-class EndpointError(AsyncCkptError, OSError):
+class EndpointError(AsyncCkptError, OSError, code="endpoint", fields=("endpoint", "path", "detail")):
     """The endpoint's directory belongs to somebody else or is open to others, or the endpoint is taken."""
 
-    wire_code = "endpoint"
-    fields = ("endpoint", "path", "detail")
 
-
-class ProtocolError(AsyncCkptError, ValueError):
+class ProtocolError(AsyncCkptError, ValueError, code="protocol", fields=("detail",)):
     """A message or request that breaks the protocol; it was ignored."""
 
-    wire_code = "protocol"
-    fields = ("detail",)
 
-
-class UnknownSaveError(AsyncCkptError, LookupError):
+class UnknownSaveError(AsyncCkptError, LookupError, code="unknown_save", fields=("detail", "save_id")):
     """The worker knows no such session, save or slot."""
 
-    wire_code = "unknown_save"
-    fields = ("detail", "save_id")
 
-
-class CheckpointNotFoundError(AsyncCkptError, FileNotFoundError):
+class CheckpointNotFoundError(AsyncCkptError, FileNotFoundError, code="not_found", fields=("path",)):
     """There is no directory, or nothing of a checkpoint in it."""
 
-    wire_code = "not_found"
-    fields = ("path",)
 
-
-class CheckpointNotCommittedError(AsyncCkptError, FileNotFoundError):
+class CheckpointNotCommittedError(AsyncCkptError, FileNotFoundError, code="not_committed", fields=("path",)):
     """The directory holds no valid commit: a save was begun there and never committed."""
 
-    wire_code = "not_committed"
-    fields = ("path",)
 
-
-class CorruptCheckpointError(AsyncCkptError, ValueError):
+class CorruptCheckpointError(
+    AsyncCkptError, ValueError, code="corrupt", fields=("path", "file", "fqn", "offset", "nbytes", "detail")
+):
     """What is stored differs from what was staged. `offset` and `nbytes` say which bytes of `file`."""
 
-    wire_code = "corrupt"
-    fields = ("path", "file", "fqn", "offset", "nbytes", "detail")
 
-
-class UnsupportedFormatError(AsyncCkptError, ValueError):
+class UnsupportedFormatError(
+    AsyncCkptError, ValueError, code="unsupported_format", fields=("path", "found", "supported")
+):
     """A format version newer than this package, or required fields that it does not know."""
 
-    wire_code = "unsupported_format"
-    fields = ("path", "found", "supported")
 
-
-class MissingKeysError(AsyncCkptError, RuntimeError):
+class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields=("path", "keys")):
     """`strict=True`: keys that were asked for are not in the checkpoint; `keys` lists every one."""
 
-    wire_code = "missing_keys"
-    fields = ("path", "keys")
 
-
-class ShapeMismatchError(AsyncCkptError, ValueError):
+class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fields=("path", "fqn", "saved", "wanted")):
     """A tensor was saved with another shape than the target has; nothing was changed."""
 
-    wire_code = "shape_mismatch"
-    fields = ("path", "fqn", "saved", "wanted")
 
-
-class LeafTypeMismatchError(AsyncCkptError, TypeError):
+class LeafTypeMismatchError(
+    AsyncCkptError, TypeError, code="leaf_type_mismatch", fields=("path", "fqn", "saved", "wanted")
+):
     """A leaf is a tensor on one side and an object or container on the other; nothing was changed."""
-
-    wire_code = "leaf_type_mismatch"
-    fields = ("path", "fqn", "saved", "wanted")
 
 
 def _subclasses(cls: type[AsyncCkptError]) -> list[type[AsyncCkptError]]:
@@ -311,18 +244,26 @@ ERRORS_BY_CODE: dict[str, type[AsyncCkptError]] = {cls.wire_code: cls for cls in
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Return `error` as code, text and fields: plain values only.
+    """Return `error` as code, text and fields: plain values only, texts cut and made valid UTF-8.
 
     An exception that is not of our tree becomes the root's code with the type's name in the text.
     """
     if isinstance(error, AsyncCkptError):
-        facts = {n: v if isinstance(v, (str, int, float, bool)) else str(v) for n, v in error.facts().items()}
-        return {"code": error.wire_code, "text": error.message, "fields": facts}
-    return {"code": AsyncCkptError.wire_code, "text": f"{type(error).__name__}: {error}", "fields": {}}
+        facts = {name: _plain(value) for name, value in error.facts().items()}
+        return {"code": error.wire_code, "text": _plain(error.message), "fields": facts}
+    return {"code": AsyncCkptError.wire_code, "text": _plain(f"{type(error).__name__}: {error}"), "fields": {}}
+
+
+def _plain(value: Any) -> str | int | float | bool:
+    if isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
+        return value
+    # A file name that is not UTF-8 reaches a message as lone surrogates, which msgpack refuses to pack.
+    return str(value)[:_MAX_TEXT_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 def from_wire(wire: Mapping[str, Any]) -> AsyncCkptError:
-    """Rebuild an error from `to_wire`'s dict; facts that this version does not know are dropped."""
+    """Rebuild an error from `to_wire`'s dict; facts that this version does not know are dropped. Never raises."""
     cls = ERRORS_BY_CODE.get(str(wire.get("code")), AsyncCkptError)
-    facts = {str(n): v for n, v in dict(wire.get("fields") or {}).items() if n in cls.fields}
+    fields = wire.get("fields")
+    facts = {n: v for n, v in fields.items() if n in cls.fields} if isinstance(fields, Mapping) else {}
     return cls(str(wire.get("text", "")), **facts)

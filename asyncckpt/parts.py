@@ -64,9 +64,7 @@ class CheckpointReader(ABC):
     """Reads checkpoints."""
 
     @abstractmethod
-    def read(
-        self, path: str, state_dict: Any = None, *, map_location: Any = None, **kw: Any
-    ) -> tuple[Any, list[str]]:
+    def read(self, path: str, state_dict: Any = None, *, map_location: Any = None, **kw: Any) -> tuple[Any, list[str]]:
         """Read the checkpoint at `path`.
 
         Args:

@@ -19,7 +19,9 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     try:
         text = os.fspath(path)
     except TypeError:
-        raise UnsupportedPathError(f"path is a {type(path).__name__}, expected str or PathLike", path=repr(path)) from None
+        raise UnsupportedPathError(
+            f"path is a {type(path).__name__}, expected str or PathLike", path=repr(path)
+        ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         raise UnsupportedPathError(f"path {text!r} is no directory path", path=repr(text))
     if _SCHEME.match(text):

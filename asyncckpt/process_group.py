@@ -20,8 +20,8 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
     info = given or _detected(os.environ if environ is None else environ)
     if info.world_size != 1:
         raise ConfigError(
-            f"this is rank {info.rank} of {info.world_size}, and this version saves from one rank only; where only rank 0 "
-            "saves, pass rank_info=RankInfo(0, 1) there",
+            f"this is rank {info.rank} of {info.world_size}, and this version saves from one rank only; where "
+            "only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
             field="rank_info",
             value=repr(info),
         )

@@ -84,9 +84,7 @@ class SyncWriter(CheckpointWriter):
         except OSError as error:
             if getattr(error, "wire_code", None) is not None:
                 raise  # ours already
-            raise save_failure(
-                error, rank=self._rank.rank, path=path, save_id=str(save_id), step=kw["step"]
-            ) from error
+            raise save_failure(error, rank=self._rank.rank, path=path, save_id=str(save_id), step=kw["step"]) from error
         ended = time.perf_counter()
         seconds = {"copy": copied - began, **result.seconds, "total": ended - began}
         return SaveReport(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from typing import Any, Protocol
 
 import xxhash
 
@@ -13,6 +14,7 @@ DIGEST_NBYTES = 8
 """Width of one block's checksum: xxh3_64, little endian, seed 0."""
 
 FILE_CHECKSUM_PREFIX = "xxh3_128:"
+_FILE_CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}\Z")
 
 
 class Buffer(Protocol):
@@ -34,3 +36,8 @@ def block_digest(block: Buffer) -> bytes:
 def file_checksum(data: Buffer) -> str:
     """Return the checksum of a small file as text: `xxh3_128:` and 32 hex digits."""
     return FILE_CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(data)  # type: ignore[arg-type]
+
+
+def is_file_checksum(value: Any) -> bool:
+    """Whether `value` has the form of `file_checksum`'s result."""
+    return type(value) is str and _FILE_CHECKSUM.match(value) is not None

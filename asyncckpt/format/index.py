@@ -12,9 +12,10 @@ from typing import Any
 import msgpack
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES
+from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, is_file_checksum
 from asyncckpt.format.names import MAX_PARTS, MAX_RANKS, SaveId, objects_name, shard_name
 from asyncckpt.format.structure import MAX_INT, MAX_STRUCTURE_NBYTES
+from asyncckpt.format.versions import check_version, list_of
 
 INDEX_VERSION = 1
 MAX_INDEX_NBYTES = 2 * MAX_STRUCTURE_NBYTES
@@ -72,7 +73,7 @@ def decode_index(data: bytes) -> RankIndex:
     """Read and check `encode_index`'s bytes; the structure inside stays encoded.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version.
+        UnsupportedFormatError: Written by a newer version, or needing a field that this one does not know.
         CorruptCheckpointError: Anything that the SPEC forbids.
     """
     try:
@@ -81,15 +82,7 @@ def decode_index(data: bytes) -> RankIndex:
         raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
-        version = raw.get("asyncckpt_index")
-        if type(version) is int and version > INDEX_VERSION:
-            raise UnsupportedFormatError(
-                f"index version {version} is newer than this package reads ({INDEX_VERSION}); upgrade asyncckpt",
-                found=version,
-                supported=INDEX_VERSION,
-            )
-        if version != INDEX_VERSION:
-            raise ValueError(f"index version {version!r}")
+        check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index")
         return _checked_index(raw)
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
@@ -105,19 +98,19 @@ def _checked_index(raw: dict[str, Any]) -> RankIndex:
     block_nbytes = raw["block_nbytes"]
     if type(block_nbytes) is not int or not MIN_BLOCK_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes % 4096:
         raise ValueError(f"block_nbytes {block_nbytes!r}")
-    if len(raw["shards"]) > MAX_PARTS:
+    if len(list_of(raw["shards"])) > MAX_PARTS:
         raise ValueError("too many shards")
     shards = []
-    for part, (name, nbytes, digests) in enumerate(raw["shards"]):
+    for part, (name, nbytes, digests) in enumerate(map(list_of, raw["shards"])):
         if name != shard_name(save_id, rank, part):
             raise ValueError(f"shard {part} is named {name!r}")
         _check_length(nbytes)
         if not isinstance(digests, bytes) or len(digests) != -(-nbytes // block_nbytes) * DIGEST_NBYTES:
             raise ValueError(f"shard {name} has {len(digests)} bytes of checksums for {nbytes} bytes")
         shards.append(ShardRecord(name=name, nbytes=nbytes, digests=digests))
-    name, nbytes, checksum = raw["objects"]
+    name, nbytes, checksum = list_of(raw["objects"])
     _check_length(nbytes)
-    if name != objects_name(save_id, rank) or not isinstance(checksum, str) or not isinstance(raw["structure"], bytes):
+    if name != objects_name(save_id, rank) or not is_file_checksum(checksum) or not isinstance(raw["structure"], bytes):
         raise ValueError("malformed objects record or structure")
     return RankIndex(
         save_id=save_id,

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum
+from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum, is_file_checksum
 from asyncckpt.format.names import MAX_RANKS, SaveId, index_name
+from asyncckpt.format.versions import check_version, list_of
 
 MANIFEST_VERSION = 1
 MAX_MANIFEST_NBYTES = 64 << 20
 STATE_COMMITTED = "committed"
 
+_MAX_INT = (1 << 63) - 1
 _ZERO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
 _TRAILER = re.compile(rb'"checksum": "(xxh3_128:[0-9a-f]{32})"\n\}\n\Z')
 _VERSION = re.compile(rb'\s*\{\s*"asyncckpt_manifest":\s*([0-9]{1,9})\b')
@@ -68,7 +70,11 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the file's bytes (format/SPEC.md section 2)."""
+    """Return the file's bytes (format/SPEC.md section 2).
+
+    Raises:
+        ValueError: The metadata are no JSON, or too large.
+    """
     document = {
         "asyncckpt_manifest": MANIFEST_VERSION,
         "state": STATE_COMMITTED,
@@ -96,6 +102,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     blank = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     head, tail = blank[:-_TRAILER_NBYTES], blank[-_TRAILER_NBYTES:]
+    if len(blank) > MAX_MANIFEST_NBYTES:  # no reader would take it
+        raise ValueError(f"a manifest of {len(blank)} bytes, the limit is {MAX_MANIFEST_NBYTES}; save less metadata")
     return head + tail.replace(_ZERO_CHECKSUM.encode(), file_checksum(blank).encode())
 
 
@@ -119,15 +127,18 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
         if file_checksum(blank) != trailer[1].decode():
             raise ValueError("its checksum does not match")
         raw = json.loads(data)
-        version = raw.get("asyncckpt_manifest")
-        if version != MANIFEST_VERSION or raw["state"] != STATE_COMMITTED:
-            raise ValueError(f"version {version!r}, state {raw.get('state')!r}")
+        check_version(raw, "asyncckpt_manifest", MANIFEST_VERSION, what="manifest")
+        if raw["state"] != STATE_COMMITTED:
+            raise ValueError(f"state {raw['state']!r}")
         return _checked_manifest(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
             raise
         raise CorruptCheckpointError(
-            f"{path or 'checkpoint'}: manifest.json is damaged: {error}", path=path, file="manifest.json", detail=str(error)
+            f"{path or 'checkpoint'}: manifest.json is damaged: {error}",
+            path=path,
+            file="manifest.json",
+            detail=str(error),
         ) from error
 
 
@@ -146,9 +157,9 @@ def _refuse_newer(data: bytes, path: str) -> None:
 
 def _checked_manifest(raw: dict[str, Any]) -> Manifest:
     save_id, world_size = SaveId.parse(raw["save_id"]), raw["world_size"]
-    if type(raw["step"]) is not int or type(raw["fsync"]) is not bool or not isinstance(raw["metadata"], dict):
+    if not _is_step(raw["step"]) or type(raw["fsync"]) is not bool or not isinstance(raw["metadata"], dict):
         raise ValueError("a field has another type than the SPEC says")
-    if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS or len(raw["ranks"]) != world_size:
+    if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS or len(list_of(raw["ranks"])) != world_size:
         raise ValueError(f"{len(raw['ranks'])} ranks of world {world_size!r}")
     ranks = tuple(_checked_rank(r, number, save_id) for number, r in enumerate(raw["ranks"]))
     return Manifest(
@@ -164,6 +175,10 @@ def _checked_manifest(raw: dict[str, Any]) -> Manifest:
     )
 
 
+def _is_step(value: Any) -> bool:
+    return type(value) is int and -_MAX_INT <= value <= _MAX_INT
+
+
 def _checked_rank(raw: dict[str, Any], number: int, save_id: SaveId) -> RankRecord:
     record = RankRecord(
         rank=raw["rank"],
@@ -177,6 +192,8 @@ def _checked_rank(raw: dict[str, Any], number: int, save_id: SaveId) -> RankReco
     numbers = (record.index_nbytes, record.n_tensors, record.n_files, record.nbytes)
     if record.rank != number or record.index_name != index_name(save_id, number):
         raise ValueError(f"entry {number} of ranks is rank {record.rank!r} with index {record.index_name!r}")
-    if any(type(n) is not int or n < 0 for n in numbers) or not isinstance(record.index_checksum, str):
+    if any(type(n) is not int or not 0 <= n <= _MAX_INT for n in numbers) or not is_file_checksum(
+        record.index_checksum
+    ):
         raise ValueError(f"malformed numbers of rank {number}")
     return record

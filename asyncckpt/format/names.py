@@ -12,10 +12,11 @@ MAX_EPOCH = 999_999
 MAX_SEQUENCE = 99_999_999
 
 _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
-_OWN_FILE = re.compile(
-    r"rank-[0-9]{5}(?:-part-[0-9]{3})?\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|safetensors)\Z"
+_OWN_FILES = (
+    re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.safetensors\Z"),
+    re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json)\Z"),
+    re.compile(r"manifest\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
 )
-_TEMPORARY_MANIFEST = re.compile(r"manifest\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z")
 
 
 class SaveId(NamedTuple):
@@ -68,5 +69,5 @@ def temporary_manifest_name(save_id: SaveId) -> str:
 
 def owner_of(name: str) -> SaveId | None:
     """Return the save that wrote the file called `name`, or None when the name is not one of ours."""
-    found = _OWN_FILE.match(name) or _TEMPORARY_MANIFEST.match(name)
+    found = next(filter(None, (pattern.match(name) for pattern in _OWN_FILES)), None)
     return SaveId.parse(found[1]) if found else None

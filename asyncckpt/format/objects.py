@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.versions import check_version, list_of
 
 OBJECTS_VERSION = 1
 MAX_OBJECTS_NBYTES = 1 << 30
@@ -63,8 +64,10 @@ def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> An
         UnknownTypeError: `value`, or something inside it, is of a type that cannot be stored.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        return value if _is_text(value) else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
     if kind is int:
         return value if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else {"$": "int", "v": hex(value)}
     if kind is float:
@@ -82,6 +85,8 @@ def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> An
             "$": "dict",
             "v": [[encode_value(k, extend, depth + 1), encode_value(v, extend, depth + 1)] for k, v in value.items()],
         }
+    if kind is slice:
+        return {"$": "slice", "v": [encode_value(v, extend, depth + 1) for v in (value.start, value.stop, value.step)]}
     encoded = _scalar(value, kind) or (extend(value) if extend else None)
     if encoded is None:
         if isinstance(value, tuple):  # a namedtuple comes back as a plain tuple
@@ -90,7 +95,16 @@ def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> An
     return {"$": encoded[0], "v": encoded[1]}
 
 
-_SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+
+
+def _is_text(value: str) -> bool:
+    """Whether JSON keeps it: two lone surrogates would come back as one character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
@@ -98,8 +112,6 @@ def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
         return kind.__name__, base64.b64encode(value).decode()
     if kind is complex:
         return "complex", struct.pack(">dd", value.real, value.imag).hex()
-    if kind is slice:
-        return "slice", [encode_value(v) for v in (value.start, value.stop, value.step)]
     if kind in (datetime.datetime, datetime.date, datetime.time) and getattr(value, "tzinfo", None) in (
         None,
         datetime.timezone.utc,
@@ -112,11 +124,12 @@ def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(v, 16),
+    "str": lambda v: bytes.fromhex(v).decode("utf-8", "surrogatepass"),
     "float": lambda v: struct.unpack(">d", bytes.fromhex(v))[0],
     "complex": lambda v: complex(*struct.unpack(">dd", bytes.fromhex(v))),
     "bytes": lambda v: base64.b64decode(v, validate=True),
     "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
-    "slice": lambda v: slice(*v),
+    "slice": lambda v: (lambda start, stop, step: slice(start, stop, step))(*v),
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
@@ -132,16 +145,23 @@ LIBRARY_TAGS = ("torch.Size", "torch.device", "torch.dtype")
 _SEQUENCE_TAGS = ("tuple", "set", "frozenset", "slice")
 
 
-def decode_value(raw: Any, make: Make | None = None, depth: int = 0) -> Any:
+def decode_value(raw: Any, make: Make | None = None) -> Any:
     """Return the Python value of one leaf's JSON form.
 
     Raises:
         ValueError: Malformed, or a tag that nobody knows.
     """
+    try:
+        return _decode(raw, make, 0)
+    except (TypeError, LookupError, OverflowError, struct.error) as error:
+        raise ValueError(f"malformed payload: {error!r}") from error
+
+
+def _decode(raw: Any, make: Make | None, depth: int) -> Any:
     if depth > 2 * MAX_NESTING + 2:
         raise ValueError("nested too deeply")
     if isinstance(raw, list):
-        return [decode_value(v, make, depth + 1) for v in raw]
+        return [_decode(v, make, depth + 1) for v in raw]
     if not isinstance(raw, dict):
         return raw
     if set(raw) != {"$", "v"} or not isinstance(raw["$"], str):
@@ -152,9 +172,11 @@ def decode_value(raw: Any, make: Make | None = None, depth: int = 0) -> Any:
     if tag not in _MAKERS:
         raise ValueError(f"unknown type tag {tag!r}")
     if tag in _SEQUENCE_TAGS:
-        payload = [decode_value(v, make, depth + 1) for v in payload]
+        payload = [_decode(v, make, depth + 1) for v in list_of(payload)]
     elif tag == "dict":
-        payload = [(decode_value(k, make, depth + 1), decode_value(v, make, depth + 1)) for k, v in payload]
+        payload = [
+            (_decode(k, make, depth + 1), _decode(v, make, depth + 1)) for k, v in map(list_of, list_of(payload))
+        ]
     return _MAKERS[tag](payload)
 
 
@@ -172,17 +194,13 @@ def decode_objects(data: bytes, save_id: SaveId, n_objects: int) -> list[Any]:
         CorruptCheckpointError: Damaged, of another save, or with another number of objects.
     """
     try:
+        if len(data) > MAX_OBJECTS_NBYTES:
+            raise ValueError(f"{len(data)} bytes")
         raw = json.loads(data)
-        version = raw.get("asyncckpt_objects")
-        if type(version) is int and version > OBJECTS_VERSION:
-            raise UnsupportedFormatError(
-                f"objects version {version} is newer than this package reads ({OBJECTS_VERSION}); upgrade asyncckpt",
-                found=version,
-                supported=OBJECTS_VERSION,
-            )
+        check_version(raw, "asyncckpt_objects", OBJECTS_VERSION, what="objects file")
         values = raw["values"]
-        if version != OBJECTS_VERSION or raw["save_id"] != str(save_id) or not isinstance(values, list):
-            raise ValueError("version or save id differs from the index")
+        if raw["save_id"] != str(save_id) or not isinstance(values, list):
+            raise ValueError("its save id differs from the index")
         if len(values) != n_objects:
             raise ValueError(f"{len(values)} objects, the structure wants {n_objects}")
         return values

@@ -15,6 +15,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import tree
 from asyncckpt.format.names import MAX_PARTS
+from asyncckpt.format.versions import check_version, list_of
 
 STRUCTURE_VERSION = 1
 MAX_STRUCTURE_NBYTES = 1 << 30
@@ -86,7 +87,7 @@ def decode_structure(data: bytes) -> Structure:
     """Read and check `encode_structure`'s bytes.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version.
+        UnsupportedFormatError: Written by a newer version, or needing a field that this one does not know.
         CorruptCheckpointError: Anything that the SPEC forbids: overlapping ranges, boxes outside their tensor,
             lengths that do not match shapes, unknown dtypes, numbers out of range.
     """
@@ -96,25 +97,25 @@ def decode_structure(data: bytes) -> Structure:
         raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
-        version = raw.get("structure")
-        if type(version) is int and version > STRUCTURE_VERSION:
-            raise UnsupportedFormatError(
-                f"structure version {version} is newer than this package reads ({STRUCTURE_VERSION}); upgrade asyncckpt",
-                found=version,
-                supported=STRUCTURE_VERSION,
-            )
-        if version != STRUCTURE_VERSION:
-            raise ValueError(f"structure version {version!r}")
+        check_version(raw, "structure", STRUCTURE_VERSION, what="structure")
         return _checked_structure(raw)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+        msgpack.UnpackException,
+    ) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
             raise
         raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
 
 
 def _checked_structure(raw: dict[str, Any]) -> Structure:
-    parts = tuple(_uint(n) for n in raw["parts"])
-    if len(parts) > MAX_PARTS or len(raw["tensors"]) > MAX_TENSORS:
+    parts = tuple(_uint(n) for n in list_of(raw["parts"]))
+    if len(parts) > MAX_PARTS or len(list_of(raw["tensors"])) > MAX_TENSORS:
         raise ValueError("too many parts or tensors")
     tensors = tuple(_checked_tensor(t) for t in raw["tensors"])
     if len({t.fqn for t in tensors}) != len(tensors):
@@ -127,30 +128,34 @@ def _checked_structure(raw: dict[str, Any]) -> Structure:
 
 
 def _checked_tensor(raw: Any) -> TensorEntry:
-    fqn, dtype, shape, chunks = raw
-    if not isinstance(fqn, str) or dtype not in DTYPES:
+    fqn, dtype, shape, chunks = list_of(raw)
+    if type(fqn) is not str or type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
     global_shape = _box(shape)
     return TensorEntry(
         fqn=fqn,
         dtype=dtype,
         global_shape=global_shape,
-        chunks=tuple(_checked_chunk(c, fqn, DTYPES[dtype].itemsize, global_shape) for c in chunks),
+        chunks=tuple(_checked_chunk(c, fqn, DTYPES[dtype].itemsize, global_shape) for c in list_of(chunks)),
     )
 
 
 def _checked_chunk(raw: Any, fqn: str, itemsize: int, global_shape: tuple[int, ...]) -> Chunk:
-    if len(raw) == 3:
+    if len(list_of(raw)) == 3:
         offsets, sizes = (0,) * len(global_shape), global_shape
-    else:
+    elif len(raw) == 5:
         offsets, sizes = _box(raw[3]), _box(raw[4])
+    else:
+        raise ValueError(f"a chunk of {fqn} has {len(raw)} members, expected 3 or 5")
     if not len(offsets) == len(sizes) == len(global_shape):
         raise ValueError(f"a chunk of {fqn} has another number of dimensions than its tensor")
     if any(o + s > g for o, s, g in zip(offsets, sizes, global_shape, strict=True)):
         raise ValueError(f"chunk {offsets}+{sizes} of {fqn} lies outside its shape {global_shape}")
     chunk = Chunk(part=_uint(raw[0]), offset_bytes=_uint(raw[1]), nbytes=_uint(raw[2]), offsets=offsets, sizes=sizes)
     if chunk.nbytes != math.prod(sizes) * itemsize:
-        raise ValueError(f"chunk of {fqn} has {chunk.nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}")
+        raise ValueError(
+            f"chunk of {fqn} has {chunk.nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}"
+        )
     return chunk
 
 

@@ -5,6 +5,7 @@ The memory belongs to nobody by name: it is gone when the last process that hold
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -41,8 +42,7 @@ class SlotMemory:
             SlotError: Not whole pages, or out of bounds.
             OSError: The kernel refused.
         """
-        if not MIN_SLOT_NBYTES <= nbytes <= MAX_SLOT_NBYTES or nbytes % PAGE_NBYTES:
-            raise SlotError(f"a slot of {nbytes} bytes")
+        _check_size(nbytes)
         fd = os.memfd_create("asyncckpt-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
@@ -65,14 +65,15 @@ class SlotMemory:
             token: The promised token.
 
         Raises:
-            SlotError: It is not that slot: other size, seals or token.
+            SlotError: It is not that slot: no memfd, or other size, seals or token.
             OSError: It cannot be opened.
         """
+        _check_size(nbytes)
         fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != nbytes:
                 raise SlotError(f"the slot has {os.fstat(fd).st_size} bytes, promised were {nbytes}")
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            if _seals(fd) & SEALS != SEALS:
                 raise SlotError("the slot is not sealed against resizing")
             slot = cls(fd, nbytes, token)
         except BaseException:
@@ -97,3 +98,17 @@ class SlotMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _check_size(nbytes: int) -> None:
+    if not MIN_SLOT_NBYTES <= nbytes <= MAX_SLOT_NBYTES or nbytes % PAGE_NBYTES:
+        raise SlotError(f"a slot of {nbytes} bytes")
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # not a memfd: fcntl(2)
+            return 0
+        raise

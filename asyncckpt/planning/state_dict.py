@@ -21,7 +21,9 @@ from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
 
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor})
+_PLAIN_TENSORS = frozenset(
+    {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor}
+)
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
@@ -83,7 +85,9 @@ def flatten(state_dict: Any) -> Flattened:
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedLeafError(
-            f"the state dict is a {type(state_dict).__name__}, expected a dict", leaf="", type_name=type(state_dict).__name__
+            f"the state dict is a {type(state_dict).__name__}, expected a dict",
+            leaf="",
+            type_name=type(state_dict).__name__,
         )
     walk = _Walk()
     tree = walk.mapping(state_dict)
@@ -150,7 +154,11 @@ class _Walk:
             raise self._refused(value, f"a tensor of layout {value.layout}, dtype {value.dtype} on {value.device}")
         # The same elements under several names are stored once: same address, shape, strides and dtype.
         address = value.data_ptr()
-        key = (address, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()) if address else id(value)
+        key = (
+            (address, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+            if address
+            else id(value)
+        )
         number = self._seen.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
             if value.is_conj() or value.is_neg():
@@ -172,7 +180,9 @@ class _Walk:
     def _refused(self, value: Any, why: str) -> UnsupportedLeafError:
         leaf = fqn_of(tuple(self.keys))
         kind = type(value).__name__
-        return UnsupportedLeafError(f"state dict leaf {leaf!r} of type {kind} cannot be stored: {why}", leaf=leaf, type_name=kind)
+        return UnsupportedLeafError(
+            f"state dict leaf {leaf!r} of type {kind} cannot be stored: {why}", leaf=leaf, type_name=kind
+        )
 
 
 def _is_flat(value: Sequence[Any], depth: int = 0) -> bool:
@@ -186,7 +196,11 @@ def _is_flat(value: Sequence[Any], depth: int = 0) -> bool:
 
 def _plain_metadata(metadata: Any) -> Any:
     """`nn.Module.state_dict()._metadata` is an OrderedDict of dicts; a plain copy keeps what matters."""
-    return {k: dict(v) if isinstance(v, Mapping) else v for k, v in metadata.items()} if isinstance(metadata, Mapping) else metadata
+    return (
+        {k: dict(v) if isinstance(v, Mapping) else v for k, v in metadata.items()}
+        if isinstance(metadata, Mapping)
+        else metadata
+    )
 
 
 def check_keys(tree: Node) -> None:
@@ -201,7 +215,8 @@ def check_keys(tree: Node) -> None:
             if not fits:
                 leaf = fqn_of(path)
                 raise UnsupportedLeafError(
-                    f"state dict leaf {leaf[:200]!r}: the key {str(key)[:80]!r} is out of range, too long or no valid text",
+                    f"state dict leaf {leaf[:200]!r}: the key {str(key)[:80]!r} is out of range, "
+                    "too long or no valid text",
                     leaf=leaf,
                     type_name=type(key).__name__,
                 )

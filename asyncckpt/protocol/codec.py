@@ -25,10 +25,20 @@ _HEADER = struct.Struct("<4sH")
 
 
 def encode(message: Message) -> list[bytes]:
-    """Return the two frames of `message`."""
+    """Return the two frames of `message`.
+
+    Raises:
+        ProtocolError: It holds what msgpack cannot, or is larger than any peer would read.
+    """
     body: dict[str, Any] = {f.name: getattr(message, f.name) for f in fields(message)}  # type: ignore[arg-type]
     body["m"] = message.name
-    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), msgpack.packb(body)]
+    try:
+        packed = bytes(msgpack.packb(body))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"{message.name}: cannot be packed: {error}", detail="body") from error
+    if len(packed) > MAX_FRAME_NBYTES:
+        raise ProtocolError(f"{message.name}: {len(packed)} bytes, the limit is {MAX_FRAME_NBYTES}", detail="size")
+    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), packed]
 
 
 def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Message:
@@ -63,7 +73,9 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Messa
         raise ProtocolError("no message of that name is expected here", detail="name")
     names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     must = body.pop("must", ())
-    unknown = [str(n) for n in must if n not in names] if isinstance(must, (list, tuple)) else ["must"]
+    if not isinstance(must, tuple):
+        raise ProtocolError(f"{cls.name}: `must` is no list", detail="must")
+    unknown = [str(n)[:80] for n in must if type(n) is not str or n not in names]
     if unknown:
         raise ProtocolError(f"{cls.name}: this version does not know the required fields {unknown}", detail="must")
     missing = names - set(body)
@@ -98,7 +110,5 @@ def _depth(value: Any) -> int:
     deepest, level = 0, [value]
     while level and deepest <= MAX_NESTING:
         deepest += 1
-        level = [
-            m for v in level if isinstance(v, (dict, tuple)) for m in (v.values() if isinstance(v, dict) else v)
-        ]
+        level = [m for v in level if isinstance(v, (dict, tuple)) for m in (v.values() if isinstance(v, dict) else v)]
     return deepest

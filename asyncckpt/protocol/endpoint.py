@@ -59,7 +59,9 @@ def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, inte
         path = os.path.join(base, directory, f"{name}.sock")
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES and os.path.isdir(base):
             return SCHEME + path
-    raise EndpointError("no directory is fit for the worker's socket; set ASYNCCKPT_ENDPOINT=ipc:///short/dir/name.sock")
+    raise EndpointError(
+        "no directory is fit for the worker's socket; set ASYNCCKPT_ENDPOINT=ipc:///short/dir/name.sock"
+    )
 
 
 def make_directory(endpoint: str) -> str:
@@ -106,4 +108,7 @@ def acquire_lock(path: str) -> int | None:
     except BlockingIOError:
         os.close(fd)
         return None
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

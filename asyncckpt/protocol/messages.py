@@ -6,76 +6,17 @@ the worker answers once per arrival; ids are unique per session, and every reque
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from asyncckpt.errors import ProtocolError
-from asyncckpt.protocol.lifecycle import PHASES
+from asyncckpt.protocol import fields as check
+from asyncckpt.protocol.fields import Check
 
 PROTOCOL_VERSION = 1
-MAX_PATH_BYTES = 4000
-MAX_TABLE = 1024
-"""Rows of one Saves or Heartbeat message; a trainer never has more than a few saves pending."""
-
-_SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
-_HEX16 = re.compile(r"[0-9a-f]{16}\Z")
-_TOP = (1 << 63) - 1
-
-Check = Callable[[Any], bool]
-
-
-def _uint(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _TOP
-
-
-def _int(value: Any) -> bool:
-    return type(value) is int and -_TOP <= value <= _TOP
-
-
-def _save_id(value: Any) -> bool:
-    return type(value) is str and _SAVE_ID.match(value) is not None
-
-
-def _session(value: Any) -> bool:
-    return type(value) is str and _HEX16.match(value) is not None
-
-
-def _path(value: Any) -> bool:
-    return type(value) is str and value.startswith("/") and "\0" not in value and len(value) <= MAX_PATH_BYTES
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str and len(value) <= 200
-
-
-def _seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e9
-
-
-def _token(value: Any) -> bool:
-    return type(value) is bytes and len(value) == 16
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _map(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(type(k) is str for k in value)
-
-
-def _save_ids(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(_save_id, value))
-
-
-def _save_rows(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) <= MAX_TABLE
-        and all(_map(r) and _save_id(r.get("save_id")) and r.get("phase") in PHASES for r in value)
-    )
+MAX_PATH_BYTES = check.MAX_PATH_BYTES
+MAX_TABLE = check.MAX_TABLE
 
 
 class Message:
@@ -94,7 +35,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello(Message):
-    """A trainer opens a session. `pid_start`: the process's start time in clock ticks since boot (proc(5), field 22)."""
+    """A trainer opens a session. `pid_start`: its start time in clock ticks since boot (proc(5), field 22)."""
 
     id: int
     session: str
@@ -105,13 +46,13 @@ class Hello(Message):
     world_size: int
     name: ClassVar[str] = "hello"
     checks: ClassVar[dict[str, Check]] = {
-        "id": _uint,
-        "session": _session,
-        "package": _text,
-        "pid": _uint,
-        "pid_start": _uint,
-        "rank": _uint,
-        "world_size": _uint,
+        "id": check.uint,
+        "session": check.hex16,
+        "package": check.text,
+        "pid": check.uint,
+        "pid_start": check.uint,
+        "rank": check.uint,
+        "world_size": check.uint,
     }
 
 
@@ -123,7 +64,7 @@ class Allocate(Message):
     nbytes: int
     populate: bool
     name: ClassVar[str] = "allocate"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "nbytes": _uint, "populate": _flag}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "nbytes": check.uint, "populate": check.flag}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +74,7 @@ class Release(Message):
     id: int
     slot: int
     name: ClassVar[str] = "release"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "slot": _uint}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "slot": check.uint}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +84,7 @@ class Lineage(Message):
     id: int
     path: str
     name: ClassVar[str] = "lineage"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "path": _path}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "path": check.path}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,14 +101,14 @@ class Begin(Message):
     umask: int
     name: ClassVar[str] = "begin"
     checks: ClassVar[dict[str, Check]] = {
-        "id": _uint,
-        "save_id": _save_id,
-        "step": _int,
-        "path": _path,
-        "slot": _uint,
-        "generation": _uint,
-        "nbytes": _uint,
-        "umask": _uint,
+        "id": check.uint,
+        "save_id": check.save_id,
+        "step": check.sint,
+        "path": check.path,
+        "slot": check.uint,
+        "generation": check.uint,
+        "nbytes": check.uint,
+        "umask": check.umask,
     }
 
 
@@ -180,7 +121,12 @@ class Submit(Message):
     slot: int
     generation: int
     name: ClassVar[str] = "submit"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "save_id": _save_id, "slot": _uint, "generation": _uint}
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "save_id": check.save_id,
+        "slot": check.uint,
+        "generation": check.uint,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +137,7 @@ class Withdraw(Message):
     save_id: str
     reason: str
     name: ClassVar[str] = "withdraw"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "save_id": _save_id, "reason": _text}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "save_id": check.save_id, "reason": check.text}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +147,7 @@ class Heartbeat(Message):
     id: int
     saves: tuple[str, ...]
     name: ClassVar[str] = "heartbeat"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "saves": _save_ids}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "saves": check.save_ids}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +156,7 @@ class Goodbye(Message):
 
     id: int
     name: ClassVar[str] = "goodbye"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +165,7 @@ class Status(Message):
 
     id: int
     name: ClassVar[str] = "status"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +175,7 @@ class Drain(Message):
     id: int
     now: bool
     name: ClassVar[str] = "drain"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "now": _flag}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "now": check.flag}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,12 +190,12 @@ class Welcome(Message):
     heartbeat_s: float
     name: ClassVar[str] = "welcome"
     checks: ClassVar[dict[str, Check]] = {
-        "id": _uint,
-        "package": _text,
-        "pid": _uint,
-        "pid_start": _uint,
-        "instance": _session,
-        "heartbeat_s": _seconds,
+        "id": check.uint,
+        "package": check.text,
+        "pid": check.uint,
+        "pid_start": check.uint,
+        "instance": check.hex16,
+        "heartbeat_s": check.seconds,
     }
 
 
@@ -263,7 +209,13 @@ class Granted(Message):
     nbytes: int
     token: bytes
     name: ClassVar[str] = "granted"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "slot": _uint, "fd": _uint, "nbytes": _uint, "token": _token}
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "slot": check.uint,
+        "fd": check.uint,
+        "nbytes": check.uint,
+        "token": check.token,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +225,7 @@ class LineageFound(Message):
     id: int
     epoch: int
     name: ClassVar[str] = "lineage_found"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "epoch": _uint}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "epoch": check.uint}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,7 +234,7 @@ class Ok(Message):
 
     id: int
     name: ClassVar[str] = "ok"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +244,7 @@ class Refused(Message):
     id: int
     error: Mapping[str, Any]
     name: ClassVar[str] = "refused"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "error": _map}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "error": check.mapping}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +257,7 @@ class Saves(Message):
     id: int
     saves: tuple[Mapping[str, Any], ...]
     name: ClassVar[str] = "saves"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "saves": _save_rows}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "saves": check.save_rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,7 +267,7 @@ class StatusReport(Message):
     id: int
     report: Mapping[str, Any]
     name: ClassVar[str] = "status_report"
-    checks: ClassVar[dict[str, Check]] = {"id": _uint, "report": _map}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "report": check.mapping}
 
 
 Request = Hello | Allocate | Release | Lineage | Begin | Submit | Withdraw | Heartbeat | Goodbye | Status | Drain
@@ -324,4 +276,6 @@ Reply = Welcome | Granted | LineageFound | Ok | Refused | Saves | StatusReport
 REQUESTS: dict[str, type[Message]] = {
     c.name: c for c in (Hello, Allocate, Release, Lineage, Begin, Submit, Withdraw, Heartbeat, Goodbye, Status, Drain)
 }
-REPLIES: dict[str, type[Message]] = {c.name: c for c in (Welcome, Granted, LineageFound, Ok, Refused, Saves, StatusReport)}
+REPLIES: dict[str, type[Message]] = {
+    c.name: c for c in (Welcome, Granted, LineageFound, Ok, Refused, Saves, StatusReport)
+}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
 from asyncckpt.errors import ProtocolError
-from asyncckpt.protocol.messages import MAX_PATH_BYTES, PROTOCOL_VERSION
+from asyncckpt.protocol import fields as check
+from asyncckpt.protocol.messages import PROTOCOL_VERSION
 
 MAX_METADATA_NBYTES = 16 << 20
-_SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
-_TOP = (1 << 63) - 1
+"""Of the indented form that the manifest holds. Chosen so that metadata and 100,000 ranks fit a manifest's limit."""
+
+MAX_METADATA_NESTING = 64
+MAX_PARTS = 1000
+MAX_THREADS = 1024
+PAGE_NBYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,38 +109,69 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
         _check(request)
         _check_parts(parts, body_end)
         return request
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the slot's request does not decode: {error!r}", detail=str(error)) from error
 
 
+def check_metadata(text: str) -> None:
+    """Prove that the user's metadata can be written into a manifest, and read back from it.
+
+    Raises:
+        ValueError: No JSON object, nested too deeply, too large, or with NaN or infinities, which JSON lacks.
+    """
+    if len(text) > MAX_METADATA_NBYTES:
+        raise ValueError(f"metadata of {len(text)} characters, the limit is {MAX_METADATA_NBYTES} bytes")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("metadata nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("metadata is no JSON object")
+    level: list[Any] = [found]
+    for _ in range(MAX_METADATA_NESTING + 1):
+        level = [m for v in level for m in (v.values() if isinstance(v, dict) else v) if isinstance(m, (dict, list))]
+    if level:
+        raise ValueError(f"metadata nested deeper than {MAX_METADATA_NESTING}")
+    nbytes = len(json.dumps(found, indent=1, allow_nan=False))
+    if nbytes > MAX_METADATA_NBYTES:
+        raise ValueError(f"metadata of {nbytes} bytes, the limit is {MAX_METADATA_NBYTES}")
+
+
+_CHECKS: dict[str, check.Check] = {
+    "save_id": check.save_id,
+    "step": check.sint,
+    "path": check.path,
+    "rank": check.uint,
+    "world_size": check.uint,
+    "structure": lambda value: type(value) is bytes,
+    "objects": lambda value: type(value) is bytes,
+    "n_tensors": check.uint,
+    "metadata": lambda value: type(value) is str,
+    "fsync": check.flag,
+    "umask": check.umask,
+    "write_threads": lambda value: check.uint(value) and value <= MAX_THREADS,
+    "package": check.text,
+}
+
+
 def _check(request: SaveRequest) -> None:
-    types: dict[str, type] = {"structure": bytes, "objects": bytes, "metadata": str, "fsync": bool, "package": str}
-    wrong = [n for n, t in types.items() if type(getattr(request, n)) is not t]
-    wrong += [
-        n
-        for n in ("rank", "world_size", "n_tensors", "umask", "write_threads")
-        if type(getattr(request, n)) is not int or not 0 <= getattr(request, n) <= _TOP
-    ]
-    path: Any = request.path
-    if type(path) is not str or not path.startswith("/") or "\0" in path or len(path) > MAX_PATH_BYTES:
-        wrong.append("path")
-    if type(request.save_id) is not str or not _SAVE_ID.match(request.save_id):
-        wrong.append("save_id")
-    if type(request.step) is not int or not -_TOP <= request.step <= _TOP:
-        wrong.append("step")
-    if not wrong and not request.rank < request.world_size <= 100_000:
-        wrong.append("rank")
+    wrong = [name for name, fits in _CHECKS.items() if not fits(getattr(request, name))]
     if wrong:
         raise ValueError(f"fields {wrong}")
-    if len(request.metadata) > MAX_METADATA_NBYTES or not isinstance(json.loads(request.metadata), dict):
-        raise ValueError("metadata is no JSON object")
+    if not request.rank < request.world_size <= check.MAX_RANKS:
+        raise ValueError(f"rank {request.rank} of world {request.world_size}")
+    check_metadata(request.metadata)
 
 
 def _check_parts(parts: tuple[PartRange, ...], body_end: int) -> None:
-    end = 4096
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"{len(parts)} parts, the limit is {MAX_PARTS}")
+    end = PAGE_NBYTES
     for p in parts:
-        if type(p.offset) is not int or type(p.nbytes) is not int or p.offset % 4096 or p.offset < end or p.nbytes <= 0:
+        if not check.uint(p.offset) or not check.uint(p.nbytes) or p.nbytes == 0:
             raise ValueError(f"part {p}")
-        end = p.offset + -(-p.nbytes // 4096) * 4096
+        if p.offset % PAGE_NBYTES or p.offset < end:
+            raise ValueError(f"part {p} begins inside a page or another part")
+        end = p.offset + -(-p.nbytes // PAGE_NBYTES) * PAGE_NBYTES
         if end > body_end:
             raise ValueError(f"part {p} reaches beyond {body_end}")

@@ -49,6 +49,7 @@ class SlotImage:
             _copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(dtype).view(shape))
             for c, (dtype, shape) in zip(plan.layout.chunks, plan.signature[1], strict=True)
         ]
+        self._has_special = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
 
     def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId) -> None:
@@ -65,10 +66,8 @@ class SlotImage:
         # IMPORTANT: no_grad is per thread, and from a Parameter outside it the copy would hang an autograd chain on
         # the slot's views that grows with every save.
         with torch.no_grad():
-            torch._foreach_copy_(self._targets, [_copyable(t) for t in tensors] if self._has_special() else list(tensors))
-
-    def _has_special(self) -> bool:
-        return any(dtype in _COPIED_AS for dtype, _ in self.plan.signature[1])
+            sources = [_copyable(t) for t in tensors] if self._has_special else list(tensors)
+            torch._foreach_copy_(self._targets, sources)
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,8 @@ class SlotPool:
         limit = self._config.arena_limit_bytes
         if limit is not None and nbytes > limit:
             raise InsufficientMemoryError(
-                f"step {step}: the snapshot needs a slot of {nbytes} bytes, arena_limit_bytes is {limit}; raise the limit",
+                f"step {step}: the snapshot needs a slot of {nbytes} bytes, "
+                f"arena_limit_bytes is {limit}; raise the limit",
                 nbytes=nbytes,
                 limit=limit,
             )

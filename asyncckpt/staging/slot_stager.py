@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.client import StagedSnapshot, WorkerProcess
+from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import AsyncCkptError, StagingError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
+from asyncckpt.pending import StagedSnapshot
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.state_dict import encode_leaves, flatten
@@ -76,7 +77,10 @@ class SlotStager(CheckpointStager):
             if isinstance(error, AsyncCkptError) or not isinstance(error, Exception):
                 raise
             raise StagingError(
-                f"step {step}: copying the state into memory failed: {error}", save_id=str(save_id), step=step, path=path
+                f"step {step}: copying the state into memory failed: {error}",
+                save_id=str(save_id),
+                step=step,
+                path=path,
             ) from error
         sealed = time.perf_counter()
         seconds = {
@@ -89,7 +93,9 @@ class SlotStager(CheckpointStager):
             save_id=save_id, step=step, path=path, slot=slot, nbytes=plan.file_nbytes, seconds=seconds, began=began
         )
 
-    def _request(self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, kw: Mapping[str, Any]) -> SaveRequest:
+    def _request(
+        self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, kw: Mapping[str, Any]
+    ) -> SaveRequest:
         return SaveRequest(
             save_id=str(save_id),
             step=kw["step"],

@@ -10,12 +10,19 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -43,6 +50,24 @@ class Files:
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
         """Read at `offset` into `buffers`; may read less than asked."""
         return os.preadv(fd, buffers, offset, flags)
+
+    def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Whether a range, whole pages but for its end, is in the page cache.
+
+        By mincore(2), because a RWF_NOWAIT read that misses starts read-ahead. The kernel says yes to all ranges of a
+        file that the caller could not write.
+        """
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+        if address is None or address == _MAP_FAILED:
+            return False
+        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        failed = _libc.mincore(address, nbytes, pages)
+        _libc.munmap(address, nbytes)
+        return not failed and pages.raw.count(b"\x01") == len(pages)
+
+    def advise_random(self, fd: int) -> None:
+        """Switch the kernel's read-ahead off for this descriptor."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def fsync(self, fd: int) -> None:
         """Flush data and metadata of `fd`. IMPORTANT: after an error the file must be given up, not retried."""

@@ -1,0 +1,31 @@
+"""Questions about the checkpoints of a directory. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+from asyncckpt.format.steps import newest
+from asyncckpt.paths import absolute_path
+from asyncckpt.storage.catalog import scan
+from asyncckpt.storage.files import Files
+
+
+def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest committed checkpoint in `root`, or None.
+
+    Newest by lineage (the run's epoch, then the save's number), not by step: after a rollback the new branch wins.
+    Only the manifests are read; `load` verifies the data.
+
+    Args:
+        root: The directory whose children are checkpoints, or a checkpoint itself.
+
+    Raises:
+        UnsupportedPathError: A URL or no path.
+        OSError: The directory cannot be listed, for another reason than that it does not exist.
+    """
+    try:
+        found = scan(absolute_path(root), Files())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    best = newest((f.path, f.manifest) for f in found if f.manifest is not None)
+    return best[0] if best else None

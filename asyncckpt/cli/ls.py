@@ -1,0 +1,71 @@
+"""`asyncckpt ls`: the checkpoints below a directory, committed or not, oldest first by lineage."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from asyncckpt.cli.output import EXIT_NOT_FOUND, EXIT_OK, human, print_json, print_table
+from asyncckpt.format.steps import lineage_key
+from asyncckpt.storage.catalog import Found, scan
+from asyncckpt.storage.files import Files
+
+HELP = "list the checkpoints below a directory, committed or not"
+EXAMPLE = "asyncckpt ls runs/a"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("root", metavar="ROOT", help="directory that holds checkpoints, or a checkpoint itself")
+    parser.add_argument("-r", "--recursive", action="store_true", help="look at any depth")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit code 4 when there is no such directory."""
+    if not os.path.isdir(args.root):
+        print(f"asyncckpt ls: {args.root} is no directory")
+        return EXIT_NOT_FOUND
+    found = sorted(scan(os.path.abspath(args.root), Files(), recursive=args.recursive), key=_order)
+    rows = [_row(f) for f in found]
+    if args.json:
+        print_json(rows)
+    elif not rows:
+        print(f"no checkpoints in {args.root}")
+    else:
+        print_table(
+            ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),
+            [[r["state"], _text(r["step"]), _size(r), _text(r["ranks"]), _text(r["created"]), r["path"]] for r in rows],
+        )
+    return EXIT_OK
+
+
+def _order(found: Found) -> tuple[int, Any, str]:
+    if found.manifest is None:
+        return 1, (), found.path
+    return 0, lineage_key(found.manifest.save_id), found.path
+
+
+def _row(found: Found) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "path": found.path,
+        "state": found.state,
+        "step": manifest.step if manifest else None,
+        "save_id": str(manifest.save_id) if manifest else None,
+        "nbytes": manifest.nbytes if manifest else None,
+        "ranks": manifest.world_size if manifest else None,
+        "created": manifest.created if manifest else None,
+        "fsync": manifest.fsync if manifest else None,
+        "metadata": dict(manifest.metadata) if manifest else None,
+        "error": str(found.error) if found.error else None,
+    }
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _size(row: dict[str, Any]) -> str:
+    return "-" if row["nbytes"] is None else human(row["nbytes"])

@@ -1,0 +1,115 @@
+"""`asyncckpt worker start|status|drain|stop`: the writer daemon, from outside."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from asyncckpt import __version__
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, human, print_json, print_table
+from asyncckpt.config import endpoint_from_environment
+from asyncckpt.errors import WorkerUnavailableError, from_wire
+from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+from asyncckpt.protocol.identity import start_ticks
+
+HELP = "start the worker, ask for its status, drain it or stop it"
+EXAMPLE = "asyncckpt worker status --json"
+ANSWER_TIMEOUT_S = 5.0
+RESEND_S = 0.5
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    start = actions.add_parser("start", help="run the worker in the foreground (the same as asyncckpt-worker)")
+    start.add_argument("options", nargs=argparse.REMAINDER, help="options of asyncckpt-worker")
+    for name, text in (
+        ("status", "print what the worker is doing"),
+        ("drain", "let it finish what was submitted, then exit"),
+        ("stop", "let it exit without finishing what was submitted"),
+    ):
+        action = actions.add_parser(name, help=text, epilog=f"example: asyncckpt worker {name}")
+        action.add_argument("--endpoint", help="ipc://... (default: $ASYNCCKPT_ENDPOINT, else this user's default)")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name != "status":
+            action.add_argument("--timeout-s", type=float, default=150.0, help="how long to wait for its exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit code 5 when no worker answers."""
+    if args.action == "start":
+        options = [option for option in args.options if option != "--"]
+        os.execv(sys.executable, [sys.executable, "-m", "asyncckpt_worker", *options])
+    endpoint = args.endpoint or endpoint_from_environment() or _default()
+    status = _ask(endpoint, lambda n: messages.Status(id=n))
+    assert isinstance(status, messages.StatusReport)
+    report = dict(status.report)
+    if args.action == "status":
+        print_json({"endpoint": endpoint, **report}) if args.json else _print_status(endpoint, report)
+        return EXIT_OK
+    _ask(endpoint, lambda n: messages.Drain(id=n, now=args.action == "stop"))
+    gone = _wait_for_exit(int(report["pid"]), args.timeout_s)
+    if args.json:
+        print_json({"endpoint": endpoint, "pid": report["pid"], "exited": gone})
+    else:
+        print(f"worker {report['pid']} " + ("has exited" if gone else f"still runs after {args.timeout_s:g} s"))
+    return EXIT_OK if gone else EXIT_FAILED
+
+
+def _default() -> str:
+    return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.executable)
+
+
+def _ask(endpoint: str, build: Callable[[int], messages.Message]) -> messages.Message:
+    """Send one request and return its reply.
+
+    Raises:
+        WorkerUnavailableError: Nobody answers within `ANSWER_TIMEOUT_S`.
+        AsyncCkptError: The worker refused.
+    """
+    import zmq  # noqa: PLC0415 -- 50 ms that `ls` need not pay
+
+    path, unreachable = socket_path(endpoint), f"no worker answers at {endpoint}"
+    if not os.path.exists(path):
+        raise WorkerUnavailableError(unreachable, endpoint=endpoint, detail="no socket")
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint)
+        while time.monotonic() < deadline:
+            socket.send_multipart(codec.encode(build(1)))
+            while socket.poll(int(RESEND_S * 1000)):
+                reply = codec.decode(socket.recv_multipart(), messages.REPLIES)
+                if isinstance(reply, messages.Refused):
+                    raise from_wire(reply.error)
+                if getattr(reply, "id", 0) == 1:
+                    return reply
+    raise WorkerUnavailableError(unreachable, endpoint=endpoint, detail="no answer")
+
+
+def _wait_for_exit(pid: int, timeout_s: float) -> bool:
+    started, deadline = start_ticks(pid), time.monotonic() + timeout_s
+    while started is not None and start_ticks(pid) == started:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _print_status(endpoint: str, report: dict[str, Any]) -> None:
+    for name, value in {"endpoint": endpoint, **report}.items():
+        if not isinstance(value, (list, tuple, dict)):
+            print(f"{name}: {human(value) if name.endswith('bytes') else value}")
+        elif isinstance(value, dict):
+            print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
+    for name in ("sessions", "slots", "saves"):
+        rows = [dict(row) for row in report.get(name) or ()]
+        print(f"\n{name}: {len(rows)}")
+        if rows:
+            header = list(rows[0])
+            print_table([h.upper() for h in header], [[str(row.get(h, "-")) for h in header] for row in rows])

@@ -1,0 +1,200 @@
+"""The table of saves that have begun and not ended, on the trainer's side, and the completion of their futures.
+
+A row lives from `begin` to the worker's word that the save has ended. The slot is freed with the row, never before:
+a save whose future has run out of time may still be read by the worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, from_wire
+from asyncckpt.format.names import SaveId
+from asyncckpt.handle import SaveReport
+from asyncckpt.protocol import lifecycle
+from asyncckpt.staging.slot_pool import LentSlot
+
+
+class WriteFuture(Future[SaveReport]):
+    """A future of the commit; `durable` is one of this rank's files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.durable: Future[SaveReport] = Future()
+
+    def fail(self, error: BaseException) -> None:
+        """Set `error` on both, as far as they are not done."""
+        for future in (self.durable, self):
+            if not future.done():
+                future.set_exception(error)
+
+
+class StagedSnapshot:
+    """The default stager's result: a sealed slot. `began`: `time.perf_counter()` at the start of `save()`."""
+
+    __slots__ = ("began", "nbytes", "path", "save_id", "seconds", "slot", "step")
+
+    def __init__(
+        self,
+        *,
+        save_id: SaveId,
+        step: int,
+        path: str,
+        slot: LentSlot,
+        nbytes: int,
+        seconds: dict[str, float],
+        began: float,
+    ) -> None:
+        self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
+        self.nbytes, self.seconds, self.began = nbytes, seconds, began
+
+    def report(self, facts: Mapping[str, Any] | None) -> SaveReport:
+        """Return what is known of the save, `facts` from the worker added."""
+        rest = dict(facts or {})
+        seconds = {k.removeprefix("seconds_"): rest.pop(k) for k in list(rest) if k.startswith("seconds_")}
+        return SaveReport(
+            save_id=str(self.save_id),
+            nbytes=int(rest.pop("nbytes", self.nbytes)),
+            seconds={**self.seconds, **seconds, "total": time.perf_counter() - self.began},
+            details=rest,
+        )
+
+
+class _Row:
+    __slots__ = ("deadline", "early_error", "future", "snapshot")
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.snapshot: StagedSnapshot | None = None
+        self.future: WriteFuture | None = None
+        self.early_error: AsyncCkptError | None = None
+
+
+class PendingSaves:
+    """See the module. Thread-safe; futures complete outside the lock, in the thread that brings the news.
+
+    Args:
+        commit_timeout_s: After it, an uncommitted save's futures fail.
+        free: Gives a save's slot back to the pool.
+    """
+
+    def __init__(self, *, commit_timeout_s: float, free: Callable[[SaveId], None]) -> None:
+        self._timeout_s, self._free = commit_timeout_s, free
+        self._lock = threading.Lock()
+        self._rows: dict[str, _Row] = {}
+
+    def begin(self, save_id: SaveId) -> None:
+        """Staging begins."""
+        with self._lock:
+            self._rows[str(save_id)] = _Row(time.monotonic() + self._timeout_s)
+
+    def withdraw(self, save_id: SaveId) -> None:
+        """Staging failed: the save will never be sealed."""
+        with self._lock:
+            self._rows.pop(str(save_id), None)
+        self._free(save_id)
+
+    def staged(self, snapshot: StagedSnapshot, future: WriteFuture, lost: AsyncCkptError | None) -> bool:
+        """The slot is sealed; from here the worker's news reach `future`.
+
+        Args:
+            snapshot: What was staged.
+            future: To complete.
+            lost: The worker was lost meanwhile.
+
+        Returns:
+            False when the save has failed already; then `future` is done.
+        """
+        with self._lock:
+            row = self._rows.get(str(snapshot.save_id))
+            error = lost or (row.early_error if row else None)
+            if row is not None and error is None:
+                row.snapshot, row.future = snapshot, future
+                return True
+            self._rows.pop(str(snapshot.save_id), None)
+        self._free(snapshot.save_id)
+        future.fail(error or AsyncCkptError(f"save {snapshot.save_id} was never begun"))
+        return False
+
+    def news(self, row: Mapping[str, Any]) -> None:
+        """Take in one row of the worker's `Saves`."""
+        name, phase = str(row["save_id"]), row["phase"]
+        if phase == lifecycle.COMMITTED:
+            self.end(name, None, row.get("report"))
+        elif phase in lifecycle.ENDED:
+            self.end(name, from_wire(row.get("error") or {"text": f"save {name} was {phase} by the worker"}), None)
+        elif phase == lifecycle.DURABLE:
+            with self._lock:
+                found = self._rows.get(name)
+            if found is None or found.future is None or found.snapshot is None:
+                return
+            if not found.future.durable.done():
+                found.future.durable.set_result(found.snapshot.report(row.get("report")))
+
+    def end(self, name: str, error: AsyncCkptError | None, facts: Mapping[str, Any] | None) -> None:
+        """The save has ended; unknown names are ignored, since news may come twice."""
+        with self._lock:
+            row = self._rows.get(name)
+            if row is None:
+                return
+            if row.future is None or row.snapshot is None:  # still staging: told to `staged`
+                row.early_error = error
+                return
+            del self._rows[name]
+        self._free(row.snapshot.save_id)
+        if error is not None:
+            row.future.fail(error)
+            return
+        report = row.snapshot.report(facts)
+        for future in (row.future.durable, row.future):
+            if not future.done():
+                future.set_result(report)
+
+    def lose_all(self, error: AsyncCkptError) -> None:
+        """The worker is lost: every save that it had fails. The pool has orphaned the slots already."""
+        with self._lock:
+            rows = dict(self._rows)
+            for name, row in rows.items():
+                if row.future is None:
+                    row.early_error = error
+                else:
+                    del self._rows[name]
+        for row in rows.values():
+            if row.future is not None and row.snapshot is not None:
+                self._free(row.snapshot.save_id)
+                row.future.fail(error)
+
+    def expire(self) -> None:
+        """Fail the futures of saves that have run out of time; their rows and slots stay."""
+        now = time.monotonic()
+        with self._lock:
+            late = [
+                (n, r.future) for n, r in self._rows.items() if r.future and not r.future.done() and now > r.deadline
+            ]
+        for name, future in late:
+            future.fail(
+                CommitTimeoutError(
+                    f"save {name} was not committed within commit_timeout_s={self._timeout_s:g}; "
+                    "the worker goes on with it",
+                    missing_ranks=[],
+                    timeout_s=self._timeout_s,
+                    save_id=name,
+                )
+            )
+
+    def names(self) -> list[str]:
+        """Return the ids of all rows."""
+        with self._lock:
+            return list(self._rows)
+
+    def close(self, error: AsyncCkptError) -> None:
+        """Fail what is left."""
+        with self._lock:
+            left = [r.future for r in self._rows.values() if r.future is not None]
+            self._rows.clear()
+        for future in left:
+            future.fail(error)

@@ -1,0 +1,109 @@
+"""What a field of a message may hold: one check per kind, all total: they answer for any value and never raise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncckpt.protocol.lifecycle import PHASES
+
+MAX_PATH_BYTES = 4000
+"""Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
+
+MAX_TEXT_CHARS = 200
+MAX_TABLE = 1024
+"""Rows of one Saves or Heartbeat message; a trainer never has more than a few saves pending."""
+
+MAX_INT = (1 << 63) - 1
+MAX_SECONDS = 1e9
+MAX_RANKS = 100_000
+MAX_UMASK = 0o777
+TOKEN_NBYTES = 16
+
+_SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
+_HEX16 = re.compile(r"[0-9a-f]{16}\Z")
+
+Check = Callable[[Any], bool]
+
+
+def uint(value: Any) -> bool:
+    """An integer from 0 to 2**63 - 1; no bool."""
+    return type(value) is int and 0 <= value <= MAX_INT
+
+
+def sint(value: Any) -> bool:
+    """An integer from -2**63 + 1 to 2**63 - 1; no bool."""
+    return type(value) is int and -MAX_INT <= value <= MAX_INT
+
+
+def _is_utf8(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def umask(value: Any) -> bool:
+    """Permission bits."""
+    return type(value) is int and 0 <= value <= MAX_UMASK
+
+
+def save_id(value: Any) -> bool:
+    """A save id as text."""
+    return type(value) is str and _SAVE_ID.match(value) is not None
+
+
+def hex16(value: Any) -> bool:
+    """16 hex digits: a session or an instance."""
+    return type(value) is str and _HEX16.match(value) is not None
+
+
+def path(value: Any) -> bool:
+    """An absolute path that has a UTF-8 form."""
+    if type(value) is not str or not value.startswith("/") or "\0" in value or not _is_utf8(value):
+        return False
+    return len(value.encode()) <= MAX_PATH_BYTES
+
+
+def text(value: Any) -> bool:
+    """A short text for people."""
+    return type(value) is str and len(value) <= MAX_TEXT_CHARS and _is_utf8(value)
+
+
+def seconds(value: Any) -> bool:
+    """A duration."""
+    return type(value) in (int, float) and 0 <= value < MAX_SECONDS
+
+
+def token(value: Any) -> bool:
+    """A slot's token."""
+    return type(value) is bytes and len(value) == TOKEN_NBYTES
+
+
+def flag(value: Any) -> bool:
+    """A bool."""
+    return type(value) is bool
+
+
+def mapping(value: Any) -> bool:
+    """A map with text keys."""
+    return isinstance(value, Mapping) and all(type(k) is str for k in value)
+
+
+def save_ids(value: Any) -> bool:
+    """A list of at most `MAX_TABLE` save ids."""
+    return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(save_id, value))
+
+
+def save_rows(value: Any) -> bool:
+    """A list of at most `MAX_TABLE` maps, each with a save id and a phase."""
+    return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(_save_row, value))
+
+
+def _save_row(value: Any) -> bool:
+    if not mapping(value) or not save_id(value.get("save_id")):
+        return False
+    phase = value.get("phase")
+    return type(phase) is str and phase in PHASES

@@ -1,0 +1,230 @@
+"""The thread of a session: it alone touches the socket, sends and repeats requests, and notices a lost worker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from asyncckpt.errors import AsyncCkptError, ProtocolError, ProtocolVersionError, WorkerUnavailableError, from_wire
+from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.identity import open_pidfd
+
+RESEND_S = 1.0
+"""A request without an answer is sent again after this. Chosen: far above a round trip, far below any deadline."""
+
+HELLO_RESEND_S = 0.05
+POLL_S = 0.2
+HIGH_WATER_MARK = 1000
+_log = logging.getLogger("asyncckpt.session")
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Outstanding:
+    """A request on its way: what to send again, until when, and whom to tell."""
+
+    __slots__ = ("deadline", "frames", "future", "sent")
+
+    def __init__(self, frames: list[bytes], future: Future[messages.Message], deadline: float) -> None:
+        self.frames, self.future, self.deadline = frames, future, deadline
+        self.sent = 0.0
+
+
+class SessionThread:
+    """The thread's side of a `Session`, which documents the arguments."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        hello: Callable[[int, str], messages.Hello],
+        worker_timeout_s: float,
+        pending: Callable[[], Sequence[str]],
+        on_rows: Callable[[Rows], None],
+        on_lost: Callable[[WorkerUnavailableError], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.name = secrets.token_hex(8)
+        self._hello, self._timeout_s = hello, worker_timeout_s
+        self._pending, self._on_rows, self._on_lost = pending, on_rows, on_lost
+        self._queue: deque[tuple[int, list[bytes], Future[messages.Message], float]] = deque()
+        self._outstanding: dict[int, Outstanding] = {}
+        self._ids = iter(range(1, 1 << 62))
+        self._lock = threading.Lock()
+        self._error: WorkerUnavailableError | None = None
+        self._stopping = False
+        self._welcome: Future[messages.Welcome] = Future()
+        self._pidfd = -1
+        self._heartbeat_s = 1.0
+        self._silent_since: float | None = None
+        self._next_heartbeat = 0.0
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._owner_pid = os.getpid()
+        self.thread = threading.Thread(target=self._run, name="asyncckpt-client", daemon=True)
+
+    @property
+    def worker(self) -> messages.Welcome:
+        """Who the worker is; only after `open`."""
+        return self._welcome.result(0)
+
+    def _run(self) -> None:
+        context = zmq.Context(io_threads=1)
+        socket = context.socket(zmq.DEALER)
+        error = WorkerUnavailableError("the session was closed", endpoint=self.endpoint, detail="closed")
+        lost = False
+        try:
+            socket.setsockopt(zmq.IDENTITY, self.name.encode())
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, HIGH_WATER_MARK),
+                (zmq.RCVHWM, HIGH_WATER_MARK),
+                (zmq.MAXMSGSIZE, codec.MAX_FRAME_NBYTES),
+                (zmq.RECONNECT_IVL, 20),
+            ):
+                socket.setsockopt(option, value)
+            socket.connect(self.endpoint)
+            self._loop(socket)
+        except WorkerUnavailableError as caught:
+            error, lost = caught, True
+        except Exception as caught:
+            _log.exception("the client thread failed")
+            error, lost = WorkerUnavailableError(f"the client thread failed: {caught!r}", endpoint=self.endpoint), True
+        finally:
+            with self._lock:
+                self._error = error
+                waiting = [item[2] for item in self._queue] + [o.future for o in self._outstanding.values()]
+                self._queue.clear()
+            socket.close(0)
+            context.term()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+                self._pidfd = -1
+            for future in waiting:
+                future.set_exception(error)
+            if not self._welcome.done():
+                self._welcome.set_exception(error)
+            elif lost:
+                self._on_lost(error)
+
+    def _loop(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        greeted, next_hello = False, 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            if not greeted and now >= next_hello:
+                self._send(socket, codec.encode(self._hello(0, self.name)))
+                next_hello = now + HELLO_RESEND_S
+            events = dict(poller.poll(int(1000 * (POLL_S if greeted else HELLO_RESEND_S))))
+            if self._wake in events:
+                os.eventfd_read(self._wake)
+            while socket.poll(0):
+                self._receive(socket.recv_multipart())
+            if self._welcome.done() and not greeted:
+                greeted = True
+                poller.register(self._pidfd, zmq.POLLIN)
+            if self._pidfd >= 0 and self._pidfd in events:
+                raise WorkerUnavailableError(
+                    f"the worker (pid {self.worker.pid}) at {self.endpoint} has died; the next save starts another",
+                    endpoint=self.endpoint,
+                    detail="died",
+                )
+            if greeted:
+                self._beat(socket)
+                self._flush(socket)
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        now = time.monotonic()
+        if self._silent_since is not None and now - self._silent_since > self._timeout_s:
+            raise WorkerUnavailableError(
+                f"the worker (pid {self.worker.pid}) at {self.endpoint} has not answered for {self._timeout_s:g} s",
+                endpoint=self.endpoint,
+                detail="silent",
+            )
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_s
+            saves = tuple(self._pending())[: messages.MAX_TABLE]
+            self._send(socket, codec.encode(messages.Heartbeat(id=0, saves=saves)))
+            if self._silent_since is None:
+                self._silent_since = now
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        now = time.monotonic()
+        while self._queue:
+            number, frames, future, deadline = self._queue.popleft()
+            self._outstanding[number] = Outstanding(frames, future, deadline)
+        for number, item in list(self._outstanding.items()):
+            if now >= item.deadline:
+                del self._outstanding[number]
+                item.future.set_exception(
+                    WorkerUnavailableError(
+                        f"the worker at {self.endpoint} did not answer a request in time",
+                        endpoint=self.endpoint,
+                        detail="request timeout",
+                    )
+                )
+            elif now - item.sent >= RESEND_S:
+                item.sent = now
+                self._send(socket, item.frames)
+
+    def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):  # a full queue: everything is repeated anyway
+            socket.send_multipart(frames, zmq.DONTWAIT)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            reply = codec.decode(frames, messages.REPLIES)
+        except ProtocolVersionError as error:
+            raise ProtocolVersionError(
+                f"{self.endpoint}: {error.message}", endpoint=self.endpoint, **error.facts()
+            ) from None
+        except ProtocolError as error:
+            _log.warning("ignored a message from the worker: %s", error)
+            return
+        self._silent_since = None
+        if isinstance(reply, messages.Welcome):
+            self._greet(reply)
+        elif isinstance(reply, messages.Saves):
+            self._on_rows(reply.saves)
+        elif isinstance(reply, messages.Refused) and reply.id == 0:
+            self._refused(from_wire(reply.error))
+        else:
+            self._answer(reply)
+
+    def _answer(self, reply: messages.Message) -> None:
+        item = self._outstanding.pop(reply.id, None)  # type: ignore[attr-defined]
+        if item is None:
+            return  # the answer to a repeat
+        if isinstance(reply, messages.Refused):
+            item.future.set_exception(from_wire(reply.error))
+        else:
+            item.future.set_result(reply)
+
+    def _refused(self, error: AsyncCkptError) -> None:
+        """Hello and heartbeats carry id 0: refused, they end the session."""
+        if isinstance(error, WorkerUnavailableError):
+            raise error
+        raise WorkerUnavailableError(
+            f"the worker at {self.endpoint} refused this session: {error}", endpoint=self.endpoint, detail="refused"
+        )
+
+    def _greet(self, welcome: messages.Welcome) -> None:
+        if self._welcome.done():
+            return
+        self._heartbeat_s = min(max(welcome.heartbeat_s, 0.05), 60.0)
+        pidfd = open_pidfd(welcome.pid, welcome.pid_start)
+        if pidfd is None:
+            return  # it died after it had answered; another may answer the next Hello
+        self._pidfd = pidfd
+        self._welcome.set_result(welcome)

@@ -1,0 +1,264 @@
+"""Reading wanted byte ranges of shard files: whole blocks, verified, handed on by several threads.
+
+What is in the page cache is taken from there in small steps, so that digest and copy find it in the processor's cache;
+the rest comes by O_DIRECT in large extents, through an aligned buffer per thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
+from asyncckpt.format.layout import PAGE_NBYTES, round_up
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.mapping import Mapping
+from asyncckpt.storage.files import Files, named
+from asyncckpt.storage.read_plan import ShardRequest, Step, Wanted, plan_extents
+from asyncckpt.storage.shard_reader import ShardReader
+
+DEFAULT_THREADS = 4
+_HOLD_GIL_BELOW_NBYTES = 64 * 1024
+"""A copy this short takes less time than giving the GIL up and getting it back. Chosen, not measured."""
+
+_memmove_holding_gil = ctypes.PyDLL(None).memmove
+_memmove_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove_holding_gil.restype = ctypes.c_void_p
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadReport:
+    """Bytes that were read, by way; blocks that are partly wanted count whole."""
+
+    cached_nbytes: int
+    disk_nbytes: int
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy between addresses; long copies release the GIL."""
+    (ctypes.memmove if nbytes >= _HOLD_GIL_BELOW_NBYTES else _memmove_holding_gil)(target, source, nbytes)
+
+
+def read_shards(
+    path: str,
+    save_id: SaveId,
+    requests: Sequence[ShardRequest],
+    *,
+    files: Files,
+    threads: int = DEFAULT_THREADS,
+    verify: bool = True,
+    on_corrupt: Callable[[CorruptCheckpointError], None] | None = None,
+) -> ReadReport:
+    """Read, verify and hand on all wanted ranges.
+
+    All files are opened and checked (length, save id) before the first byte is handed on.
+
+    Args:
+        path: The checkpoint's directory.
+        save_id: Whose files they must be.
+        requests: One per file.
+        files: The storage seam.
+        threads: Readers, the calling thread among them.
+        verify: False reads whole pages instead of whole blocks, and checks no digest.
+        on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
+            with file, FQN and byte range.
+        OSError: A read failed; names the file and the byte range.
+        Exception: Whatever a sink raises.
+
+    Blocks: for the reads. No thread is left when this returns or raises.
+    """
+    requests = [r for r in requests if any(w.nbytes for w in r.wanted)]
+    for request in requests:
+        ShardReader(path, request.shard, save_id, files).close()
+    reader = _Reader(path, save_id, files, verify, on_corrupt)
+    todo = [extent for request in requests for extent in reader.plan(request, threads)]
+    if todo:
+        reader.run(todo, threads)
+    return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
+
+
+@dataclass(slots=True)
+class _Source:
+    """A shard file, open from its first extent to its last."""
+
+    request: ShardRequest
+    remaining: int = 0
+    reader: ShardReader | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Extent(NamedTuple):
+    """Consecutive steps of one file."""
+
+    source: _Source
+    steps: list[Step]
+
+
+class _Reader:
+    def __init__(
+        self,
+        path: str,
+        save_id: SaveId,
+        files: Files,
+        verify: bool,
+        on_corrupt: Callable[[CorruptCheckpointError], None] | None,
+    ) -> None:
+        self._path, self._save_id, self._files = path, save_id, files
+        self._verify, self._on_corrupt = verify, on_corrupt
+        self._lock = threading.Lock()
+        self._todo: list[_Extent] = []
+        self._sources: list[_Source] = []
+        self._error: BaseException | None = None
+        self.cached_nbytes = self.disk_nbytes = 0
+
+    def plan(self, request: ShardRequest, threads: int) -> list[_Extent]:
+        """Cut what is wanted of a file into extents."""
+        groups = plan_extents(request, threads, unit=request.block_nbytes if self._verify else PAGE_NBYTES)
+        source = _Source(request, len(groups))
+        self._sources.append(source)
+        return [_Extent(source, steps) for steps in groups]
+
+    def run(self, todo: list[_Extent], threads: int) -> None:
+        """Work through all extents; the first error of any thread is raised once all have stopped."""
+        room = round_up(max(extent.steps[-1].end - extent.steps[0].start for extent in todo))
+        self._todo = todo[::-1]
+        threads = max(1, min(threads, len(todo)))
+        with Mapping(-1, room * threads) as memory:
+            try:
+                if threads == 1:
+                    self._work(memory, 0, room)
+                else:
+                    with ThreadPoolExecutor(threads - 1, "asyncckpt-read") as pool:
+                        futures: list[Future[None]] = []
+                        try:
+                            for n in range(1, threads):
+                                futures.append(pool.submit(self._work, memory, n * room, room))
+                            self._work(memory, 0, room)
+                        except BaseException as error:
+                            self._stop(error)
+                        for future in futures:
+                            future.result()
+            finally:
+                for source in self._sources:
+                    if source.reader is not None:
+                        source.reader.close()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, memory: Mapping, at: int, room: int) -> None:
+        """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
+        address = memory.address + at
+        with memory.view() as whole, whole[at : at + room] as buffer:
+            while True:
+                with self._lock:
+                    if not self._todo:
+                        return
+                    extent = self._todo.pop()
+                try:
+                    self._read(extent, buffer, address)
+                except BaseException as error:
+                    self._stop(error)
+                    return
+
+    def _stop(self, error: BaseException) -> None:
+        with self._lock:
+            self._todo.clear()
+            self._error = self._error or error
+
+    def _read(self, extent: _Extent, buffer: memoryview, address: int) -> None:
+        source, steps = extent
+        reader = self._open(source)
+        start, end = steps[0].start, steps[-1].end
+        at = 0
+        if reader.is_cached(start, end - start):
+            while at < len(steps):
+                nbytes = steps[at].end - steps[at].start
+                with buffer[:nbytes] as view:
+                    if not reader.read_cached(view, steps[at].start):
+                        break
+                self._hand_on(source, steps[at], buffer, address)
+                at += 1
+        if at < len(steps):
+            start = steps[at].start
+            try:
+                reader.read(buffer, start, end - start)
+            except OSError as error:
+                wanted = [w for step in steps[at:] for w in step.wanted]
+                raise named(error, str(error.filename), f"tensor {_fqns(wanted)}") from error
+            for step in steps[at:]:
+                with buffer[step.start - start : step.end - start] as view:
+                    self._hand_on(source, step, view, address + step.start - start)
+        else:
+            start = end
+        with self._lock:
+            self.disk_nbytes += end - start
+            self.cached_nbytes += start - steps[0].start
+        self._release(source)
+
+    def _open(self, source: _Source) -> ShardReader:
+        with source.lock:
+            if source.reader is None:
+                source.reader = ShardReader(self._path, source.request.shard, self._save_id, self._files)
+            return source.reader
+
+    def _release(self, source: _Source) -> None:
+        with source.lock:
+            source.remaining -= 1
+            if source.remaining == 0 and source.reader is not None:
+                source.reader.close()
+
+    def _hand_on(self, source: _Source, step: Step, view: memoryview, address: int) -> None:
+        """Verify a step, whose bytes are in `view` at `address`, and give each range its part."""
+        if self._verify and not self._is_sound(source, step, view):
+            return
+        start, end, wanted = step
+        for offset, nbytes, _, sink in wanted:
+            low = offset if offset > start else start
+            high = min(offset + nbytes, end)
+            if type(sink) is int:
+                copy_bytes(sink + low - offset, address + low - start, high - low)
+            elif sink is not None:
+                sink.deliver(low - offset, address + low - start, high - low)  # type: ignore[union-attr]
+
+    def _is_sound(self, source: _Source, step: Step, view: memoryview) -> bool:
+        unit, digests = source.request.block_nbytes, source.request.shard.digests
+        sound = True
+        for start in range(step.start, step.end, unit):
+            end = min(start + unit, step.end)
+            with view[start - step.start : end - step.start] as block:
+                found = block_digest(block)
+            where = start // unit * DIGEST_NBYTES
+            if found != digests[where : where + DIGEST_NBYTES]:
+                error = self._damaged(source, step, start, end)
+                if self._on_corrupt is None:
+                    raise error
+                self._on_corrupt(error)
+                sound = False
+        return sound
+
+    def _damaged(self, source: _Source, step: Step, start: int, end: int) -> CorruptCheckpointError:
+        touched = [w for w in step.wanted if w.offset < end and start < w.offset + w.nbytes]
+        detail = f"bytes {start} to {end} differ from their checksum"
+        name = source.request.shard.name
+        return CorruptCheckpointError(
+            f"{self._path}/{name}: {detail}; they hold tensor {_fqns(touched)}. Load an earlier checkpoint",
+            path=self._path,
+            file=name,
+            fqn=touched[0].fqn if touched else None,
+            offset=start,
+            nbytes=end - start,
+            detail=detail,
+        )
+
+
+def _fqns(wanted: Sequence[Wanted]) -> str:
+    names = list(dict.fromkeys(w.fqn for w in wanted))
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

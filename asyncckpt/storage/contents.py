@@ -1,0 +1,162 @@
+"""What a committed checkpoint holds: manifest, indexes and structures of all ranks, checked whole before any use."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
+from asyncckpt.format.manifest import Manifest, RankRecord
+from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
+from asyncckpt.format.structure import Chunk, Structure, decode_structure
+from asyncckpt.storage.catalog import read_manifest
+from asyncckpt.storage.coverage import coverage_fault
+from asyncckpt.storage.files import Files, read_small_file
+
+_NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContents:
+    """One rank's index and its decoded structure."""
+
+    index: RankIndex
+    structure: Structure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A global tensor: FQN, dtype name, shape, and its chunks over all ranks as (rank, chunk)."""
+
+    fqn: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    chunks: tuple[tuple[int, Chunk], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """See the module. `tensors` is by FQN, in the order of the ranks and their structures."""
+
+    path: str
+    manifest: Manifest
+    ranks: tuple[RankContents, ...]
+    tensors: dict[str, SavedTensor]
+
+
+def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
+    """Return the error for a file of the checkpoint at `path` that is not what was written."""
+    return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)
+
+
+def read_contents(path: str, files: Files) -> Contents:
+    """Read and check everything about the checkpoint at `path` but its data.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotCommittedError: It was never committed.
+        CorruptCheckpointError: Damaged; or the chunks of a tensor do not cover it exactly once.
+        UnsupportedFormatError: Written by a newer version.
+        OSError: It cannot be read.
+    """
+    manifest = read_manifest(path, files)
+    ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
+    return Contents(path=path, manifest=manifest, ranks=ranks, tensors=_join(path, ranks))
+
+
+def read_named_file(path: str, name: str, *, nbytes: int, max_nbytes: int, checksum: str, files: Files) -> bytes:
+    """Return a small file of the checkpoint whose length and checksum are known.
+
+    Raises:
+        CorruptCheckpointError: Missing, of another length or content, or no regular file.
+        OSError: It cannot be read.
+    """
+    try:
+        data = read_small_file(files, os.path.join(path, name), min(nbytes, max_nbytes))
+    except OSError as error:
+        if error.errno not in _NOT_A_FILE:
+            raise
+        raise corrupt(path, name, "it is missing" if error.errno == errno.ENOENT else str(error.strerror)) from error
+    if len(data) != nbytes:
+        raise corrupt(path, name, f"{len(data)} bytes long, {nbytes} were written")
+    if file_checksum(data) != checksum:
+        raise corrupt(path, name, "its checksum does not match: it was changed after it was written")
+    return data
+
+
+def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) -> RankContents:
+    name = record.index_name
+    data = read_named_file(
+        path,
+        name,
+        nbytes=record.index_nbytes,
+        max_nbytes=MAX_INDEX_NBYTES,
+        checksum=record.index_checksum,
+        files=files,
+    )
+    try:
+        index = decode_index(data)
+        structure = decode_structure(index.structure)
+    except CorruptCheckpointError as error:
+        raise corrupt(path, name, error.message) from error
+    expected = (manifest.save_id, record.rank, manifest.world_size)
+    if (index.save_id, index.rank, index.world_size) != expected:
+        raise corrupt(path, name, f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}")
+    if structure.part_nbytes != tuple(shard.nbytes for shard in index.shards):
+        raise corrupt(path, name, "its shards have other lengths than its structure says")
+    return RankContents(index=index, structure=structure)
+
+
+def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
+    tensors: dict[str, SavedTensor] = {}
+    for rank, contents in enumerate(ranks):
+        for entry in contents.structure.tensors:
+            chunks = tuple((rank, chunk) for chunk in entry.chunks)
+            known = tensors.get(entry.fqn)
+            if known is not None:
+                if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
+                    raise _contradiction(path, contents, known, f"{entry.dtype}{list(entry.global_shape)}")
+                chunks = known.chunks + chunks
+            tensors[entry.fqn] = SavedTensor(
+                fqn=entry.fqn, dtype=entry.dtype, global_shape=entry.global_shape, chunks=chunks
+            )
+    for tensor in tensors.values():
+        fault = coverage_fault(tensor.global_shape, [(chunk.offsets, chunk.sizes) for _, chunk in tensor.chunks])
+        if fault:
+            raise CorruptCheckpointError(
+                f"{path}: tensor {tensor.fqn!r}: {fault}", path=path, fqn=tensor.fqn, detail=fault
+            )
+    return tensors
+
+
+def _contradiction(path: str, rank: RankContents, known: SavedTensor, found: str) -> CorruptCheckpointError:
+    detail = f"rank {rank.index.rank} has it as {found}, an earlier rank as {known.dtype}{list(known.global_shape)}"
+    return CorruptCheckpointError(f"{path}: tensor {known.fqn!r}: {detail}", path=path, fqn=known.fqn, detail=detail)
+
+
+def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:
+    """Return the JSON forms of `rank`'s object leaves, by number.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged or missing.
+        UnsupportedFormatError: Written by a newer version.
+        OSError: It cannot be read.
+    """
+    index, structure = contents.ranks[rank].index, contents.ranks[rank].structure
+    record = index.objects
+    data = read_named_file(
+        contents.path,
+        record.name,
+        nbytes=record.nbytes,
+        max_nbytes=MAX_OBJECTS_NBYTES,
+        checksum=record.checksum,
+        files=files,
+    )
+    try:
+        return decode_objects(data, index.save_id, structure.n_objects)
+    except CorruptCheckpointError as error:
+        raise corrupt(contents.path, record.name, error.message) from error

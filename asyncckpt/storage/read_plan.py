@@ -1,0 +1,99 @@
+"""Which bytes of a shard file to read, and in which pieces. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from asyncckpt.format.index import ShardRecord
+from asyncckpt.format.layout import round_up
+
+EXTENT_NBYTES = 16 << 20
+"""One O_DIRECT read; four at a time reach the disk's limit where it was measured (benchmarks of the first release)."""
+
+STEP_NBYTES = 1 << 20
+"""One read from the page cache, and the piece that is verified and copied at once: half of a usual L2 cache."""
+
+
+class Sink(Protocol):
+    """Takes the verified bytes of one wanted range, in pieces, in any order, from several threads."""
+
+    def deliver(self, position: int, address: int, nbytes: int) -> None:
+        """Take `nbytes` at `address`, which belong at `position` of the range; they are gone afterwards."""
+
+
+class Wanted(NamedTuple):
+    """A byte range of a shard file, whose it is, and where it goes: an address, a `Sink`, or None to verify only."""
+
+    offset: int
+    nbytes: int
+    fqn: str
+    sink: int | Sink | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRequest:
+    """What is wanted of one shard file. Ranges may overlap; `block_nbytes` is its rank's unit of checksum."""
+
+    shard: ShardRecord
+    block_nbytes: int
+    wanted: Sequence[Wanted]
+
+
+class Step(NamedTuple):
+    """Bytes that are verified and handed on at once, and the ranges that want some of them."""
+
+    start: int
+    end: int
+    wanted: list[Wanted]
+
+
+def plan_extents(request: ShardRequest, threads: int, *, unit: int) -> list[list[Step]]:
+    """Cut what is wanted of a file into steps, and group them into extents.
+
+    Args:
+        request: The ranges that are wanted.
+        threads: How many readers there are: small requests are cut finer, so that each has something to do.
+        unit: Every step begins at a multiple of it, and ends there or at the end of the file. In bytes.
+
+    Returns:
+        Extents of consecutive steps. No byte is read twice; no unit is read that nobody wants.
+    """
+    step_nbytes = max(unit, STEP_NBYTES // unit * unit)
+    steps = _steps(request, unit, step_nbytes)
+    share = sum(step.end - step.start for step in steps) // (2 * threads)
+    limit = max(step_nbytes, min(EXTENT_NBYTES, share))
+    extents: list[list[Step]] = []
+    for step in steps:
+        last = extents[-1] if extents else []
+        if last and last[-1].end == step.start and step.end - last[0].start <= limit:
+            last.append(step)
+        else:
+            extents.append([step])
+    return extents
+
+
+def _steps(request: ShardRequest, unit: int, step_nbytes: int) -> list[Step]:
+    wanted = sorted((w for w in request.wanted if w.nbytes), key=lambda w: w.offset)
+    runs: list[list[int]] = []
+    for w in wanted:
+        start, end = w.offset // unit * unit, round_up(w.offset + w.nbytes, unit)
+        if runs and start <= runs[-1][1]:
+            runs[-1][1] = max(runs[-1][1], end)
+        else:
+            runs.append([start, end])
+    steps: list[Step] = []
+    for start, end in runs:
+        stop = min(end, request.shard.nbytes)
+        cuts = [start, *range((start // step_nbytes + 1) * step_nbytes, stop, step_nbytes), stop]
+        steps += [Step(low, high, []) for low, high in itertools.pairwise(cuts)]
+    starts = [step.start for step in steps]
+    for w in wanted:
+        at = bisect_right(starts, w.offset) - 1
+        while at < len(steps) and steps[at].start < w.offset + w.nbytes:
+            steps[at].wanted.append(w)
+            at += 1
+    return steps

@@ -1,0 +1,169 @@
+"""One open shard file for reading: proven to be the right one; read from the page cache, else by O_DIRECT."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.index import ShardRecord
+from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
+from asyncckpt.format.names import SaveId
+from asyncckpt.storage.files import Files, named
+
+_NOT_CACHED = frozenset({errno.EAGAIN, errno.EINTR})
+_NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR})
+
+
+class ShardReader:
+    """See the module. `read_cached` and `read` may be called from several threads; `close()` by the last of them.
+
+    Args:
+        path: The checkpoint's directory.
+        shard: Name and exact length of the file.
+        save_id: Whose file it must be.
+        files: The storage seam.
+
+    Raises:
+        CorruptCheckpointError: Missing, no regular file, of another length or of another save.
+        OSError: It cannot be opened or read.
+    """
+
+    def __init__(self, path: str, shard: ShardRecord, save_id: SaveId, files: Files) -> None:
+        self.name, self.nbytes = shard.name, shard.nbytes
+        self._directory, self._files = path, files
+        self._path = os.path.join(path, shard.name)
+        self._direct_fd = -1
+        self._tried_direct = False
+        self._nowait = True
+        self._lock = threading.Lock()
+        try:
+            self._fd = files.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in _NOT_A_FILE:
+                raise
+            raise self._corrupt("it is missing" if error.errno == errno.ENOENT else str(error.strerror)) from error
+        try:
+            self._check(save_id)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, save_id: SaveId) -> None:
+        with contextlib.suppress(OSError):
+            self._files.advise_random(self._fd)
+        found = self._files.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise self._corrupt("it is not a regular file")
+        if found.st_size != self.nbytes:
+            raise self._corrupt(
+                f"{found.st_size} bytes long, {self.nbytes} were written: it was "
+                f"{'cut short' if found.st_size < self.nbytes else 'extended'}",
+                offset=min(found.st_size, self.nbytes),
+                nbytes=abs(found.st_size - self.nbytes),
+            )
+        marker = bytearray(SAVE_ID_NBYTES)
+        try:
+            self._files.preadv(self._fd, [marker], SAVE_ID_OFFSET)
+        except OSError as error:
+            raise named(error, self._path, "reading its save id") from error
+        if bytes(marker) != save_id_bytes(save_id):
+            raise self._corrupt(
+                f"it carries save id {bytes(marker).decode('ascii', 'replace')!r}, expected {save_id}: the file of "
+                "another checkpoint, or damaged",
+                offset=SAVE_ID_OFFSET,
+                nbytes=SAVE_ID_NBYTES,
+            )
+
+    def _corrupt(self, detail: str, offset: int | None = None, nbytes: int | None = None) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._path}: {detail}", path=self._directory, file=self.name, offset=offset, nbytes=nbytes, detail=detail
+        )
+
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether a range seems to be in the page cache; `read_cached` may still find that it is not."""
+        return self._nowait and self._files.resident(self._fd, offset, nbytes)
+
+    def read_cached(self, view: memoryview, offset: int) -> bool:
+        """Fill `view` from `offset` if all of it is in the page cache; False otherwise, without waiting.
+
+        Raises:
+            OSError: The read failed.
+        """
+        try:
+            return self._files.preadv(self._fd, [view], offset, os.RWF_NOWAIT) == len(view)
+        except OSError as error:
+            if error.errno in _NO_NOWAIT:
+                self._nowait = False
+            elif error.errno not in _NOT_CACHED:
+                raise named(error, self._path, f"reading bytes {offset} to {offset + len(view)}") from error
+            return False
+
+    def read(self, buffer: memoryview, offset: int, nbytes: int) -> None:
+        """Fill `buffer[:nbytes]` from `offset`, by O_DIRECT where it works.
+
+        Args:
+            buffer: Page-aligned, with room for whole pages.
+            offset: A multiple of the page size.
+            nbytes: Up to the end of the file at most.
+
+        Raises:
+            CorruptCheckpointError: The file ends early.
+            OSError: The read failed.
+        """
+        done = self._read_direct(buffer, offset, nbytes)
+        while done < nbytes:
+            try:
+                count = self._files.preadv(self._fd, [buffer[done:nbytes]], offset + done)
+            except OSError as error:
+                raise named(error, self._path, f"reading bytes {offset + done} to {offset + nbytes}") from error
+            if count <= 0:
+                raise self._corrupt("it ends early", offset=offset + done, nbytes=nbytes - done)
+            done += count
+
+    def _read_direct(self, buffer: memoryview, offset: int, nbytes: int) -> int:
+        """Read whole pages by O_DIRECT; return how many bytes are good, 0 where it does not work."""
+        fd = self._open_direct()
+        done = 0
+        while fd >= 0 and done < nbytes:
+            try:
+                count = self._files.preadv(fd, [buffer[done : round_up(nbytes)]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    break
+                raise named(error, self._path, f"reading bytes {offset + done} to {offset + nbytes}") from error
+            if done + count >= nbytes:
+                return nbytes
+            if count < PAGE_NBYTES:
+                break
+            done += count // PAGE_NBYTES * PAGE_NBYTES
+        return done
+
+    def _open_direct(self) -> int:
+        with self._lock:
+            if self._tried_direct:
+                return self._direct_fd
+            self._tried_direct = True
+            try:
+                fd = self._files.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.ENOENT):
+                    return -1
+                raise
+            self._direct_fd = fd
+            ours, theirs = self._files.fstat(self._fd), self._files.fstat(fd)
+            if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
+                raise self._corrupt("it was replaced while it was read")
+            return fd
+
+    def close(self) -> None:
+        """Close both descriptors; later calls do nothing. Nothing was written, so errors do not matter."""
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    self._files.close(fd)
+        self._fd = self._direct_fd = -1
