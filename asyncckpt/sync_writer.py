@@ -20,9 +20,9 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.handle import SaveReport
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.parts import CheckpointWriter
+from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit

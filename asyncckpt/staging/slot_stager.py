@@ -15,9 +15,9 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.umask import current_umask
 
