@@ -84,7 +84,7 @@ def _default_endpoint_is_private() -> Iterator[pathlib.Path]:
 
 @pytest.fixture
 def endpoint_dir(_leak_guard: LeakGuard) -> Iterator[pathlib.Path]:
-    """A private directory for sockets; a socket that is left in it, or a worker that still serves it, fails the test."""
+    """A private directory for sockets; what is left in it, or a worker that still serves it, fails the test."""
     directory = _private_directory()
     _leak_guard.watch(directory)
     yield directory
@@ -188,10 +188,7 @@ def slot_mappings() -> set[object]:
 def sockets(directory: pathlib.Path) -> set[str]:
     """Return the sockets in `directory` and one level below."""
     return {
-        str(path)
-        for pattern in ("*", "*/*")
-        for path in directory.glob(pattern)
-        if stat.S_ISSOCK(path.lstat().st_mode)
+        str(path) for pattern in ("*", "*/*") for path in directory.glob(pattern) if stat.S_ISSOCK(path.lstat().st_mode)
     }
 
 
