@@ -171,7 +171,7 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
     key, old = path[0], value[path[0]]
     child = replace_at(old, path[1:], new)
     if isinstance(value, tuple):
-        members = [*value[:key], child, *value[key + 1 :]]
+        members = [child if n == key else member for n, member in enumerate(value)]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if child is not old:
         value[key] = child

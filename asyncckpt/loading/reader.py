@@ -5,23 +5,23 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from asyncckpt.errors import ConfigError, CorruptCheckpointError, MissingKeysError
+from asyncckpt.errors import ConfigError, MissingKeysError
 from asyncckpt.format.tree import Node, leaves
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint, replace_at
 from asyncckpt.loading.saved_tree import SavedTree, Selection, selected
 from asyncckpt.loading.sinks import new_tensor, wanted_ranges
+from asyncckpt.parts import CheckpointReader
+from asyncckpt.paths import absolute_path
 from asyncckpt.planning.state_dict import decode_object, torch_dtype, unflatten
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_contents, read_objects
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.paths import directory_path
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 
 MapLocation = (
@@ -30,21 +30,6 @@ MapLocation = (
 """As `torch.load` takes it. Checkpoints keep no devices: every saved location is "cpu"."""
 
 _logger = logging.getLogger("asyncckpt.loading")
-
-
-class CheckpointReader(ABC):
-    """Reads checkpoints; `Checkpointer.load` calls it."""
-
-    @abstractmethod
-    def read(
-        self,
-        path: str | os.PathLike[str],
-        state_dict: MutableMapping[Any, Any] | None = None,
-        *,
-        map_location: MapLocation = None,
-        **kw: Any,
-    ) -> tuple[Any, list[str]]:
-        """Return the state dict, filled or new, and the keys that were wanted and are not in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +84,7 @@ class DefaultReader(CheckpointReader):
         )
         if key_map is not None and state_dict is None:
             raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
-        directory = directory_path(path)
+        directory = absolute_path(path)
         load = _Load(read_contents(directory, self._files), options, self._files)
         return load.new() if state_dict is None else load.into(state_dict)
 

@@ -54,11 +54,9 @@ def wanted_ranges(saved: SavedTensor, target: torch.Tensor) -> Iterator[tuple[tu
     whole = takes_bytes(target, dtype)
     for rank, chunk in saved.chunks:
         start = _flat_start(chunk, saved.global_shape) if whole else None
-        sink: int | Sink
-        if start is not None:
-            sink = target.data_ptr() + start * dtype.itemsize
-        else:
-            sink = BoxSink(chunk, dtype, target)
+        sink: int | Sink = (
+            BoxSink(chunk, dtype, target) if start is None else target.data_ptr() + start * dtype.itemsize
+        )
         yield (rank, chunk.part), Wanted(chunk.offset_bytes, chunk.nbytes, saved.fqn, sink)
 
 

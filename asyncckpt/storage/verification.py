@@ -7,7 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncckpt.errors import AsyncCkptError, CheckpointNotCommittedError, CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, RankContents, read_contents, read_objects
