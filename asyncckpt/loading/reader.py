@@ -18,7 +18,8 @@ from asyncckpt.loading.saved_tree import SavedTree, Selection, selected
 from asyncckpt.loading.sinks import new_tensor, wanted_ranges
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.state_dict import decode_object, torch_dtype, unflatten
+from asyncckpt.planning.state_dict import unflatten
+from asyncckpt.planning.torch_types import decode_object, torch_dtype
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_contents, read_objects
 from asyncckpt.storage.files import Files
