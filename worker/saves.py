@@ -7,7 +7,7 @@ A save is keyed by its id and has one entry per rank. Its phases are those of `a
 from __future__ import annotations
 
 from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
-from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, DURABLE, FAILED, SUBMITTED, UNKNOWN, advance
+from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, DURABLE, ENDED, FAILED, SUBMITTED, UNKNOWN, advance
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.agreement import disagreement
@@ -262,13 +262,13 @@ class SaveBook:
                 entry.result = None
 
     def _move(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
-        if entry.ended:
+        if entry.phase in ENDED:
             return
         entry.phase = advance(entry.phase, event)
         entry.error = error
-        if entry.ended:
+        if entry.phase in ENDED:
             entry.request = None
-        if entry.ended or entry.phase == DURABLE:
+        if entry.phase in ENDED or entry.phase == DURABLE:
             self._t.changed[(save.save_id, entry.rank)] = None
 
 
