@@ -223,8 +223,7 @@ class Lending:
             return self.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
-        if before is not None and before.phase == BEGUN and slot.key is not None:
-            self._saves.abandon(self._t.saves[slot.key[0]], before, "withdrawn", "its slot was used for the next save")
+        self._saves.supersede(slot, m.save_id)
         self._saves.begin(session, m)
         slot.key = (m.save_id, session.rank)
         return self.send(session.peer, Ok(id=m.id))
