@@ -16,13 +16,14 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, CommitUnknownError, SaveFailedError, to_wire
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, StatusReport
 from asyncckpt.protocol.request import decode_request
 from asyncckpt.storage.files import Files
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.liveness import Liveness, start_ticks
+from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.preflight import check_memory
 from asyncckpt_worker.scheduler import Scheduler
@@ -255,12 +256,14 @@ class Daemon:
             result = self._writer.write(action)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
-        seconds = {f"seconds_{name}": value for name, value in result.seconds.items()}
-        report = {**seconds, "seconds_write": time.perf_counter() - begun, "nbytes": result.nbytes}
+        report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
+        report |= {
+            "seconds_write": time.perf_counter() - begun,  # all of it, not only the shards
+            "nbytes": result.nbytes,
+            "direct": result.direct,
+        }
         self.metrics.count("written_nbytes", result.nbytes)
-        return ev.Written(
-            now=time.monotonic(), key=action.key, result=result, report={**report, "direct": result.direct}
-        )
+        return ev.Written(now=time.monotonic(), key=action.key, result=result, report=report)
 
     def _commit(self, action: ev.Commit) -> ev.Published:
         try:

@@ -9,22 +9,21 @@ import contextlib
 import os
 import select
 
+from asyncckpt.protocol.identity import open_pidfd, start_ticks
+
 POLL_S = 0.2
 """How often start times are looked at where there are no pidfds."""
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot (proc(5), field 22); None when it is dead.
-
-    A zombie is dead: it has no memory any more. One whose other threads still run is not.
-    """
+def _is_dead(pid: int, pid_start: int) -> bool:
+    """Whether the process is gone. One whose first thread has ended while others still run is not: they can write."""
+    found = start_ticks(pid)
+    if found is not None:
+        return found != pid_start
     try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
+        return len(os.listdir(f"/proc/{pid}/task")) <= 1
     except OSError:
-        return None
-    state, n_threads, start = fields[0], int(fields[17]), int(fields[19])
-    return None if state in (b"X", b"x") or (state == b"Z" and n_threads <= 1) else start
+        return True
 
 
 class Liveness:
@@ -41,17 +40,12 @@ class Liveness:
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
         """Begin to watch; False when the process is dead or another one."""
         self.unwatch(session)
-        fd = -1
+        fd: int | None = -1
         if self.uses_pidfd:
-            try:
-                fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return False
-            except OSError:  # an old kernel, a sandbox, or no fd left
-                fd = -1
-        # IMPORTANT: the start time is compared after the pidfd was opened: before, the number could change hands.
-        if start_ticks(pid) != pid_start:
-            if fd >= 0:
+            with contextlib.suppress(OSError):  # a sandbox, or no fd left: start times do
+                fd = open_pidfd(pid, pid_start)
+        if fd is None or start_ticks(pid) != pid_start:
+            if fd is not None and fd >= 0:
                 os.close(fd)
             return False
         self._watched[session] = (pid, pid_start, fd)
@@ -81,7 +75,7 @@ class Liveness:
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
                 sessions.setdefault(fd, []).append(session)
-            elif start_ticks(pid) != start:
+            elif _is_dead(pid, start):
                 gone.append(session)
         if sessions:
             gone += [s for fd, _ in poller.poll(0) for s in sessions[fd]]

@@ -6,13 +6,11 @@ A save is keyed by its id and has one entry per rank. Its phases are those of `a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
 from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, DURABLE, FAILED, SUBMITTED, UNKNOWN, advance
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.agreement import disagreement
 from asyncckpt_worker.events import Commit, Prepare, Prepared, Published, Remove, Removed, Wire, Write, Written
 from asyncckpt_worker.records import MAX_HISTORY, RankSave, Save, Session, Slot, Tables
 
@@ -48,8 +46,12 @@ class SaveBook:
             self._prepare(save, entry, fsync=True)
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
 
-    def take_up(self, slot: Slot, generation: int, request: SaveRequest) -> None:
-        """Take a sealed snapshot over: from here its slot is in flight until the save has ended."""
+    def take_up(self, slot: Slot, generation: int, request: SaveRequest) -> bool:
+        """Take a sealed snapshot over: from here its slot is in flight until the save has ended.
+
+        Returns:
+            Whether it was new.
+        """
         slot.taken = max(slot.taken, generation)
         save = self._open(request.save_id, request.world_size)
         entry = save.ranks.get(request.rank)
@@ -69,20 +71,21 @@ class SaveBook:
         if entry.session != slot.session:
             text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
             self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
-            return
+            return False
         if entry.phase != BEGUN:
-            return  # it has ended, or the same snapshot came twice
+            return False  # it has ended, or the same snapshot came twice
         entry.slot, entry.generation, entry.request = slot.number, generation, request
         slot.key = (save.save_id, entry.rank)
         self._move(save, entry, "submit")
         self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
-        problem = _disagreement(save, entry, slot)
+        problem = disagreement(save, entry, slot)
         if problem:
             self.end(save, FAILED, _failed(save, entry, "disagree", problem))
         elif entry.prepared:
             self._write(save, entry)
         elif not entry.preparing:
             self._prepare(save, entry, fsync=request.fsync)
+        return True
 
     def withdraw(self, session: Session, save_id: str, reason: str) -> None:
         """End a save that will not be sealed; one that was never heard of is remembered as abandoned."""
@@ -175,8 +178,16 @@ class SaveBook:
                 continue
             if self._t.now - since >= self._commit_timeout_s:
                 missing = [r for r in range(save.world_size) if r not in save.ranks or save.ranks[r].phase != DURABLE]
-                text = f"ranks {missing[:20]} were not durable {self._commit_timeout_s:g} s after the first one"
-                self.end(save, FAILED, _failed(save, next(iter(save.ranks.values())), "ranks_missing", text))
+                path = next(iter(save.ranks.values())).path
+                error = CommitTimeoutError(
+                    f"save {save.save_id} to {path}: ranks {missing[:20]} were not durable "
+                    f"{self._commit_timeout_s:g} s after the first one; nothing was published",
+                    missing_ranks=missing,
+                    timeout_s=self._commit_timeout_s,
+                    save_id=save.save_id,
+                    path=path,
+                )
+                self.end(save, FAILED, to_wire(error))
 
     # ---- how it ends ------------------------------------------------------------------------------------------------
 
@@ -259,25 +270,6 @@ class SaveBook:
             entry.request = None
         if entry.ended or entry.phase == DURABLE:
             self._t.changed[(save.save_id, entry.rank)] = None
-
-
-def _disagreement(save: Save, entry: RankSave, slot: Slot) -> str:
-    """Return how a sealed request contradicts its session, its Begin or another rank; "" when it does not."""
-    request = entry.request
-    assert request is not None
-    wanted: Mapping[str, Any] = {
-        "rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step
-    }  # fmt: skip
-    for name, value in wanted.items():
-        if getattr(request, name) != value:
-            return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
-    for other in save.ranks.values():
-        if (other.path, other.step, save.world_size) != (request.path, request.step, request.world_size):
-            return (
-                f"rank {entry.rank} saves step {request.step} of {request.world_size} ranks to {request.path}, "
-                f"rank {other.rank} step {other.step} of {save.world_size} ranks to {other.path}"
-            )
-    return ""
 
 
 def _failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:

@@ -15,9 +15,9 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.state_dict import encode_leaves, flatten
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.umask import current_umask
 
@@ -52,9 +52,8 @@ class SlotStager(CheckpointStager):
         """
         began = time.perf_counter()
         path, step, save_id = kw["path"], kw["step"], kw["save_id"]
-        flat = flatten(state_dict)
+        plan, flat = self.plans.take(state_dict)
         leaves = encode_leaves(flat)
-        plan = self.plans.plan_for(flat)
         planned = time.perf_counter()
         save_id = save_id._replace(epoch=self._process.epoch_for(path))
         umask = current_umask()
