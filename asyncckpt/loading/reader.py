@@ -95,7 +95,7 @@ class DefaultReader(CheckpointReader):
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the cyclic collector from walking what a load builds, over and over: a third of the time of 20,000 tensors."""
+    """Keep the cyclic collector from walking what a load builds: a third of the time of 20,000 tensors."""
     if not gc.isenabled():
         yield
         return
