@@ -94,7 +94,7 @@ class DefaultReader(CheckpointReader):
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the cyclic collector from walking what a load builds, over and over: a third of the time of 20,000 tensors."""
+    """Keep the cyclic collector from walking what a load builds, over and over: a third of a load of 20,000 tensors."""
     if not gc.isenabled():
         yield
         return
