@@ -1,12 +1,14 @@
 """Every call of the storage seam fails once, in every way: never success with damage.
 
-Either the save raises, and nothing is listed or the outcome is said to be unknown; or it succeeds, and everything verifies.
+Either the save raises, and nothing is listed or the outcome is said to be unknown; or it succeeds, and all of it
+verifies.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -142,8 +144,6 @@ def test_a_disk_that_fills_up_in_the_middle_fails_the_save(tmp_path: Path) -> No
 
 
 def test_a_file_size_limit_of_the_process_fails_the_save(tmp_path: Path) -> None:
-    import resource  # noqa: PLC0415
-
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import itertools
 import os
 import random
 import shutil
@@ -150,8 +152,6 @@ def test_without_o_direct_files_are_read_all_the_same(saved: tuple[str, dict[str
             return Files.open(self, path, flags, mode)
 
         def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
-            import fcntl  # noqa: PLC0415
-
             if refused == "preadv" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 raise OSError(errno.EINVAL, "no O_DIRECT here")
             return Files.preadv(self, fd, buffers, offset, flags)
@@ -336,10 +336,10 @@ def test_random_plans_hold_every_wanted_byte_once_and_no_unit_that_nobody_wants(
         request = ShardRequest(shard=shard, block_nbytes=unit, wanted=wanted)
         extents = plan_extents(request, rng.choice([1, 4]), unit=unit)
         steps = [step for extent in extents for step in extent]
-        assert all(a.end <= b.start for a, b in zip(steps, steps[1:], strict=False))
+        assert all(a.end <= b.start for a, b in itertools.pairwise(steps))
         assert all(s.start % unit == 0 and (s.end % unit == 0 or s.end == nbytes) for s in steps)
         for extent in extents:
-            assert all(a.end == b.start for a, b in zip(extent, extent[1:], strict=False))
+            assert all(a.end == b.start for a, b in itertools.pairwise(extent))
             assert extent[-1].end - extent[0].start <= max(EXTENT_NBYTES, unit)
         for w in wanted:
             taken = [s for s in steps if w in s.wanted]
