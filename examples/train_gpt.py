@@ -83,7 +83,9 @@ def main() -> None:
     parser.add_argument("--dir", required=True, help="where the checkpoints go")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="save every so many steps")
-    parser.add_argument("--crash-at", type=int, default=-1, help="SIGKILL this process right after the save of this step")
+    parser.add_argument(
+        "--crash-at", type=int, default=-1, help="SIGKILL this process right after the save of this step"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(0)
