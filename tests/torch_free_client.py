@@ -279,7 +279,7 @@ class Client:
         self.call(m.Goodbye(id=self.next_id()))
 
 
-# ---- the nursery ------------------------------------------------------------------------------------------------------
+# ---- the nursery
 
 
 @dataclass
