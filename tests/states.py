@@ -235,7 +235,7 @@ class StateMaker:
         if draw < 0.3:
             base = rng.choice(self.tensors)
             return rng.choice(
-                (lambda: base[...], lambda: base.t() if base.ndim == 2 else base, lambda: base.detach())
+                (lambda: base[...], lambda: base.t() if base.ndim == 2 else base, base.detach)
             )()
         shape = tuple(rng.randrange(4) for _ in range(rng.randrange(3)))
         made = torch.zeros(shape, dtype=rng.choice(DTYPES_USED))

@@ -160,7 +160,7 @@ def _deep(levels: int, leaf: Any) -> Any:
 
 
 REFUSED = {
-    "custom object": lambda: Custom(),
+    "custom object": Custom,
     "module": lambda: torch.nn.Linear(1, 1),
     "optimizer": lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0),
     "function": lambda: print,
@@ -171,7 +171,7 @@ REFUSED = {
     "csr": lambda: torch.eye(3).to_sparse_csr(),
     "meta": lambda: torch.ones(2, device="meta"),
     "tensor subclass": lambda: torch.ones(2).as_subclass(Subclass),
-    "lazy parameter": lambda: torch.nn.parameter.UninitializedParameter(),
+    "lazy parameter": torch.nn.parameter.UninitializedParameter,
     "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "freed storage": _freed,
     "subclass of str": lambda: type("S", (str,), {})("x"),
