@@ -19,8 +19,8 @@ def encode_leaves(flat: Flattened) -> list[Any]:
     """
     out = []
     for number, value in enumerate(flat.objects):
-        if type(value) in (bool, str, type(None)):
-            out.append(value)
+        if type(value) in (bool, type(None)) or (type(value) is str and value.isascii()):
+            out.append(value)  # by far the most, and JSON keeps them
             continue
         try:
             out.append(objects.encode_value(value, extend))

@@ -85,6 +85,8 @@ class _Walk:
         if type(value) not in PLAIN_TENSORS:
             raise _Mismatch
         dtype, shape = self._shapes[number]
+        if value.is_nested:  # it has no shape to ask for
+            raise _Mismatch
         if value.dtype is not dtype or value.shape != shape or value.layout is not torch.strided or value.is_meta:
             raise _Mismatch
         if value.is_neg() or value.is_conj():
@@ -98,8 +100,12 @@ class _Walk:
                 raise _Mismatch
             return
         address = value.data_ptr()
+        if not address:
+            if value.numel():
+                raise _Mismatch
+            address = id(value)  # an empty tensor under two names is one
         # Two tensors that begin at one address may be one or two to store: `flatten` looks closer.
-        if number != known or (address and self._seen.setdefault(address, number) != number):
+        if number != known or self._seen.setdefault(address, number) != number:
             raise _Mismatch
         self.tensors.append(value)
 

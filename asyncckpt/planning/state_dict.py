@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +51,10 @@ class Flattened:
         return [n for n in names if n is not None]
 
     def object_path(self, number: int) -> Path:
-        """Return the typed path of an object leaf."""
-        return next((path for path, node in leaves(self.tree) if node == ("O", number)), ())
+        """Return the typed path of an object: a leaf, or the `_metadata` of an OrderedDict."""
+        of_leaves = (path for path, node in leaves(self.tree) if node == ("O", number))
+        of_metadata = ((*path, "_metadata") for path, node in _mappings(self.tree) if node[2:] == (number,))
+        return next(of_leaves, None) or next(of_metadata, ())
 
 
 def flatten(state_dict: Any) -> Flattened:
@@ -128,8 +130,11 @@ class _Walk:
         return (kind, tuple(out))
 
     def tensor(self, value: torch.Tensor) -> Node:
-        if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_meta:
-            raise self._refused(value, f"a tensor of layout {value.layout}, dtype {value.dtype} on {value.device}")
+        if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_meta or value.is_nested:
+            nested = "nested " if value.is_nested else ""
+            raise self._refused(
+                value, f"a {nested}tensor of layout {value.layout}, dtype {value.dtype} on {value.device}"
+            )
         # The same elements under several names are stored once: same address, shape, strides and dtype.
         address = value.data_ptr()
         key = (
@@ -137,6 +142,8 @@ class _Walk:
             if address
             else id(value)
         )
+        if not address and value.numel():
+            raise self._refused(value, "it has elements and no memory: its storage was freed or never allocated")
         number = self._seen.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
             if value.is_conj() or value.is_neg():
@@ -192,17 +199,28 @@ def check_keys(tree: Node) -> None:
     Raises:
         UnsupportedLeafError: Naming the path.
     """
-    for path, _ in leaves(tree):
-        for key in path:
+    for path, node in _mappings(tree):
+        for key in node[1][::2]:
             fits = -_MAX_KEY <= key <= _MAX_KEY if isinstance(key, int) else len(key) <= MAX_KEY_CHARS and _is_text(key)
             if not fits:
-                leaf = fqn_of(path)
+                leaf = fqn_of((*path, key))
                 raise UnsupportedLeafError(
                     f"state dict leaf {leaf[:200]!r}: the key {str(key)[:80]!r} is out of range, "
                     "too long or no valid text",
                     leaf=leaf,
                     type_name=type(key).__name__,
                 )
+
+
+def _mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of `node` and everything below it that is a mapping."""
+    if node[0] in ("d", "o"):
+        yield path, node
+        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+            yield from _mappings(child, (*path, key))
+    elif node[0] in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            yield from _mappings(child, (*path, i))
 
 
 def _is_text(key: str) -> bool:
@@ -229,7 +247,8 @@ def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[An
             return dict(pairs)
         ordered = OrderedDict(pairs)
         if tree[2] is not None:
-            ordered._metadata = OrderedDict(objects_[tree[2]])  # type: ignore[attr-defined]
+            metadata = objects_[tree[2]]
+            ordered._metadata = OrderedDict(metadata) if isinstance(metadata, dict) else metadata  # type: ignore[attr-defined]
         return ordered
     if kind in ("l", "t"):
         members = [unflatten(child, tensors, objects_) for child in tree[1]]
