@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
@@ -22,7 +23,9 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.staging.copy_cpu import SlotImage
+
+if TYPE_CHECKING:
+    from asyncckpt.staging.copy_cpu import SlotImage
 
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
@@ -53,6 +56,8 @@ class LentSlot:
     def image_for(self, plan: SavePlan) -> SlotImage:
         """Return the slot's image of `plan`, made when the slot was last used for another."""
         if self.image is None or self.image.plan is not plan:
+            from asyncckpt.staging.copy_cpu import SlotImage  # the client's end stays free of torch
+
             self.image = SlotImage(self.memory.mapping.address, plan)
         return self.image
 
