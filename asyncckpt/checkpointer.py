@@ -27,11 +27,13 @@ from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.parts import CheckpointReader, CheckpointWriter
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
+from asyncckpt.protocol.request import check_metadata
 from asyncckpt.sync_writer import SyncWriter
 
 EXIT_WAIT_S = 5.0
 """GUARANTEES P13: interpreter exit, and leaving by an exception, take no longer."""
 
+MAX_STEP = (1 << 63) - 1
 _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
@@ -113,12 +115,14 @@ class Checkpointer(ABC):
         if step is None:
             found = state_dict.get("step") if isinstance(state_dict, Mapping) else None
             step = found if type(found) is int else save_id.sequence
-        if type(step) is not int:
-            raise ConfigError(f"step={step!r}: expected an int", field="step", value=repr(step))
+        if type(step) is not int or abs(step) > MAX_STEP:
+            raise ConfigError(f"step={step!r}: expected an int of 63 bits", field="step", value=repr(step)[:80])
         try:
-            metadata = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+            text = json.dumps(dict(metadata or {}), allow_nan=False)
+            check_metadata(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"metadata must be a dict of JSON values: {error}", field="metadata") from error
+        metadata = json.loads(text)
         return {"path": absolute_path(path), "step": step, "metadata": metadata, "save_id": save_id}
 
     def __enter__(self) -> Any:

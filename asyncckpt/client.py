@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from asyncckpt import launcher
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
+from asyncckpt.lineage import Lineage
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.parts import CheckpointProcess
@@ -59,7 +59,7 @@ class WorkerProcess(CheckpointProcess):
         self._hello = greeting(rank.rank, rank.world_size, package)
         self._session: Session | None = None
         self._opening = threading.Lock()
-        self._epochs: dict[str, int] = {}
+        self.lineage = Lineage(self._ask_epoch)
         self._had_session = False
         self._failed_at = float("-inf")
         self._opening_session: Session | None = None
@@ -138,19 +138,10 @@ class WorkerProcess(CheckpointProcess):
     def _call(self, build: Callable[[int], messages.Message]) -> messages.Message:
         return self.connect().call(build, self.config.worker_timeout_s * 2)
 
-    def epoch_for(self, path: str) -> int:
-        """Return the epoch of this run for checkpoints beside `path`; the worker looks once per directory.
-
-        Raises:
-            WorkerUnavailableError, SaveFailedError: The worker cannot say.
-        """
-        parent = os.path.dirname(path)
-        if parent not in self._epochs:
-            reply = self._call(lambda n: messages.Lineage(id=n, path=path))
-            assert isinstance(reply, messages.LineageFound)
-            # A run's epoch never falls: its own later saves must stay the newest wherever they go.
-            self._epochs[parent] = max([reply.epoch, *self._epochs.values()])
-        return max(self._epochs.values())
+    def _ask_epoch(self, path: str) -> int:
+        reply = self._call(lambda n: messages.Lineage(id=n, path=path))
+        assert isinstance(reply, messages.LineageFound)
+        return reply.epoch
 
     def _allocate(self, nbytes: int) -> LentSlot:
         session = self.connect()
@@ -206,9 +197,8 @@ class WorkerProcess(CheckpointProcess):
         """Take back a save that will not be sealed; its slot is free at once."""
         session = self._session
         if session is not None and session.error is None:
-            session.request(
-                lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason[:200]), SUBMIT_TIMEOUT_S
-            )
+            reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
+            session.request(lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason), SUBMIT_TIMEOUT_S)
         self._pending.withdraw(save_id)
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:

@@ -6,6 +6,7 @@ import os
 import re
 
 from asyncckpt.errors import UnsupportedPathError
+from asyncckpt.protocol.messages import MAX_PATH_BYTES
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -32,4 +33,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise UnsupportedPathError(f"path {text!r} is not valid text", path=repr(text)) from None
-    return os.path.abspath(os.path.expanduser(text))
+    absolute = os.path.abspath(os.path.expanduser(text))
+    if len(absolute.encode()) > MAX_PATH_BYTES:
+        raise UnsupportedPathError(f"the path is longer than {MAX_PATH_BYTES} bytes: {absolute[:80]}...", path=absolute)
+    return absolute

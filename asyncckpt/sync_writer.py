@@ -18,6 +18,7 @@ from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.handle import SaveReport
+from asyncckpt.lineage import Lineage
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.parts import CheckpointWriter
 from asyncckpt.planning.leaves import encode_leaves
@@ -48,7 +49,7 @@ class SyncWriter(CheckpointWriter):
         self._plans = PlanCache(files_per_rank=config.files_per_rank)
         self._memory: Memory | None = None
         self._image: SlotImage | None = None
-        self._epochs: dict[str, int] = {}
+        self._lineage = Lineage(lambda path: catalog.next_epoch_beside(path, files=self._files))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
     def write(self, state_dict: Mapping[str, Any], path: str, **kw: Any) -> SaveReport:
@@ -69,7 +70,7 @@ class SyncWriter(CheckpointWriter):
         leaves = encode_leaves(flat)
         save_id: SaveId = kw["save_id"]
         try:
-            save_id = save_id._replace(epoch=self._epoch_for(path))
+            save_id = save_id._replace(epoch=self._lineage.epoch_for(path))
             umask = current_umask()
             commit.prepare_directory(path, files=self._files, umask=umask, fsync=self._config.fsync)
             image = self._image_for(plan)
@@ -89,13 +90,6 @@ class SyncWriter(CheckpointWriter):
         return SaveReport(
             save_id=str(save_id), nbytes=result.nbytes, seconds=seconds, details={"direct": result.direct}
         )
-
-    def _epoch_for(self, path: str) -> int:
-        parent = path.rpartition("/")[0]
-        if parent not in self._epochs:
-            found = catalog.next_epoch_beside(path, files=self._files)
-            self._epochs[parent] = max([found, *self._epochs.values()])
-        return max(self._epochs.values())
 
     def _image_for(self, plan: SavePlan) -> SlotImage:
         wanted = PAGE_NBYTES + plan.body_nbytes

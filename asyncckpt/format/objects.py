@@ -186,9 +186,19 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
 
 
 def encode_objects(save_id: SaveId, values: Sequence[Any]) -> bytes:
-    """Return the objects file: `values` are JSON forms by object number."""
+    """Return the objects file: `values` are JSON forms by object number.
+
+    Raises:
+        UnsupportedLeafError: Larger than a reader would take.
+    """
     document = {"asyncckpt_objects": OBJECTS_VERSION, "save_id": str(save_id), "values": values}
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_OBJECTS_NBYTES:
+        raise UnsupportedLeafError(
+            f"the leaves that are not tensors take {len(data)} bytes of JSON, the limit is {MAX_OBJECTS_NBYTES}; "
+            "keep large data in tensors or bytes"
+        )
+    return data
 
 
 def decode_objects(data: bytes, save_id: SaveId, n_objects: int) -> list[Any]:

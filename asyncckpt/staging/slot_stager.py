@@ -57,7 +57,7 @@ class SlotStager(CheckpointStager):
         plan, flat = self.plans.take(state_dict)
         leaves = encode_leaves(flat)
         planned = time.perf_counter()
-        save_id = save_id._replace(epoch=self._process.epoch_for(path))
+        save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path))
         umask = current_umask()
         request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, kw))
         wanted = slot_nbytes(plan.body_nbytes, len(request) + REQUEST_SLACK_NBYTES)

@@ -96,7 +96,8 @@ def test_worker_without_slots_is_small_and_does_not_grow_with_saves(
 def test_worker_never_imports_torch_or_numpy(endpoint: str, tmp_path: pathlib.Path) -> None:
     program = (
         "import sys; from asyncckpt_worker.cli import main; code = main(sys.argv[1:]); "
-        "heavy = sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)); print(heavy, file=sys.stderr); sys.exit(code)"
+        "heavy = sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)); "
+        "print(heavy, file=sys.stderr); sys.exit(code)"
     )
     process = start(endpoint, module=("-c", program))
     snapshot = Snapshot()
