@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.versions import check_version, list_of
 
