@@ -212,7 +212,7 @@ class Client:
         return slot
 
     def begin(
-        self, slot: ClientSlot, save_id: SaveId, path: str, *, step: int, nbytes: int, umask: int = 0o022
+        self, slot: ClientSlot, save_id: SaveId, path: str, *, step: int = 0, nbytes: int, umask: int = 0o022
     ) -> None:
         """Open the next generation of `slot` and announce the save."""
         slot.generation += 1
@@ -279,7 +279,7 @@ class Client:
         self.call(m.Goodbye(id=self.next_id()))
 
 
-# ---- the nursery ------------------------------------------------------------------------------------------------------
+# ---- the nursery --------------------------------------------------------------------------------
 
 
 @dataclass

@@ -155,8 +155,8 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, to_st
         logs.redirect_output(config.log_file)
     logs.configure(config.log_format)
     os.umask(0)  # the modes of files and directories come from each request
-    lower_priority()
     daemon = Daemon(config, claimed=claimed)
+    lower_priority()  # only now: a trainer may be waiting for the start
     interrupts = 0
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -223,8 +223,7 @@ class Lending:
             return self.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
-        if before is not None and before.phase == BEGUN and slot.key is not None:
-            self._saves.abandon(self._t.saves[slot.key[0]], before, "withdrawn", "its slot was used for the next save")
+        self._saves.supersede(slot, m.save_id)
         self._saves.begin(session, m)
         slot.key = (m.save_id, session.rank)
         return self.send(session.peer, Ok(id=m.id))
@@ -253,15 +252,15 @@ class Lending:
         if slot is None or not slot.reading:
             return
         slot.reading = False
-        if event.request is not None and event.generation > slot.taken:
-            if slot.closing:
-                self._t.log(
-                    "info", "found sealed", save_id=event.request.save_id, session=slot.session, count="rescued"
-                )
-            self._saves.take_up(slot, event.generation, event.request)
+        request = event.request
+        if request is not None and event.generation > slot.taken:
+            taken = self._saves.take_up(slot, event.generation, request)
+            if taken and slot.closing:
+                text = "its doorbell had not come"
+                self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
-            if event.request is not None and (event.request.save_id, event.generation) == (w.save_id, w.generation):
+            if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
                 self.send(w.peer, Ok(id=w.id))
             elif slot.read_again:
                 slot.waiters.append(w)

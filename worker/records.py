@@ -171,6 +171,15 @@ class Tables:
             jobs += save.committing + save.removing + sum(r.writing + r.preparing for r in save.ranks.values())
         return jobs
 
+    def forget_old_saves(self) -> None:
+        """Drop the oldest ended saves beyond `MAX_HISTORY`."""
+        excess = len(self.saves) - MAX_HISTORY
+        if excess > 0:
+            in_use = {s.key[0] for s in self.slots.values() if s.key}
+            old = [s.save_id for s in self.saves.values() if s.outcome and not s.busy and s.save_id not in in_use]
+            for save_id in old[:excess]:
+                del self.saves[save_id]
+
 
 def row_of(save: Save, entry: RankSave) -> Mapping[str, Any]:
     """Return the row of a Saves message (protocol/SPEC.md) for one rank of a save."""

@@ -7,12 +7,22 @@ A save is keyed by its id and has one entry per rank. Its phases are those of `a
 from __future__ import annotations
 
 from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
-from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, DURABLE, FAILED, SUBMITTED, UNKNOWN, advance
+from asyncckpt.protocol.lifecycle import (
+    ABANDONED,
+    BEGUN,
+    COMMITTED,
+    DURABLE,
+    ENDED,
+    FAILED,
+    SUBMITTED,
+    UNKNOWN,
+    advance,
+)
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.agreement import disagreement
 from asyncckpt_worker.events import Commit, Prepare, Prepared, Published, Remove, Removed, Wire, Write, Written
-from asyncckpt_worker.records import MAX_HISTORY, RankSave, Save, Session, Slot, Tables
+from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
 
 _OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
 """Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
@@ -74,6 +84,7 @@ class SaveBook:
             return False
         if entry.phase != BEGUN:
             return False  # it has ended, or the same snapshot came twice
+        self.supersede(slot, save.save_id)
         entry.slot, entry.generation, entry.request = slot.number, generation, request
         slot.key = (save.save_id, entry.rank)
         self._move(save, entry, "submit")
@@ -96,6 +107,12 @@ class SaveBook:
             self._add(save, entry)
         if entry.phase == BEGUN and entry.session == session.name:
             self.abandon(save, entry, "withdrawn", f"staging failed: {reason}")
+
+    def supersede(self, slot: Slot, save_id: str) -> None:
+        """End a save that was begun in `slot` and never sealed, now that the slot is used for `save_id`."""
+        entry = self._t.entry(slot.key)
+        if slot.key is not None and slot.key[0] != save_id and entry is not None and entry.phase == BEGUN:
+            self.abandon(self._t.saves[slot.key[0]], entry, "withdrawn", "its slot was used for the next save")
 
     def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
         """End a save because one of its ranks will never seal it."""
@@ -206,15 +223,6 @@ class SaveBook:
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
         self._clean_up(save)
 
-    def forget_old(self) -> None:
-        """Drop the oldest ended saves beyond `MAX_HISTORY`."""
-        excess = len(self._t.saves) - MAX_HISTORY
-        if excess > 0:
-            in_use = {s.key[0] for s in self._t.slots.values() if s.key}
-            old = [s.save_id for s in self._t.saves.values() if s.outcome and not s.busy and s.save_id not in in_use]
-            for save_id in old[:excess]:
-                del self._t.saves[save_id]
-
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def _prepare(self, save: Save, entry: RankSave, *, fsync: bool) -> None:
@@ -262,13 +270,13 @@ class SaveBook:
                 entry.result = None
 
     def _move(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
-        if entry.ended:
+        if entry.phase in ENDED:
             return
         entry.phase = advance(entry.phase, event)
         entry.error = error
-        if entry.ended:
+        if entry.phase in ENDED:
             entry.request = None
-        if entry.ended or entry.phase == DURABLE:
+        if entry.phase in ENDED or entry.phase == DURABLE:
             self._t.changed[(save.save_id, entry.rank)] = None
 
 

@@ -39,6 +39,7 @@ class Scheduler:
         self._threads: dict[str, list[threading.Thread]] = {lane: [] for lane in LANES}
         self._idle: dict[str, int] = dict.fromkeys(LANES, 0)
         self._lock = threading.Lock()
+        self._fd_lock = threading.RLock()  # reentrant: a signal's handler may interrupt its own thread in `wake`
         self._closed = False
 
     def submit(self, lane: str, job: Job) -> None:
@@ -61,9 +62,10 @@ class Scheduler:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the control loop. Safe in a signal handler."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.eventfd_write(self.fd, 1)
+        """Wake the control loop; nothing after `close`. Safe in a signal handler."""
+        with self._fd_lock, contextlib.suppress(BlockingIOError):
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def results(self) -> list[Event]:
         """Return the results that are there."""
@@ -113,6 +115,7 @@ class Scheduler:
             thread.join(max(0.0, deadline - time.monotonic()))
         done = not any(t.is_alive() for threads in self._threads.values() for t in threads)
         if done:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
+            with self._fd_lock:
+                os.close(self.fd)
+                self.fd = -1
         return done

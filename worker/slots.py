@@ -59,11 +59,7 @@ class SlotStore:
         try:
             yield held.memory
         finally:
-            with self._lock:
-                held.users -= 1
-                last = held.doomed and held.users == 0
-            if last:
-                self._close(number, held)
+            self._leave(number, held)
 
     def free(self, number: int) -> None:
         """Close slot `number` now, or when its last user leaves; one that is not there is left alone."""
@@ -73,6 +69,13 @@ class SlotStore:
                 return
             held.doomed = True
             last = held.users == 0
+        if last:
+            self._close(number, held)
+
+    def _leave(self, number: int, held: _Held) -> None:
+        with self._lock:
+            held.users -= 1
+            last = held.doomed and held.users == 0
         if last:
             self._close(number, held)
 

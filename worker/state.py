@@ -113,7 +113,7 @@ class Brain:
         self._dispatch(event)
         self._lending.free_what_is_over()
         self._push_changes()
-        self._saves.forget_old()
+        t.forget_old_saves()
         self._consider_exit()
         actions, t.actions = t.actions, []
         return actions

@@ -84,12 +84,12 @@ def _print(described: dict[str, Any]) -> None:
     for name in ("metadata", "timings"):
         print(f"{name}: " + (", ".join(f"{k}={v}" for k, v in described[name].items()) or "-"))
     print(f"\nshards: {len(described['shards'])}")
-    print_table(("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]])
+    print_table(
+        ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]
+    )
     print(f"\ntensors: {len(described['tensors'])}")
     rows = [[t["fqn"], t["dtype"], str(t["shape"]), human(t["nbytes"]), str(t["chunks"])] for t in described["tensors"]]
     print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS"), rows)
     print(f"\nobjects: {len(described['objects'])}")
     cut = [[o["fqn"], o["value"][:MAX_VALUE_CHARS], str(o["rank"])] for o in described["objects"]]
     print_table(("FQN", "VALUE", "RANK"), cut)
-
-

@@ -11,7 +11,8 @@ import torch
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, Selection, kind_of, prefixes
-from asyncckpt.planning.state_dict import flatten, torch_dtype
+from asyncckpt.planning.state_dict import flatten
+from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
 
 KeyMap = Mapping[str, str] | Callable[[str], str]

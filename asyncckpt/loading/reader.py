@@ -20,7 +20,8 @@ from asyncckpt.loading.saved_tree import SavedTree, Selection, selected
 from asyncckpt.loading.sinks import new_tensor, wanted_ranges
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.state_dict import decode_object, torch_dtype, unflatten
+from asyncckpt.planning.state_dict import unflatten
+from asyncckpt.planning.torch_types import decode_object, torch_dtype
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt, read_contents, read_objects
 from asyncckpt.storage.files import Files
@@ -94,7 +95,7 @@ class DefaultReader(CheckpointReader):
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the cyclic collector from walking what a load builds, over and over: a third of a load of 20,000 tensors."""
+    """Keep the cyclic collector from walking what a load builds: a third of the time of 20,000 tensors."""
     if not gc.isenabled():
         yield
         return

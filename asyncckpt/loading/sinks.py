@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from asyncckpt.format.structure import Chunk
-from asyncckpt.planning.state_dict import torch_dtype
+from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.block_reader import copy_bytes
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.read_plan import Sink, Wanted

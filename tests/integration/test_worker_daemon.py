@@ -1,0 +1,495 @@
+"""A real worker in this process: real socket, real slots, real files; faults come in through the storage seam."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    EndpointError,
+    InsufficientMemoryError,
+    ProtocolError,
+    ProtocolVersionError,
+    SaveFailedError,
+    UnknownSaveError,
+    WorkerUnavailableError,
+    from_wire,
+)
+from asyncckpt.format.names import MANIFEST_NAME
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode
+from asyncckpt.protocol.lifecycle import BEGUN
+from asyncckpt.storage.catalog import read_manifest
+from asyncckpt.storage.files import Files
+from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.daemon import Daemon
+from asyncckpt_worker.liveness import Liveness
+from tests.torch_free_client import Client, ClientSlot, Snapshot, new_save_id
+
+
+class Running:
+    """A daemon in a thread, and what `run` returned."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.complete: bool | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.complete = self.daemon.run()
+
+    def join(self, timeout_s: float = 10.0) -> bool | None:
+        """Wait until it has exited, and return whether it was complete."""
+        self.thread.join(timeout_s)
+        assert not self.thread.is_alive(), "the daemon did not exit"
+        return self.complete
+
+
+@contextmanager
+def running(
+    endpoint: str, files: Files | None = None, liveness: Liveness | None = None, **changes: Any
+) -> Iterator[Running]:
+    """Run a daemon for the time of a `with` block."""
+    worker = Running(Daemon(WorkerConfig(endpoint=endpoint, **changes), files, liveness=liveness))
+    try:
+        yield worker
+    finally:
+        worker.daemon.stop(immediately=True)
+        worker.join()
+
+
+@contextmanager
+def session(endpoint: str, snapshot: Snapshot | None = None) -> Iterator[tuple[Client, ClientSlot, Snapshot]]:
+    """Open a session with one slot."""
+    snapshot = snapshot or Snapshot()
+    with Client(endpoint) as client:
+        client.hello()
+        yield client, client.allocate(snapshot.slot_nbytes()), snapshot
+
+
+def eventually(check: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait until `check()` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def status(client: Client) -> dict[str, Any]:
+    return dict(client.call(m.Status(id=client.next_id())).report)
+
+
+# ---- the good case
+
+
+@pytest.mark.parametrize("n_parts", [1, 3])
+def test_save_commits_what_was_staged(endpoint: str, tmp_path: pathlib.Path, n_parts: int) -> None:
+    path = str(tmp_path / "run" / "step-1")
+    snapshot = Snapshot(n_tensors=5, nbytes=3_000_000, n_parts=n_parts)
+    with running(endpoint), session(endpoint, snapshot) as (client, slot, _):
+        row = client.save(slot, snapshot, path, step=1, metadata='{"loss": 0.5}')
+    assert row["phase"] == "committed"
+    assert row["report"]["nbytes"] > 3_000_000 and row["report"]["seconds_write"] > 0
+    manifest = read_manifest(path, Files())
+    assert (manifest.step, manifest.metadata, manifest.world_size) == (1, {"loss": 0.5}, 1)
+    shards = sorted(pathlib.Path(path).glob("*.safetensors"))
+    assert [s.read_bytes() for s in shards] == [bytes(image) for image in snapshot.images]
+
+
+def test_durable_and_committed_are_pushed_unasked(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        save_id = new_save_id()
+        client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
+        client.submit(slot, save_id)
+        eventually(lambda: client.receive(0.1) is None or len(client.pushed) == 2)
+        assert [row["phase"] for row in client.pushed] == ["durable", "committed"]
+
+
+def test_slot_is_used_again_for_many_saves(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        for step in range(20):
+            assert client.save(slot, snapshot, str(tmp_path / f"step-{step}"), step=step)["phase"] == "committed"
+        assert status(client)["counters"]["saves_committed"] == 20
+
+
+def test_lineage_counts_up_beside_committed_checkpoints(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        ask = lambda: client.call(m.Lineage(id=client.next_id(), path=str(tmp_path / "b"))).epoch  # noqa: E731
+        assert ask() == 1
+        client.save(slot, snapshot, str(tmp_path / "a"))
+        assert ask() == 2
+
+
+def test_modes_follow_the_umask_of_the_request(endpoint: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "new" / "a"
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        save_id = new_save_id()
+        client.begin(slot, save_id, str(path), nbytes=snapshot.nbytes, umask=0o077)
+        snapshot.fill(slot.memory, save_id)
+        client.seal(slot, snapshot, save_id, str(path), umask=0o077)
+        client.submit(slot, save_id)
+        client.wait(save_id)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()} == {0o600}
+
+
+def test_two_ranks_commit_one_checkpoint(endpoint: str, tmp_path: pathlib.Path) -> None:
+    path, save_id = str(tmp_path / "a"), new_save_id()
+    with (
+        running(endpoint),
+        Client(endpoint, rank=0, world_size=2) as zero,
+        Client(endpoint, rank=1, world_size=2) as one,
+    ):
+        for client in (zero, one):
+            client.hello()
+            slot = client.allocate(Snapshot().slot_nbytes())
+            assert not pathlib.Path(path, MANIFEST_NAME).exists()
+            client.stage(slot, Snapshot(seed=client.rank), save_id, path)
+            client.submit(slot, save_id)
+        assert zero.wait(save_id)["phase"] == one.wait(save_id)["phase"] == "committed"
+    assert [r.rank for r in read_manifest(path, Files()).ranks] == [0, 1]
+
+
+# ---- what fails
+
+
+def test_existing_checkpoint_fails_early_and_stays(endpoint: str, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "a")
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        client.save(slot, snapshot, path)
+        before = pathlib.Path(path, MANIFEST_NAME).read_bytes()
+        save_id = new_save_id()
+        client.begin(slot, save_id, path, nbytes=snapshot.nbytes)
+        error = from_wire(client.wait(save_id)["error"])
+        assert isinstance(error, CheckpointExistsError) and error.path == path  # type: ignore[attr-defined]
+        assert pathlib.Path(path, MANIFEST_NAME).read_bytes() == before
+        assert client.save(slot, snapshot, str(tmp_path / "b"))["phase"] == "committed"
+
+
+def failed(row: Any) -> SaveFailedError:
+    error = from_wire(row["error"])
+    assert isinstance(error, SaveFailedError), row
+    return error
+
+
+def test_path_that_is_a_file_fails_with_advice(endpoint: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        error = failed(client.save(slot, snapshot, str(tmp_path / "file" / "a"), step=7))
+    assert (error.code, error.step, error.rank) == ("ENOTDIR", 7, 0)  # type: ignore[attr-defined]
+    assert "another path" in str(error)
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+def test_path_outside_the_roots_is_refused(endpoint: str, tmp_path: pathlib.Path, through_link: bool) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    path = root / "link" / "a" if through_link else outside / "a"
+    with running(endpoint, roots=(str(root),)), session(endpoint) as (client, slot, snapshot):
+        assert failed(client.save(slot, snapshot, str(path))).code == "EPERM"  # type: ignore[attr-defined]
+        assert client.save(slot, snapshot, str(root / "a"))["phase"] == "committed"
+    assert not any(outside.iterdir())
+
+
+class FullDisk(Files):
+    """statvfs says that nothing is left."""
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        found = list(os.statvfs(path))
+        found[3] = found[4] = 1
+        return os.statvfs_result(found)
+
+
+def test_full_disk_fails_before_anything_is_written(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint, FullDisk()), session(endpoint) as (client, slot, snapshot):
+        error = failed(client.save(slot, snapshot, str(tmp_path / "a")))
+    assert error.code == "ENOSPC" and "free space" in str(error)  # type: ignore[attr-defined]
+    assert not any((tmp_path / "a").iterdir())
+
+
+class FailOnce(Files):
+    """The n-th call of one method fails with `code`."""
+
+    def __init__(self, method: str, code: int, nth: int = 1) -> None:
+        self.left = nth
+        real = getattr(self, method)
+
+        def call(*args: Any, **kw: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(code, os.strerror(code))
+            return real(*args, **kw)
+
+        setattr(self, method, call)
+
+
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [
+        ("mkdir", errno.EROFS),
+        ("pwrite", errno.EIO),
+        ("fsync", errno.EIO),
+        ("open", errno.EMFILE),
+        ("link", errno.ENOSPC),
+    ],
+)
+def test_failing_call_fails_one_save_and_publishes_nothing(
+    endpoint: str, tmp_path: pathlib.Path, method: str, code: int
+) -> None:
+    with running(endpoint, FailOnce(method, code)), session(endpoint) as (client, slot, snapshot):
+        error = failed(client.save(slot, snapshot, str(tmp_path / "a")))
+        assert error.code == errno.errorcode[code]  # type: ignore[attr-defined]
+        assert not (tmp_path / "a" / MANIFEST_NAME).exists()
+        assert client.save(slot, snapshot, str(tmp_path / "b"))["phase"] == "committed"
+        eventually(lambda: not list(tmp_path.glob("a/*.safetensors")))
+
+
+def test_slot_reopened_under_the_writer_fails_the_save(endpoint: str, tmp_path: pathlib.Path) -> None:
+    gate = threading.Event()
+
+    class Slow(Files):
+        def fallocate(self, fd: int, nbytes: int) -> None:
+            gate.wait(10)
+
+    with running(endpoint, Slow()), session(endpoint) as (client, slot, snapshot):
+        save_id = new_save_id()
+        client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
+        client.submit(slot, save_id)
+        eventually(lambda: client.row(save_id)["phase"] == "writing")  # type: ignore[index]
+        slot.memory.control.open(slot.generation + 1)
+        gate.set()
+        assert failed(client.wait(save_id)).code == "slot_reused"  # type: ignore[attr-defined]
+    assert not (tmp_path / "a" / MANIFEST_NAME).exists()
+
+
+def test_slot_larger_than_memory_is_refused(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as client:
+        client.hello()
+        with pytest.raises(InsufficientMemoryError) as caught:
+            client.allocate(1 << 44)
+        assert caught.value.nbytes == 1 << 44 and caught.value.available > 0  # type: ignore[attr-defined]
+        client.allocate(1 << 20)
+
+
+def test_slot_of_an_impossible_size_is_refused(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as client:
+        client.hello()
+        with pytest.raises(SaveFailedError, match="slot"):
+            client.allocate(4097)
+
+
+def test_populated_slot_that_is_freed_at_once_stops_populating(endpoint: str) -> None:
+    with running(endpoint) as worker, Client(endpoint) as client:
+        client.hello()
+        for _ in range(5):
+            slot = client.allocate(256 << 20, populate=True)
+            client.call(m.Release(id=client.next_id(), slot=slot.number))
+            slot.memory.close()
+            client.slots.remove(slot)
+        eventually(lambda: not worker.daemon._slots.fds())
+
+
+# ---- sessions
+
+
+@pytest.mark.parametrize("use_pidfd", [True, False])
+def test_death_of_a_process_is_noticed(endpoint: str, tmp_path: pathlib.Path, use_pidfd: bool) -> None:
+    path = str(tmp_path / "a")
+    with running(endpoint, liveness=Liveness(use_pidfd=use_pidfd)):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                client, snapshot = Client(endpoint), Snapshot()
+                client.hello()
+                slot = client.allocate(snapshot.slot_nbytes())
+                client.stage(slot, snapshot, new_save_id(), path)
+            finally:
+                os._exit(0)
+        eventually(lambda: pathlib.Path(path, MANIFEST_NAME).exists())
+        os.waitpid(pid, 0)
+        with Client(endpoint) as client:
+            eventually(lambda: not status(client)["slots"])
+
+
+def test_hello_with_a_false_start_time_is_refused(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as client, pytest.raises(WorkerUnavailableError, match="PID namespace"):
+        client.hello(pid_start=1)
+
+
+def test_message_to_a_restarted_worker_is_refused_as_unknown(endpoint: str) -> None:
+    with Client(endpoint) as client:
+        with running(endpoint):
+            client.hello()
+        with running(endpoint), pytest.raises(UnknownSaveError, match="restarted"):
+            client.row(new_save_id())
+
+
+def test_submit_of_an_open_slot_is_refused(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        save_id = new_save_id()
+        client.begin(slot, save_id, str(tmp_path / "a"), nbytes=snapshot.nbytes)
+        with pytest.raises(UnknownSaveError, match="OPEN"):
+            client.submit(slot, save_id)
+        client.wait(save_id, frozenset({BEGUN}))
+
+
+# ---- the wire
+
+
+def test_second_worker_on_one_endpoint_does_not_start_and_the_first_keeps_serving(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as client:
+        client.hello()
+        with pytest.raises(EndpointError, match="already served"):
+            Daemon(WorkerConfig(endpoint=endpoint))
+        client.row(new_save_id())
+
+
+def test_socket_is_for_its_user_only(endpoint: str, endpoint_dir: pathlib.Path) -> None:
+    with running(endpoint):
+        assert stat.S_IMODE((endpoint_dir / "w.sock").stat().st_mode) == 0o600
+        assert stat.S_IMODE(endpoint_dir.stat().st_mode) == 0o700
+    assert not (endpoint_dir / "w.sock").exists()
+
+
+HELLO = encode(m.Status(id=5))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"x", b"y"],
+        [HELLO[0]],
+        [HELLO[0], b""],
+        [HELLO[0], b"\xc1"],
+        [HELLO[0], b"\x80"],
+        [HELLO[0], b"\x81\xa1m\xa6wrong!"],
+        [HELLO[0], b"\x82\xa1m\xa6status\xa4must\x91\x80"],
+        [HELLO[0], b"\x91" * 5000 + b"\x01"],
+        [*HELLO, b"more"],
+        [b"z"] * 500,
+    ],
+)
+def test_any_bytes_are_answered_and_survived(endpoint: str, frames: list[bytes]) -> None:
+    with running(endpoint) as worker, Client(endpoint) as client:
+        client.socket.send_multipart(frames)
+        reply = client.receive(5.0)
+        assert isinstance(reply, m.Refused) and isinstance(from_wire(reply.error), ProtocolError)
+        assert status(client)["counters"]["messages_malformed"] == 1
+        assert "internal_errors" not in worker.daemon.metrics.counters()
+
+
+def test_frame_above_the_limit_costs_its_sender_the_connection_only(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as bad, Client(endpoint) as good:
+        good.hello()
+        bad.socket.send_multipart([HELLO[0], bytes(MAX_FRAME_NBYTES + 1)])
+        assert bad.receive(0.2) is None
+        good.row(new_save_id())
+
+
+def test_flood_of_random_frames_leaves_the_worker_serving(endpoint: str, rng: Any) -> None:
+    with running(endpoint) as worker, session(endpoint) as (client, _, _), Client(endpoint) as bad:
+        for _ in range(2000):
+            valid = bytearray(HELLO[1])
+            valid[rng.randrange(len(valid))] = rng.randrange(256)
+            bad.socket.send_multipart([HELLO[0], bytes(valid)])
+        client.row(new_save_id())
+        eventually(lambda: worker.daemon.metrics.counters()["messages_received"] >= 2000)
+        assert "internal_errors" not in worker.daemon.metrics.counters()
+
+
+def test_peer_of_another_version_is_told_so(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as client:
+        client.socket.send_multipart([b"ACKP\x09\x00", HELLO[1]])
+        assert client.socket.poll(5000)
+        frames = client.socket.recv_multipart()
+        # What version 9 sees: our header, hence its own ProtocolVersionError; what we say is the same.
+        reply = decode(frames, m.REPLIES)
+        assert isinstance(reply, m.Refused) and reply.id == 5
+        assert isinstance(from_wire(reply.error), ProtocolVersionError)
+
+
+# ---- the end
+
+
+def test_stop_finishes_what_is_in_flight_and_refuses_new_sessions(endpoint: str, tmp_path: pathlib.Path) -> None:
+    gate = threading.Event()
+
+    class Slow(Files):
+        def fallocate(self, fd: int, nbytes: int) -> None:
+            gate.wait(10)
+
+    with running(endpoint, Slow()) as worker, session(endpoint) as (client, slot, snapshot):
+        save_id = new_save_id()
+        client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
+        client.submit(slot, save_id)
+        worker.daemon.stop()
+        with Client(endpoint) as late, pytest.raises(WorkerUnavailableError, match="shutting down"):
+            late.hello()
+        gate.set()
+        assert worker.join() is True
+    read_manifest(str(tmp_path / "a"), Files())
+
+
+def test_stop_takes_up_a_sealed_slot_whose_doorbell_did_not_come(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
+        client.stage(slot, snapshot, new_save_id(), str(tmp_path / "a"))
+        worker.daemon.stop()
+        assert worker.join() is True
+    read_manifest(str(tmp_path / "a"), Files())
+
+
+def test_drain_timeout_ends_a_wedged_save(endpoint: str, tmp_path: pathlib.Path) -> None:
+    gate = threading.Event()
+
+    class Wedged(Files):
+        def fallocate(self, fd: int, nbytes: int) -> None:
+            gate.wait(10)
+            raise OSError(errno.EIO, "wedged")
+
+    with running(endpoint, Wedged(), drain_timeout_s=0.1) as worker, session(endpoint) as (client, slot, snapshot):
+        save_id = new_save_id()
+        client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
+        client.submit(slot, save_id)
+        eventually(lambda: client.row(save_id)["phase"] == "writing")  # type: ignore[index]
+        worker.daemon.stop()
+        eventually(lambda: worker.daemon._closed)
+        gate.set()
+        assert worker.join() is False
+
+
+def test_idle_worker_exits_by_itself(endpoint: str) -> None:
+    with running(endpoint, idle_exit_s=0.2) as worker:
+        with Client(endpoint) as client:
+            client.hello()
+            time.sleep(0.4)
+            client.goodbye()
+        assert worker.join(5.0) is True
+
+
+def test_peer_that_never_reads_does_not_stop_the_others(endpoint: str) -> None:
+    with running(endpoint), session(endpoint) as (client, _, _):
+        context = zmq.Context()
+        deaf = context.socket(zmq.DEALER)
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.connect(endpoint)
+        for _ in range(3000):
+            deaf.send_multipart(HELLO)
+        client.row(new_save_id())
+        deaf.close(0)
+        context.term()

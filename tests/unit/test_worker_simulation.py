@@ -1,0 +1,415 @@
+"""The worker's brain under thousands of random schedules: lost, repeated, late messages, crashes, failing jobs.
+
+The simulation plays network, trainers, kernel, disk and clock. After every action it checks what must always hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.lifecycle import ABANDONED, COMMITTED, ENDED, FAILED, IN_FLIGHT
+from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt_worker import events as ev
+from asyncckpt_worker.state import Brain, BrainConfig
+
+ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
+CONFIG = BrainConfig(
+    package="sim",
+    pid=1,
+    pid_start=1,
+    instance="0" * 16,
+    heartbeat_s=1.0,
+    idle_exit_s=0.0,
+    drain_timeout_s=1e6,
+    staging_grace_s=1e5,
+    commit_timeout_s=300.0,
+)
+
+
+@dataclass
+class Memory:
+    """A slot's control page."""
+
+    generation: int = 0
+    sealed: SaveRequest | None = None
+    freed: bool = False
+
+
+@dataclass
+class Trainer:
+    """One rank of one run: a small, honest client that repeats what is not answered."""
+
+    name: str
+    run: str
+    rank: int
+    world_size: int
+    alive: bool = True
+    ids: int = 0
+    slots: dict[int, Memory] = field(default_factory=dict)
+    holds: dict[int, str] = field(default_factory=dict)
+    """Slot -> save that uses it."""
+
+    sequence: int = 0
+    waiting: dict[int, m.Message] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    welcomed: bool = False
+
+    def id(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    def ask(self, message: Any) -> m.Message:
+        self.waiting[message.id] = message
+        return message
+
+
+class World:
+    """Everything around the brain. `chaos` is the chance of each mischief."""
+
+    def __init__(self, seed: int, chaos: float) -> None:
+        self.random = random.Random(seed)
+        self.chaos = chaos
+        self.now = 0.0
+        self.brain = Brain(CONFIG, 0.0)
+        self.trainers: dict[bytes, Trainer] = {}
+        self.memory: dict[int, Memory] = {}
+        self.network: list[tuple[bytes, m.Message]] = []
+        self.jobs: list[Any] = []
+        self.seen_early: dict[int, tuple[int, SaveRequest | None]] = {}
+        self.written: dict[str, set[int]] = {}
+        self.sealed: set[tuple[str, int]] = set()
+        self.withdrawn: set[str] = set()
+        self.injected: set[str] = set()
+        self.commits: set[str] = set()
+        self.rejected: set[str] = set()
+        self.removed: set[str] = set()
+        self.exit: ev.Exit | None = None
+
+    def luck(self, share: float) -> bool:
+        return self.random.random() < share
+
+    # ---- the brain's surroundings
+
+    def feed(self, event: ev.Event) -> None:
+        todo = [event]
+        while todo:
+            for action in self.brain.handle(todo.pop(0)):
+                todo += self.perform(action)
+            self.check_slots()
+
+    def perform(self, action: ev.Action) -> list[ev.Event]:
+        match action:
+            case ev.Send():
+                if not self.luck(self.chaos):
+                    self.deliver(action.peer, action.message)
+            case ev.Watch():
+                alive = any(t.name == action.session and t.alive for t in self.trainers.values())
+                return [ev.Watched(now=self.now, session=action.session, alive=alive)]
+            case ev.CreateSlot():
+                if self.luck(self.chaos / 4):
+                    return [ev.SlotCreated(now=self.now, slot=action.slot, error=ERROR)]
+                self.memory[action.slot] = Memory()
+                return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.slot, token=b"t" * 16)]
+            case ev.FreeSlot():
+                running = [j for j in self.jobs if isinstance(j, (ev.Write, ev.ReadSlot)) and j.slot == action.slot]
+                assert not running, f"slot {action.slot} is freed under {running}"
+                self.memory.pop(action.slot).freed = True
+            case ev.Exit():
+                self.exit = action
+            case ev.Commit():
+                self.check_commit(action)
+                self.jobs.append(action)
+            case ev.ReadSlot():
+                memory = self.memory[action.slot]
+                self.seen_early[action.slot] = (memory.generation, memory.sealed)
+                self.jobs.append(action)
+            case ev.Remove():
+                rivals = [j for j in self.jobs if isinstance(j, (ev.Write, ev.Prepare)) and j.key[0] == action.save_id]
+                assert not rivals, f"files of {action.save_id} are removed while {rivals} are under way"
+                self.jobs.append(action)
+            case ev.Prepare() | ev.Write() | ev.ScanLineage():
+                self.jobs.append(action)
+        return []
+
+    def check_commit(self, action: ev.Commit) -> None:
+        world_size = action.requests[0].world_size
+        assert self.written.get(action.save_id, set()) == set(range(world_size)), "commit without every rank durable"
+        assert action.save_id not in self.commits, "committed twice"
+        assert action.save_id not in self.removed, "committed after its files were removed"
+        assert all((action.save_id, r) in self.sealed for r in range(world_size)), "committed what nobody sealed"
+        assert len({(r.path, r.step, r.world_size) for r in action.requests}) == 1
+        assert len(action.results) == world_size
+
+    def check_slots(self) -> None:
+        tables = self.brain.tables
+        for _, entry in tables.entries():
+            if entry.phase in IN_FLIGHT or entry.writing:
+                assert entry.slot in tables.slots and entry.slot in self.memory, f"{entry} lost its slot"
+
+    def finish_job(self) -> None:
+        job = self.jobs.pop(self.random.randrange(len(self.jobs)))
+        fails = self.luck(self.chaos / 3)
+        match job:
+            case ev.ReadSlot():
+                memory = self.memory[job.slot]
+                if memory.sealed is None:
+                    return self.feed(ev.SlotRead(now=self.now, slot=job.slot, reason="OPEN"))
+                event = ev.SlotRead(now=self.now, slot=job.slot, generation=memory.generation, request=memory.sealed)
+                return self.feed(event)
+            case ev.Prepare():
+                self.injected |= {job.key[0]} if fails else set()
+                return self.feed(ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
+            case ev.Write():
+                memory = self.memory[job.slot]  # KeyError: it was freed while it was written
+                intact = memory.sealed is job.request and memory.generation == job.generation
+                if fails or not intact:
+                    self.injected |= {job.key[0]}
+                    return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
+                self.written.setdefault(job.key[0], set()).add(job.key[1])
+                return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
+            case ev.Commit():
+                unknown = self.luck(0.5)
+                if fails:
+                    self.injected.add(job.save_id)
+                    return self.feed(ev.Published(now=self.now, save_id=job.save_id, error=ERROR, unknown=unknown))
+                self.commits.add(job.save_id)
+                return self.feed(ev.Published(now=self.now, save_id=job.save_id))
+            case ev.Remove():
+                assert job.save_id not in self.commits, "the files of a committed checkpoint were removed"
+                self.removed.add(job.save_id)
+                return self.feed(ev.Removed(now=self.now, save_id=job.save_id))
+            case ev.ScanLineage():
+                return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, epoch=1))
+
+    # ---- the network
+
+    def post(self, peer: bytes, message: m.Message) -> None:
+        self.network += [(peer, message)] * (0 if self.luck(self.chaos) else 2 if self.luck(self.chaos) else 1)
+
+    def carry(self) -> None:
+        index = self.random.randrange(len(self.network)) if self.luck(self.chaos) else 0
+        peer, message = self.network.pop(index)
+        self.feed(ev.Received(now=self.now, peer=peer, message=message))
+
+    def deliver(self, peer: bytes, message: m.Message) -> None:
+        trainer = self.trainers.get(peer)
+        if trainer is None or not trainer.alive:
+            return
+        if isinstance(message, m.Saves):
+            for row in message.saves:
+                if row["phase"] in ENDED:
+                    trainer.pending.discard(row["save_id"])
+        asked = trainer.waiting.pop(getattr(message, "id", 0), None)
+        if isinstance(message, m.Welcome):
+            trainer.welcomed = True
+        elif isinstance(message, m.Granted) and asked is not None:
+            trainer.slots.setdefault(message.slot, self.memory[message.slot])
+        elif isinstance(message, m.Refused) and isinstance(asked, (m.Begin, m.Submit)):
+            trainer.pending.discard(asked.save_id)
+            self.rejected.add(asked.save_id)
+            if isinstance(asked, m.Begin):
+                # The slot was opened for nothing; the next save opens a further generation.
+                trainer.holds = {n: s for n, s in trainer.holds.items() if s != asked.save_id}
+
+    # ---- the trainers
+
+    def spawn(self, run: str, rank: int, world_size: int) -> None:
+        name = f"{self.random.getrandbits(64):016x}"
+        trainer = Trainer(name, run, rank, world_size)
+        self.trainers[name.encode()] = trainer
+        hello = m.Hello(
+            id=trainer.id(), session=name, package="sim", pid=7, pid_start=7, rank=rank, world_size=world_size
+        )
+        self.post(name.encode(), trainer.ask(hello))
+
+    def act(self, peer: bytes, trainer: Trainer) -> None:
+        """One step of a trainer: whatever an honest one might do now."""
+        if not trainer.welcomed or self.luck(0.2):
+            for message in list(trainer.waiting.values()):
+                self.post(peer, message)
+            return
+        free = [n for n in trainer.slots if trainer.holds.get(n) not in trainer.pending]
+        choice = self.random.random()
+        if choice < 0.02:
+            self.post(peer, trainer.ask(m.Goodbye(id=trainer.id())))
+            trainer.alive = False
+        elif choice < 0.07 and free:
+            number = self.random.choice(free)
+            del trainer.slots[number]
+            self.post(peer, trainer.ask(m.Release(id=trainer.id(), slot=number)))
+        elif choice < (0.15 if trainer.slots else 1.0):
+            if len(trainer.slots) < 3 and not any(isinstance(w, m.Allocate) for w in trainer.waiting.values()):
+                self.post(peer, trainer.ask(m.Allocate(id=trainer.id(), nbytes=12288, populate=False)))
+        elif choice < 0.25:
+            saves = tuple(sorted(trainer.pending))
+            self.post(peer, m.Heartbeat(id=trainer.id(), saves=saves))
+        elif free:
+            self.save(peer, trainer, self.random.choice(free))
+
+    def save(self, peer: bytes, trainer: Trainer, number: int) -> None:
+        memory = trainer.slots[number]
+        save_id = f"000001-{trainer.sequence:08d}-{trainer.run}"
+        trainer.sequence += 1
+        memory.generation += 1
+        memory.sealed = None
+        trainer.pending.add(save_id)
+        trainer.holds[number] = save_id
+        path = f"/ckpt/{save_id}"
+        begin = m.Begin(
+            id=trainer.id(),
+            save_id=save_id,
+            step=trainer.sequence,
+            path=path,
+            slot=number,
+            generation=memory.generation,
+            nbytes=1,
+            umask=0,
+        )
+        self.post(peer, trainer.ask(begin))
+        fate = self.random.random()
+        if fate < 0.04 * (self.chaos > 0):
+            trainer.alive = False
+            return
+        if fate < 0.1:
+            self.post(peer, trainer.ask(m.Withdraw(id=trainer.id(), save_id=save_id, reason="simulated")))
+            trainer.pending.discard(save_id)
+            self.withdrawn.add(save_id)
+            return
+        memory.sealed = SaveRequest(
+            save_id=save_id,
+            step=trainer.sequence,
+            path=path,
+            rank=trainer.rank,
+            world_size=trainer.world_size,
+            parts=(PartRange(offset=4096, nbytes=1),),
+            structure=b"",
+            objects=b"",
+            n_tensors=1,
+            metadata="{}",
+            fsync=True,
+            umask=0,
+            write_threads=0,
+            package="sim",
+        )
+        self.sealed.add((save_id, trainer.rank))
+        if fate < 0.16 * (self.chaos > 0):
+            trainer.alive = False
+            return
+        submit = m.Submit(id=trainer.id(), save_id=save_id, slot=number, generation=memory.generation)
+        self.post(peer, trainer.ask(submit))
+
+    # ---- the run
+
+    def run(self, steps: int) -> None:
+        self.spawn_run()
+        unseen: list[Trainer] = []
+        for _ in range(steps):
+            self.now += self.random.random()
+            dice = self.random.random()
+            living = [(p, t) for p, t in self.trainers.items() if t.alive]
+            unseen += [t for t in self.trainers.values() if not t.alive and t not in unseen]
+            if dice < 0.3 and living:
+                self.act(*self.random.choice(living))
+            elif dice < 0.6 and self.network:
+                self.carry()
+            elif dice < 0.85 and self.jobs:
+                self.finish_job()
+            elif dice < 0.90 and unseen:
+                self.feed(ev.Died(now=self.now, session=self.random.choice(unseen).name))
+            elif dice < 0.91 and len(self.trainers) < 40:
+                self.spawn_run()
+            else:
+                self.feed(ev.Tick(now=self.now))
+        self.settle()
+
+    def spawn_run(self) -> None:
+        world_size = self.random.choice((1, 1, 2, 3))
+        run = f"{self.random.getrandbits(48):012x}"
+        for rank in range(world_size):
+            self.spawn(run, rank, world_size)
+
+    def settle(self) -> None:
+        """Everybody dies; everything that is under way comes to its end."""
+        for trainer in self.trainers.values():
+            trainer.alive = False
+        self.network.clear()
+        for trainer in self.trainers.values():
+            self.feed(ev.Died(now=self.now, session=trainer.name))
+        while self.jobs:
+            self.finish_job()
+        self.now += 1000.0
+        self.feed(ev.Tick(now=self.now))
+        while self.jobs:
+            self.finish_job()
+        self.check_end()
+
+    def check_end(self) -> None:
+        tables = self.brain.tables
+        assert not tables.slots and not self.memory, "slots are left"
+        assert not tables.sessions and not tables.peers
+        assert tables.jobs == 0
+        for save, entry in tables.entries():
+            assert entry.phase in ENDED and save.outcome is not None, f"{save.save_id} never ended"
+            assert (entry.phase == COMMITTED) == (save.save_id in self.commits)
+            assert entry.phase == COMMITTED or entry.error is not None, f"{save.save_id} ended without a reason"
+        for save in tables.saves.values():
+            left = self.written.get(save.save_id) and save.outcome in (FAILED, ABANDONED)
+            assert not left or save.save_id in self.removed, f"files of {save} are left"
+        self.check_nothing_lost()
+        self.feed(ev.StopRequested(now=self.now))
+        assert self.exit == ev.Exit(complete=True, reason="drained")
+
+    def check_nothing_lost(self) -> None:
+        """P5: what all ranks sealed is committed, unless its disk failed or it was refused or taken back."""
+        for trainer in self.trainers.values():
+            for sequence in range(trainer.sequence):
+                save_id = f"000001-{sequence:08d}-{trainer.run}"
+                everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
+                if everywhere and save_id not in self.injected | self.rejected | self.withdrawn:
+                    save = self.brain.tables.saves.get(save_id)
+                    timed_out = save is not None and "commit_timeout" in str(save.error)
+                    assert save_id in self.commits or timed_out, f"{save_id} was staged and is lost: {save}"
+
+
+SCHEDULES = 60
+STEPS = 600
+
+
+@pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])
+def test_random_schedules_keep_every_promise(chaos: float, rng: random.Random) -> None:
+    for schedule in range(SCHEDULES):
+        seed = rng.getrandbits(32)
+        try:
+            World(seed, chaos).run(steps=STEPS)
+        except BaseException:
+            print(f"schedule {schedule}: World(seed={seed}, chaos={chaos}).run(steps=STEPS)")
+            raise
+
+
+def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:
+    seen: set[str] = set()
+    for _ in range(60):
+        world = World(rng.getrandbits(32), 0.2)
+        world.run(steps=STEPS)
+        seen |= {entry.phase for _, entry in world.brain.tables.entries()}
+    assert seen == ENDED
+
+
+def test_same_seed_gives_the_same_history() -> None:
+    def history() -> Iterable[Any]:
+        world = World(7, 0.2)
+        world.run(steps=200)
+        return [replace_times(e) for _, e in world.brain.tables.entries()]
+
+    assert list(history()) == list(history())
+
+
+def replace_times(entry: Any) -> Any:
+    return replace(entry, begun_at=0.0)

@@ -1,0 +1,820 @@
+"""The worker's brain, one behaviour at a time. No sockets, no sleeps: events in, actions out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from asyncckpt.errors import CheckpointExistsError, SaveFailedError, to_wire
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt_worker import events as ev
+from asyncckpt_worker import records
+from asyncckpt_worker.state import Brain, BrainConfig
+
+CONFIG = BrainConfig(
+    package="test",
+    pid=10,
+    pid_start=20,
+    instance="ab" * 8,
+    heartbeat_s=0.5,
+    idle_exit_s=600.0,
+    drain_timeout_s=120.0,
+    staging_grace_s=10.0,
+    commit_timeout_s=1800.0,
+)
+FIRST = "000001-00000000-aaaaaaaaaaaa"
+SECOND = "000001-00000001-aaaaaaaaaaaa"
+PATH = "/ckpt/a"
+ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
+T = TypeVar("T")
+
+
+class Bench:
+    """A brain with its surroundings at hand."""
+
+    def __init__(self, config: BrainConfig = CONFIG) -> None:
+        self.brain = Brain(config, 0.0)
+        self.now = 0.0
+        self.ids = 0
+        self.actions: list[Any] = []
+
+    def feed(self, kind: Any, **fields: Any) -> list[Any]:
+        """Feed one event and return the actions, logs left out."""
+        self.actions = [a for a in self.brain.handle(kind(now=self.now, **fields)) if not isinstance(a, ev.Log)]
+        return self.actions
+
+    def say(self, kind: Any, peer: bytes = b"p", **fields: Any) -> Any:
+        """Send a message and return the reply, or None."""
+        self.ids += 1
+        message = kind(**{"id": self.ids, **fields})
+        self.feed(ev.Received, peer=peer, message=message)
+        replies = [a.message for a in self.of(ev.Send) if getattr(a.message, "id", 0) == message.id and a.peer == peer]
+        return replies[0] if replies else None
+
+    def of(self, kind: type[T]) -> list[T]:
+        """Return the last actions of one kind."""
+        return [a for a in self.actions if isinstance(a, kind)]
+
+    def pushed(self) -> list[Any]:
+        """Return the rows that were pushed last."""
+        return [
+            r for a in self.of(ev.Send) if isinstance(a.message, m.Saves) and a.message.id == 0 for r in a.message.saves
+        ]
+
+    def hello(
+        self, peer: bytes = b"p", session: str = "1" * 16, rank: int = 0, world_size: int = 1, **changes: Any
+    ) -> Any:
+        fields = {"session": session, "package": "t", "pid": 7, "pid_start": 8, "rank": rank, "world_size": world_size}
+        reply = self.say(m.Hello, peer, **{**fields, **changes})
+        if self.of(ev.Watch):
+            self.feed(ev.Watched, session=session, alive=True)
+        return reply
+
+    def slot(self, peer: bytes = b"p") -> int:
+        self.say(m.Allocate, peer, nbytes=12288, populate=True)
+        (create,) = self.of(ev.CreateSlot)
+        self.feed(ev.SlotCreated, slot=create.slot, fd=100 + create.slot, token=b"t" * 16)
+        return create.slot
+
+    def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
+        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, **changes}
+        return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
+
+    def submit(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p") -> Any:
+        return self.say(m.Submit, peer, save_id=save_id, slot=slot, generation=generation)
+
+    def read(self, slot: int, save_id: str = FIRST, generation: int = 1, **changes: Any) -> list[Any]:
+        request = replace(REQUEST, save_id=save_id, **changes)
+        return self.feed(ev.SlotRead, slot=slot, generation=generation, request=request)
+
+    def phase(self, save_id: str = FIRST, rank: int = 0) -> str | None:
+        entry = self.brain.tables.entry((save_id, rank))
+        return entry.phase if entry else None
+
+    def row(self, save_id: str = FIRST, peer: bytes = b"p") -> Any:
+        reply = self.say(m.Heartbeat, peer, saves=(save_id,))
+        return reply.saves[0] if reply.saves else None
+
+    def at_writing(
+        self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", rank: int = 0
+    ) -> None:
+        """Bring a save to where its files are being written."""
+        world_size = self.brain.tables.slots[slot].world_size
+        self.begin(slot, save_id, generation, peer)
+        self.feed(ev.Prepared, key=(save_id, rank))
+        self.submit(slot, save_id, generation, peer)
+        self.read(slot, save_id, generation, rank=rank, world_size=world_size)
+        assert self.phase(save_id, rank) == "writing"
+
+
+REQUEST = SaveRequest(
+    save_id=FIRST,
+    step=5,
+    path=PATH,
+    rank=0,
+    world_size=1,
+    parts=(PartRange(offset=4096, nbytes=1),),
+    structure=b"",
+    objects=b"",
+    n_tensors=1,
+    metadata="{}",
+    fsync=True,
+    umask=0o22,
+    write_threads=0,
+    package="t",
+)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A brain with one session."""
+    bench = Bench()
+    bench.hello()
+    return bench
+
+
+def code(reply: Any) -> str:
+    assert isinstance(reply, m.Refused), reply
+    return str(reply.error["code"])
+
+
+# ---- sessions
+
+
+def test_hello_is_answered_once_the_process_is_watched() -> None:
+    bench = Bench()
+    bench.say(m.Hello, session="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    assert bench.of(ev.Watch) == [ev.Watch(session="1" * 16, pid=7, pid_start=8)] and not bench.of(ev.Send)
+    bench.feed(ev.Watched, session="1" * 16, alive=True)
+    (send,) = bench.of(ev.Send)
+    assert isinstance(send.message, m.Welcome) and (send.message.id, send.message.instance) == (1, "ab" * 8)
+
+
+def test_hello_of_an_invisible_process_is_refused_and_forgotten() -> None:
+    bench = Bench()
+    bench.say(m.Hello, session="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    bench.feed(ev.Watched, session="1" * 16, alive=False)
+    assert code(bench.of(ev.Send)[0].message) == "worker_unavailable"
+    assert not bench.brain.tables.sessions and not bench.brain.tables.peers
+
+
+def test_repeated_hello_is_welcomed_again_and_changes_nothing(bench: Bench) -> None:
+    slot = bench.slot()
+    assert isinstance(bench.hello(), m.Welcome)
+    assert bench.brain.tables.sessions["1" * 16].slots == {slot}
+
+
+def test_hello_over_a_new_connection_moves_the_session_there(bench: Bench) -> None:
+    slot = bench.slot()
+    assert isinstance(bench.hello(peer=b"q"), m.Welcome)
+    assert isinstance(bench.begin(slot, peer=b"q"), m.Ok)
+    assert code(bench.say(m.Goodbye, b"p")) == "unknown_save"
+
+
+@pytest.mark.parametrize("changes", [{"pid": 9}, {"pid_start": 9}, {"rank": 1, "world_size": 2}])
+def test_hello_with_the_session_of_another_process_is_refused(bench: Bench, changes: dict[str, int]) -> None:
+    assert code(bench.hello(peer=b"q", **changes)) == "protocol"
+
+
+def test_hello_with_a_second_session_on_one_connection_is_refused(bench: Bench) -> None:
+    assert code(bench.hello(session="2" * 16)) == "protocol"
+
+
+def test_hello_with_a_rank_beyond_its_world_is_refused() -> None:
+    assert code(Bench().hello(rank=2, world_size=2)) == "protocol"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (m.Allocate, {"nbytes": 12288, "populate": False}),
+        (m.Release, {"slot": 1}),
+        (m.Lineage, {"path": "/a"}),
+        (m.Submit, {"save_id": FIRST, "slot": 1, "generation": 1}),
+        (m.Withdraw, {"save_id": FIRST, "reason": ""}),
+        (m.Heartbeat, {"saves": ()}),
+        (m.Goodbye, {}),
+    ],
+)
+def test_request_without_a_session_is_refused(kind: Any, fields: dict[str, Any]) -> None:
+    assert code(Bench().say(kind, **fields)) == "unknown_save"
+
+
+def test_status_and_drain_need_no_session() -> None:
+    bench = Bench()
+    bench.say(m.Status)
+    assert bench.of(ev.SendStatus)
+    assert isinstance(bench.say(m.Drain, now=False), m.Ok)
+
+
+def test_drain_over_the_wire_answers_before_it_exits() -> None:
+    bench = Bench()
+    bench.say(m.Drain, now=False)
+    assert [type(a) for a in bench.actions] == [ev.Send, ev.Exit]
+
+
+# ---- slots
+
+
+def test_allocate_is_granted_with_fd_and_token(bench: Bench) -> None:
+    slot = bench.slot()
+    assert bench.of(ev.Send)[0].message == m.Granted(id=2, slot=slot, fd=100 + slot, nbytes=12288, token=b"t" * 16)
+
+
+def test_repeated_allocate_gets_the_same_slot(bench: Bench) -> None:
+    slot = bench.slot()
+    again = bench.say(m.Allocate, id=2, nbytes=12288, populate=True)
+    assert again.slot == slot and not bench.of(ev.CreateSlot)
+
+
+def test_late_repeat_of_allocate_after_the_release_makes_no_slot(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.say(m.Release, slot=slot)
+    assert code(bench.say(m.Allocate, id=2, nbytes=12288, populate=True)) == "unknown_save"
+    assert not bench.of(ev.CreateSlot)
+
+
+def test_allocate_without_memory_is_refused_and_may_be_tried_again(bench: Bench) -> None:
+    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
+    bench.feed(ev.SlotCreated, slot=bench.of(ev.CreateSlot)[0].slot, error=ERROR)
+    assert code(bench.of(ev.Send)[0].message) == "save_failed"
+    assert not bench.brain.tables.slots
+    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
+    assert bench.of(ev.CreateSlot)
+
+
+def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
+    for _ in range(records.MAX_SLOTS_PER_SESSION):
+        bench.slot()
+    assert code(bench.say(m.Allocate, nbytes=12288, populate=True)) == "protocol"
+
+
+def test_released_slot_is_read_once_more_then_freed(bench: Bench) -> None:
+    slot = bench.slot()
+    assert isinstance(bench.say(m.Release, slot=slot), m.Ok)
+    assert bench.of(ev.ReadSlot) and not bench.of(ev.FreeSlot)
+    bench.feed(ev.SlotRead, slot=slot, reason="EMPTY")
+    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=slot)]
+
+
+def test_release_may_be_repeated_but_not_for_slots_of_others(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.say(m.Release, slot=slot)
+    assert isinstance(bench.say(m.Release, slot=slot), m.Ok)
+    bench.feed(ev.SlotRead, slot=slot, reason="EMPTY")
+    assert isinstance(bench.say(m.Release, slot=slot), m.Ok)
+    bench.hello(b"q", "2" * 16)
+    others = bench.slot(b"q")
+    assert code(bench.say(m.Release, slot=others)) == "unknown_save"
+    assert code(bench.say(m.Release, slot=99)) == "unknown_save"
+
+
+def test_slot_is_kept_while_its_save_is_in_flight_though_released(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.say(m.Release, slot=slot)
+    bench.feed(ev.SlotRead, slot=slot, generation=1, request=REQUEST)
+    assert not bench.of(ev.FreeSlot)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    assert not bench.of(ev.FreeSlot), "a durable save may need a rewrite until it is committed"
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=slot)]
+
+
+def test_slot_of_a_session_that_lives_is_never_freed(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    bench.feed(ev.Published, save_id=FIRST)
+    bench.now = 1e9
+    bench.feed(ev.Tick)
+    assert slot in bench.brain.tables.slots
+
+
+# ---- begin and submit
+
+
+def test_begin_prepares_the_directory_and_is_acknowledged_at_once(bench: Bench) -> None:
+    assert isinstance(bench.begin(bench.slot()), m.Ok)
+    (prepare,) = bench.of(ev.Prepare)
+    assert (prepare.path, prepare.umask, prepare.step) == (PATH, 0o22, 5)
+
+
+def test_repeated_begin_prepares_once(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    assert isinstance(bench.begin(slot), m.Ok) and not bench.of(ev.Prepare)
+
+
+def test_begin_in_a_slot_that_is_not_the_sessions_is_refused(bench: Bench) -> None:
+    bench.hello(b"q", "2" * 16)
+    others = bench.slot(b"q")
+    assert code(bench.begin(others)) == "unknown_save"
+    assert code(bench.begin(77)) == "unknown_save"
+
+
+def test_begin_of_one_save_in_two_places_is_refused(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.begin(first)
+    assert code(bench.begin(second)) == "protocol"
+    assert code(bench.begin(first, generation=2)) == "protocol"
+
+
+def test_begin_with_a_generation_that_was_taken_is_refused(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot, generation=4)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert code(bench.begin(slot, SECOND, generation=4)) == "unknown_save"
+    assert isinstance(bench.begin(slot, SECOND, generation=5), m.Ok)
+
+
+def test_begin_while_the_slots_save_is_in_flight_is_refused(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    assert code(bench.begin(slot, SECOND, generation=2)) == "protocol"
+    assert bench.phase() == "writing"
+
+
+def test_begin_of_the_next_save_in_a_slot_ends_the_one_that_was_never_sealed(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.begin(slot, SECOND, generation=2)
+    assert bench.phase() == "abandoned" and bench.phase(SECOND) == "begun"
+
+
+def test_begin_of_another_world_size_is_refused(bench: Bench) -> None:
+    bench.begin(bench.slot())
+    bench.hello(b"q", "2" * 16, rank=1, world_size=2)
+    assert code(bench.begin(bench.slot(b"q"), peer=b"q")) == "protocol"
+
+
+def test_begin_is_refused_when_too_many_jobs_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = bench.slot()
+    monkeypatch.setattr("asyncckpt_worker.lending.MAX_JOBS", 0)
+    assert code(bench.begin(slot)) == "worker_unavailable"
+
+
+def test_submit_reads_the_slot_and_is_answered_after_that(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    assert bench.submit(slot) is None
+    assert bench.of(ev.ReadSlot) == [ev.ReadSlot(slot=slot)]
+    bench.read(slot)
+    assert [type(a.message) for a in bench.of(ev.Send)] == [m.Ok]
+    assert bench.phase() == "submitted"
+
+
+def test_submit_before_the_directory_is_ready_waits_for_it(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.submit(slot)
+    assert not [a for a in bench.read(slot) if isinstance(a, (ev.Write, ev.Prepare))]
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert len(bench.of(ev.Write)) == 1
+
+
+def test_submit_without_begin_takes_everything_from_the_slot(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.submit(slot)
+    bench.read(slot)
+    (prepare,) = bench.of(ev.Prepare)
+    assert prepare.path == PATH
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert bench.of(ev.Write)[0].request == REQUEST
+
+
+def test_late_begin_after_submit_changes_nothing(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.submit(slot)
+    bench.read(slot)
+    assert isinstance(bench.begin(slot), m.Ok)
+    assert bench.phase() == "submitted" and not bench.of(ev.Prepare)
+
+
+def test_repeated_submits_are_all_answered_and_write_once(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot)
+    bench.submit(slot)
+    bench.read(slot)
+    assert [type(a.message) for a in bench.of(ev.Send)] == [m.Ok, m.Ok] and len(bench.of(ev.Write)) == 1
+    assert bench.read(slot) == []
+    assert isinstance(bench.submit(slot), m.Ok) and not bench.of(ev.ReadSlot)
+
+
+def test_submit_of_an_unsealed_slot_is_refused_and_the_save_goes_on(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.submit(slot)
+    bench.feed(ev.SlotRead, slot=slot, reason="the slot is OPEN, not SEALED")
+    reply = bench.of(ev.Send)[0].message
+    assert code(reply) == "unknown_save" and "OPEN" in reply.error["text"]
+    assert bench.phase() == "begun"
+
+
+def test_submit_naming_another_save_than_the_slot_holds_is_refused(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.submit(slot, SECOND)
+    bench.read(slot, FIRST)
+    assert code(bench.of(ev.Send)[-1].message) == "unknown_save"
+
+
+def test_submit_of_a_generation_that_is_over_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot, generation=3)
+    assert code(bench.submit(slot, SECOND, generation=3)) == "unknown_save"
+
+
+def test_submit_from_the_wrong_place_is_refused(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.begin(first)
+    assert code(bench.submit(second)) == "protocol"
+    assert code(bench.submit(first, generation=9)) == "protocol"
+    assert code(bench.submit(55)) == "unknown_save"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"step": 6}, {"path": "/elsewhere"}, {"world_size": 2}, {"rank": 1, "world_size": 2}]
+)
+def test_sealed_request_that_contradicts_its_begin_fails_the_save(bench: Bench, changes: dict[str, Any]) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot)
+    bench.read(slot, **changes)
+    assert not bench.of(ev.Write)
+    save = bench.brain.tables.saves[FIRST]
+    assert save.outcome == "failed" and save.error is not None and save.error["fields"]["code"] == "disagree"
+
+
+def test_forgotten_save_is_not_written_again_from_its_old_slot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    bench.feed(ev.Published, save_id=FIRST)
+    bench.brain.tables.saves.clear()
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read(slot)
+    assert not bench.of(ev.Prepare) and bench.of(ev.FreeSlot)
+
+
+# ---- the life of a save
+
+
+def test_whole_save_pushes_durable_and_committed(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r", report={"nbytes": 9})
+    assert [r["phase"] for r in bench.pushed()] == ["durable"]
+    assert bench.of(ev.Commit) == [ev.Commit(save_id=FIRST, requests=(REQUEST,), results=("r",))]
+    bench.feed(ev.Published, save_id=FIRST, report={"seconds_commit": 0.5})
+    assert bench.pushed() == [{"save_id": FIRST, "phase": "committed", "report": {"nbytes": 9, "seconds_commit": 0.5}}]
+
+
+def test_failed_prepare_fails_the_save_while_it_is_staged(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    error = to_wire(CheckpointExistsError("there", path=PATH))
+    bench.feed(ev.Prepared, key=(FIRST, 0), error=error)
+    assert [(r["phase"], r["error"]["code"]) for r in bench.pushed()] == [("failed", "checkpoint_exists")]
+    bench.submit(slot)
+    bench.read(slot)
+    assert not bench.of(ev.Write) and bench.phase() == "failed"
+
+
+def test_failed_write_publishes_nothing_and_the_next_save_works(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.row()["error"]["fields"]["code"] == "ENOSPC" and not bench.of(ev.Commit)
+    bench.at_writing(slot, SECOND, generation=2)
+
+
+def test_failed_commit_removes_the_files(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    bench.feed(ev.Published, save_id=FIRST, error=ERROR)
+    assert bench.phase() == "failed" and bench.of(ev.Remove) == [ev.Remove(save_id=FIRST, path=PATH)]
+
+
+def test_unknown_commit_removes_nothing(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    bench.feed(ev.Published, save_id=FIRST, error=ERROR, unknown=True)
+    assert bench.phase() == "unknown" and not bench.of(ev.Remove)
+
+
+def test_results_that_come_twice_or_for_nothing_are_ignored(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    for kind, fields in (
+        (ev.Written, {"key": (FIRST, 0), "error": ERROR}),
+        (ev.Prepared, {"key": (FIRST, 0), "error": ERROR}),
+        (ev.Written, {"key": (SECOND, 3), "error": ERROR}),
+        (ev.Published, {"save_id": SECOND}),
+        (ev.Removed, {"save_id": SECOND}),
+        (ev.SlotRead, {"slot": 77}),
+        (ev.SlotCreated, {"slot": 77, "error": ERROR}),
+        (ev.Died, {"session": "9" * 16}),
+        (ev.Watched, {"session": "9" * 16, "alive": False}),
+    ):
+        assert bench.feed(kind, **fields) == []
+    assert bench.phase() == "durable"
+
+
+def test_withdraw_abandons_and_keeps_the_slot(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    assert isinstance(bench.say(m.Withdraw, save_id=FIRST, reason="out of luck"), m.Ok)
+    assert bench.phase() == "abandoned" and "out of luck" in bench.row()["error"]["text"]
+    assert isinstance(bench.begin(slot, SECOND, generation=2), m.Ok)
+
+
+def test_withdraw_after_the_seal_comes_too_late(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    assert isinstance(bench.say(m.Withdraw, save_id=FIRST, reason=""), m.Ok)
+    assert bench.phase() == "writing"
+
+
+def test_withdraw_that_overtakes_begin_keeps_the_save_from_beginning(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.say(m.Withdraw, save_id=FIRST, reason="")
+    assert isinstance(bench.begin(slot), m.Ok)
+    assert bench.phase() == "abandoned" and not bench.of(ev.Prepare)
+
+
+def test_heartbeat_leaves_out_unknown_saves(bench: Bench) -> None:
+    bench.begin(bench.slot())
+    reply = bench.say(m.Heartbeat, saves=(SECOND, FIRST, FIRST))
+    assert [(r["save_id"], r["phase"]) for r in reply.saves] == [(FIRST, "begun")]
+
+
+def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
+    slot = bench.slot()
+    for generation in range(1, records.MAX_HISTORY + 50):
+        save_id = f"000001-{generation:08d}-aaaaaaaaaaaa"
+        bench.begin(slot, save_id, generation)
+        bench.feed(ev.Prepared, key=(save_id, 0), error=ERROR)
+    assert len(bench.brain.tables.saves) == records.MAX_HISTORY
+    assert bench.phase(f"000001-{records.MAX_HISTORY + 49:08d}-aaaaaaaaaaaa") == "failed"
+
+
+def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
+    assert bench.say(m.Lineage, id=70, path=PATH) is None
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, epoch=4)
+    assert bench.of(ev.Send)[0].message == m.LineageFound(id=70, epoch=4)
+    bench.say(m.Lineage, id=71, path=PATH)
+    bench.feed(ev.LineageScanned, peer=b"p", id=71, error=ERROR)
+    assert code(bench.of(ev.Send)[0].message) == "save_failed"
+
+
+# ---- death
+
+
+def test_death_after_the_seal_commits_though_no_message_came(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.Died, session="1" * 16)
+    assert bench.of(ev.ReadSlot) == [ev.ReadSlot(slot=slot)]
+    bench.read(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    assert bench.of(ev.Commit)
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=slot)] and bench.phase() == "committed"
+
+
+def test_death_before_the_seal_abandons_and_frees(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
+    assert bench.phase() == "abandoned" and bench.of(ev.FreeSlot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert not bench.of(ev.Write)
+
+
+def test_death_during_a_read_reads_again(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.submit(slot)
+    bench.feed(ev.Died, session="1" * 16)
+    assert not bench.of(ev.ReadSlot)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN: the read was faster than the seal")
+    assert bench.of(ev.ReadSlot) and not bench.of(ev.FreeSlot)
+    bench.read(slot)
+    assert bench.phase() == "submitted"
+
+
+def test_death_of_a_session_with_a_save_being_written_finishes_it(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read(slot)
+    assert not bench.of(ev.FreeSlot)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.of(ev.FreeSlot)
+
+
+def test_goodbye_takes_up_what_is_sealed_and_unwatches(bench: Bench) -> None:
+    slot = bench.slot()
+    assert isinstance(bench.say(m.Goodbye), m.Ok)
+    assert bench.of(ev.Unwatch) and bench.of(ev.ReadSlot)
+    bench.read(slot)
+    assert bench.phase() == "submitted"
+
+
+def test_message_of_the_dead_is_refused(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.Died, session="1" * 16)
+    assert code(bench.submit(slot)) == "unknown_save"
+
+
+# ---- several ranks
+
+
+@pytest.fixture
+def pair() -> tuple[Bench, int, int]:
+    """Two ranks of one world and a slot of each."""
+    bench = Bench()
+    bench.hello(b"p", "1" * 16, 0, 2)
+    bench.hello(b"q", "2" * 16, 1, 2)
+    return bench, bench.slot(b"p"), bench.slot(b"q")
+
+
+def test_save_of_two_ranks_commits_when_both_are_durable(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r0")
+    assert not bench.of(ev.Commit)
+    bench.at_writing(second, peer=b"q", rank=1)
+    bench.feed(ev.Written, key=(FIRST, 1), result="r1")
+    assert bench.of(ev.Commit)[0].results == ("r0", "r1")
+    bench.feed(ev.Published, save_id=FIRST)
+    assert sorted(a.peer for a in bench.of(ev.Send)) == [b"p", b"q"]
+
+
+def test_failure_of_one_rank_ends_the_save_on_all(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.begin(second, peer=b"q")
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert (bench.phase(rank=0), bench.phase(rank=1)) == ("failed", "failed")
+    assert {a.peer for a in bench.of(ev.Send)} == {b"p", b"q"}
+
+
+def test_rank_that_comes_after_the_failure_fails_too(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert isinstance(bench.begin(second, peer=b"q"), m.Ok)
+    assert bench.row(peer=b"q")["error"]["fields"]["code"] == "ENOSPC"
+
+
+def test_files_of_a_failed_save_are_removed_once_nobody_writes(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.at_writing(second, peer=b"q", rank=1)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert not bench.of(ev.Remove)
+    bench.feed(ev.Written, key=(FIRST, 1), result="r1")
+    assert len(bench.of(ev.Remove)) == 1
+
+
+def test_slot_is_kept_for_a_writer_that_outlives_its_save(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.at_writing(second, peer=b"q", rank=1)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    bench.feed(ev.Died, session="2" * 16)
+    bench.read(second, rank=1, world_size=2)
+    assert not bench.of(ev.FreeSlot)
+    bench.feed(ev.Written, key=(FIRST, 1), result="r1")
+    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=second)]
+
+
+def test_ranks_that_disagree_never_commit(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.begin(second, peer=b"q", path="/ckpt/other")
+    bench.submit(second, peer=b"q")
+    bench.read(second, rank=1, world_size=2, path="/ckpt/other")
+    assert bench.brain.tables.saves[FIRST].outcome == "failed"
+
+
+def test_missing_rank_ends_in_a_commit_timeout(pair: tuple[Bench, int, int]) -> None:
+    bench, first, _ = pair
+    bench.at_writing(first)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r0")
+    bench.now = CONFIG.commit_timeout_s
+    bench.feed(ev.Tick)
+    assert bench.row()["error"]["code"] == "commit_timeout" and "[1]" in bench.row()["error"]["text"]
+
+
+def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Bench, int, int]) -> None:
+    bench, first, _ = pair
+    bench.hello(b"z", "3" * 16, 0, 2)
+    twin = bench.slot(b"z")
+    bench.begin(first)
+    assert code(bench.begin(twin, peer=b"z")) == "protocol"
+    bench.say(m.Withdraw, b"z", save_id=FIRST, reason="")
+    bench.feed(ev.Died, session="3" * 16)
+    bench.read(twin, world_size=2)
+    assert bench.phase() == "begun" and bench.brain.tables.entry((FIRST, 0)).slot == first  # type: ignore[union-attr]
+
+
+# ---- the end
+
+
+def test_drain_without_saves_exits_at_once(bench: Bench) -> None:
+    bench.feed(ev.StopRequested)
+    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="drained")]
+
+
+def test_drain_finishes_what_is_in_flight(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=1, generation=1, request=REQUEST)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    assert not bench.of(ev.Exit)
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="drained")]
+
+
+def test_drain_takes_up_what_is_sealed_though_its_doorbell_is_under_way(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.StopRequested)
+    bench.read(slot)
+    bench.now = 11.0
+    bench.feed(ev.Tick)
+    assert bench.phase() == "submitted" and not bench.of(ev.Exit)
+
+
+def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
+    assert not bench.of(ev.Exit) and bench.brain.wakes_at == CONFIG.staging_grace_s
+    bench.now = CONFIG.staging_grace_s
+    bench.feed(ev.Tick)
+    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="drained")]
+
+
+def test_drain_gives_up_after_its_timeout_and_says_so(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=1, reason="")
+    bench.now = CONFIG.drain_timeout_s
+    bench.feed(ev.Tick)
+    assert bench.of(ev.Exit) == [ev.Exit(complete=False, reason="drain timeout")]
+
+
+def test_second_stop_exits_at_once(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.StopRequested, immediately=True)
+    assert bench.of(ev.Exit) == [ev.Exit(complete=False, reason="drain timeout")]
+
+
+def test_draining_worker_refuses_sessions_slots_and_saves(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first)
+    bench.feed(ev.StopRequested)
+    assert code(bench.hello(b"q", "2" * 16)) == "worker_unavailable"
+    assert code(bench.say(m.Allocate, nbytes=12288, populate=False)) == "worker_unavailable"
+    assert code(bench.begin(second, SECOND)) == "worker_unavailable"
+
+
+def test_idle_worker_exits_and_a_session_keeps_it() -> None:
+    bench = Bench()
+    bench.now = 599.0
+    bench.feed(ev.Tick)
+    assert not bench.of(ev.Exit) and bench.brain.wakes_at == 600.0
+    bench.hello()
+    bench.now = 5000.0
+    bench.feed(ev.Tick)
+    assert not bench.of(ev.Exit) and bench.brain.wakes_at is None
+    bench.say(m.Goodbye)
+    bench.now = 5600.0
+    bench.feed(ev.Tick)
+    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="idle")]
+
+
+def test_idle_exit_of_zero_never_comes() -> None:
+    bench = Bench(replace(CONFIG, idle_exit_s=0.0))
+    bench.now = 1e9
+    assert bench.feed(ev.Tick) == [] and bench.brain.wakes_at is None
+
+
+def test_status_report_names_sessions_slots_and_saves(bench: Bench) -> None:
+    bench.at_writing(bench.slot())
+    report = bench.brain.report()
+    assert report["sessions"][0]["pid"] == 7
+    assert report["slots"][0] == {"slot": 1, "nbytes": 12288, "state": "lent", "save_id": FIRST}
+    assert report["saves"][0] == {"save_id": FIRST, "rank": 0, "phase": "writing", "step": 5, "path": PATH}
