@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.errors import ConfigError, CorruptCheckpointError, MissingKeysError
 from asyncckpt.format.tree import Node, leaves
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint, replace_at
 from asyncckpt.loading.saved_tree import SavedTree, Selection, selected
@@ -23,7 +23,7 @@ from asyncckpt.paths import absolute_path
 from asyncckpt.planning.state_dict import unflatten
 from asyncckpt.planning.torch_types import decode_object, torch_dtype
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
-from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_contents, read_objects
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt, read_contents, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 
@@ -122,6 +122,7 @@ class _Load:
         self._path = contents.path
         self._saved = SavedTree(contents)
         self._objects: dict[int, list[Any]] = {}
+        check_lengths(contents, files)
 
     def into(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
         """Fill `state_dict`. Everything is checked before a tensor changes; objects are replaced last."""
@@ -156,10 +157,18 @@ class _Load:
 
     def _new_tensor(self, number: int, device: torch.device) -> torch.Tensor:
         saved = self._saved.tensors[number]
-        return new_tensor(saved.global_shape, torch_dtype(saved.dtype), device)
+        try:
+            return new_tensor(saved.global_shape, torch_dtype(saved.dtype), device)
+        except RuntimeError as error:
+            if 0 not in saved.global_shape:
+                raise
+            detail = f"torch makes no tensor of shape {list(saved.global_shape)}"
+            raise CorruptCheckpointError(
+                f"{self._path}: tensor {saved.fqn!r}: {detail}", path=self._path, fqn=saved.fqn, detail=detail
+            ) from error
 
     def _object(self, number: int) -> Any:
-        rank, own_number = self._saved.objects[number]
+        rank, own_number = self._saved.object_at(number)
         if rank not in self._objects:
             self._objects[rank] = read_objects(self._contents, rank, self._files)
         try:

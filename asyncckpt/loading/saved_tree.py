@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -10,30 +10,33 @@ from typing import Any
 from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.storage.contents import Contents, SavedTensor
 
-_logger = logging.getLogger("asyncckpt.loading")
-
 
 class SavedTree:
     """See the module.
 
     Attributes:
-        tree: The skeleton; its leaves number `tensors` and `objects`.
+        tree: The skeleton; its leaves number `tensors`, and objects for `object_at`.
         tensors: By tensor number.
-        objects: By object number: (rank, the rank's number of it). Of objects that several ranks hold, the lowest's.
     """
 
     def __init__(self, contents: Contents) -> None:
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
-        self.objects: list[tuple[int, int]] = []
+        self._first_objects: list[int] = []
         self._numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
         self.tree: Node = ("d", ())
+        first_object = 0
         for rank, part in enumerate(contents.ranks):
             structure = part.structure
             tensor_numbers = [self._numbers[entry.fqn] for entry in structure.tensors]
-            first_object = len(self.objects)
-            self.objects += [(rank, n) for n in range(structure.n_objects)]
+            self._first_objects.append(first_object)
             renumbered = _renumbered(structure.tree, tensor_numbers, first_object) if rank else structure.tree
             self.tree = _merged(self.tree, renumbered) if rank else renumbered
+            first_object += structure.n_objects
+
+    def object_at(self, number: int) -> tuple[int, int]:
+        """Return (rank, the rank's own number) of an object; of one that several ranks hold, the lowest's."""
+        rank = bisect_right(self._first_objects, number) - 1
+        return rank, number - self._first_objects[rank]
 
     @cached_property
     def leaves(self) -> dict[str, Node]:

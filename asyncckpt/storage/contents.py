@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,25 @@ def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
 def _contradiction(path: str, rank: RankContents, known: SavedTensor, found: str) -> CorruptCheckpointError:
     detail = f"rank {rank.index.rank} has it as {found}, an earlier rank as {known.dtype}{list(known.global_shape)}"
     return CorruptCheckpointError(f"{path}: tensor {known.fqn!r}: {detail}", path=path, fqn=known.fqn, detail=detail)
+
+
+def check_lengths(contents: Contents, files: Files) -> None:
+    """Prove that every shard is there in full, so that no length in an index leads to an absurd allocation.
+
+    Raises:
+        CorruptCheckpointError: A shard is missing, of another length, or no regular file.
+        OSError: The file system refused.
+    """
+    for rank in contents.ranks:
+        for shard in rank.index.shards:
+            try:
+                found = files.lstat(os.path.join(contents.path, shard.name))
+            except FileNotFoundError as error:
+                raise corrupt(contents.path, shard.name, "it is missing") from error
+            if not stat.S_ISREG(found.st_mode):
+                raise corrupt(contents.path, shard.name, "it is not a regular file")
+            if found.st_size != shard.nbytes:
+                raise corrupt(contents.path, shard.name, f"{found.st_size} bytes long, {shard.nbytes} were written")
 
 
 def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:
