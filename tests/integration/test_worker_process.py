@@ -17,6 +17,7 @@ import pytest
 from asyncckpt import launcher
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 from tests.torch_free_client import Client, Snapshot, new_save_id
@@ -59,9 +60,9 @@ def status(endpoint: str) -> dict[str, Any]:
 
 
 def wait_gone(pid: int, timeout_s: float = 10.0) -> None:
-    """Wait until a process that is not our child is gone."""
+    """Wait until a process that is not our child is gone; a zombie that init has not reaped yet counts as gone."""
     deadline = time.monotonic() + timeout_s
-    while os.path.exists(f"/proc/{pid}"):
+    while start_ticks(pid) is not None:
         assert time.monotonic() < deadline, f"process {pid} stays"
         time.sleep(0.01)
 
@@ -96,8 +97,7 @@ def test_worker_without_slots_is_small_and_does_not_grow_with_saves(
 def test_worker_never_imports_torch_or_numpy(endpoint: str, tmp_path: pathlib.Path) -> None:
     program = (
         "import sys; from asyncckpt_worker.cli import main; code = main(sys.argv[1:]); "
-        "heavy = sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)); "
-        "print(heavy, file=sys.stderr); sys.exit(code)"
+        "print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     process = start(endpoint, module=("-c", program))
     snapshot = Snapshot()
@@ -135,6 +135,9 @@ def test_signal_drains_finishes_saves_and_leaves_no_socket(
         client.submit(slot, save_id)
         worker.send_signal(number)
         assert worker.wait(10) == 0
+        while client.receive(0.2) is not None:
+            pass
+        assert client.pushed[-1]["phase"] == "committed", "the last word was lost"
     read_manifest(str(tmp_path / "a"), Files())
     assert [p.name for p in endpoint_dir.iterdir()] == ["w.sock.lock"]
 
