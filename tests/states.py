@@ -234,9 +234,7 @@ class StateMaker:
             return rng.choice(self.tensors)
         if draw < 0.3:
             base = rng.choice(self.tensors)
-            return rng.choice(
-                (lambda: base[...], lambda: base.t() if base.ndim == 2 else base, base.detach)
-            )()
+            return rng.choice((lambda: base[...], lambda: base.t() if base.ndim == 2 else base, base.detach))()
         shape = tuple(rng.randrange(4) for _ in range(rng.randrange(3)))
         made = torch.zeros(shape, dtype=rng.choice(DTYPES_USED))
         if rng.random() < 0.1:
