@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,13 @@ from asyncckpt import __version__, ends
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig, endpoint_from_environment
-from asyncckpt.errors import ConfigError, DuplicateNameError, ReentrantCallError, UnsupportedLeafError
+from asyncckpt.errors import (
+    CheckpointerClosedError,
+    ConfigError,
+    DuplicateNameError,
+    ReentrantCallError,
+    UnsupportedLeafError,
+)
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
@@ -137,15 +144,24 @@ class AsyncCheckpointer(Checkpointer):
             report = SaveReport(save_id=str(handle.save_id), nbytes=0)
         path = arguments.pop("path")
         try:
-            future = self._process.write(result, path, **arguments, **kw)
+            future: Any = self._process.write(result, path, **arguments, **kw)
         except Exception as error:
             handle.fail(error)
             return
         handle.staged.set_result(report)
-        handle.follow(future)
+        if isinstance(future, Future):
+            handle.follow(future)
+        else:
+            kind = type(future).__name__
+            handle.fail(ConfigError(f"write() returned a {kind}, expected a Future", field="checkpoint_process"))
 
     def pending(self) -> list[SaveHandle]:
-        """Return the handles that are not yet written, oldest first."""
+        """Return the handles that are not yet written, oldest first.
+
+        Raises:
+            ForkedError: In a forked child.
+        """
+        self._check_owner()
         return self._tracker.pending()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -191,6 +207,8 @@ class AsyncCheckpointer(Checkpointer):
             self._stager.close()
         finally:
             self._process.close()  # a WorkerProcess that was closed already has nothing left to do
+            for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
+                handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
 
     def _in_callback(self) -> bool:
         return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()

@@ -96,13 +96,16 @@ class Checkpointer(ABC):
         """Free everything. Twice is fine."""
 
     def _check_usable(self) -> None:
+        self._check_owner()
+        if self._closed:
+            raise CheckpointerClosedError("the checkpointer is closed")
+
+    def _check_owner(self) -> None:
         if os.getpid() != self._owner_pid:
             raise ForkedError(
                 f"this checkpointer was made by process {self._owner_pid}, this is its forked child {os.getpid()}; "
                 "make a new one here"
             )
-        if self._closed:
-            raise CheckpointerClosedError("the checkpointer is closed")
 
     def _next_save_id(self) -> SaveId:
         sequence, self._sequence = self._sequence, self._sequence + 1

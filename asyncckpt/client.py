@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from asyncckpt import launcher
@@ -95,16 +96,16 @@ class WorkerProcess(CheckpointProcess):
             grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
             now = time.monotonic()
             brief = now - self._failed_at < RETRY_AFTER_S
-            deadline = now + (
-                min(RETRY_BUDGET_S, self.config.worker_start_timeout_s) if brief else self.config.worker_start_timeout_s
-            )
+            budget_s = self.config.worker_start_timeout_s
+            deadline = now + (min(RETRY_BUDGET_S, budget_s) if brief else budget_s)
             self._opening_session = session
             try:
                 if self._closed:  # set before `close` looked for a session to give up
                     raise CheckpointerClosedError("the checkpointer is closed")
-                session.open(deadline, self._start_worker if start else None, grace)
+                session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
             except AsyncCkptError:
                 self._failed_at = time.monotonic()
+                session.close()
                 raise
             finally:
                 self._opening_session = None
@@ -132,9 +133,6 @@ class WorkerProcess(CheckpointProcess):
         if session is not None:
             session.flush(timeout_s)
 
-    def _start_worker(self) -> None:
-        launcher.start_worker(self.endpoint)
-
     def _call(self, build: Callable[[int], messages.Message]) -> messages.Message:
         return self.connect().call(build, self.config.worker_timeout_s * 2)
 
@@ -159,7 +157,7 @@ class WorkerProcess(CheckpointProcess):
                 endpoint=self.endpoint,
                 detail="slot",
             ) from error
-        return LentSlot(number=reply.slot, memory=memory)
+        return LentSlot(number=reply.slot, memory=memory, session=session.name)
 
     def _release(self, number: int) -> None:
         session = self._session
@@ -176,6 +174,7 @@ class WorkerProcess(CheckpointProcess):
         """
         session, lost = self._session, self._lost(slot)
         if lost is not None or session is None:
+            slot.orphaned = True  # it may have been lent by a session that was lost before the pool knew of it
             raise lost or WorkerUnavailableError("there is no worker", endpoint=self.endpoint)
         self._pending.begin(save_id)
         begun = session.request(
@@ -227,7 +226,7 @@ class WorkerProcess(CheckpointProcess):
 
     def _lost(self, slot: LentSlot) -> AsyncCkptError | None:
         session = self._session
-        if session is not None and session.error is None and not slot.orphaned:
+        if session is not None and session.error is None and session.name == slot.session and not slot.orphaned:
             return None
         return (session.error if session else None) or WorkerUnavailableError(
             f"the worker at {self.endpoint} was lost while the state was being staged", endpoint=self.endpoint

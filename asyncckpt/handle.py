@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -43,6 +44,21 @@ class SaveFuture(Future[SaveReport]):
         super().__init__()
         self.fetched = False
         self.set_running_or_notify_cancel()  # from here cancel() answers False: a save is not taken back
+
+    def add_done_callback(self, fn: Callable[[Future[SaveReport]], object]) -> None:
+        """As `Future.add_done_callback`; a callback that exits, with `sys.exit()` say, ends no thread of ours."""
+
+        def guarded(done: Future[SaveReport]) -> None:
+            try:
+                fn(done)
+            except Exception:
+                raise  # concurrent.futures logs it
+            except BaseException:
+                if threading.current_thread() is threading.main_thread():
+                    raise
+                _log.exception("a callback wanted to end the thread that completes saves; it goes on")
+
+        super().add_done_callback(guarded)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """As `Future.result`."""

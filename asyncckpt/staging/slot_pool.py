@@ -22,6 +22,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
 
 WAIT_STEP_S = 1.0
@@ -43,6 +44,7 @@ class LentSlot:
     Attributes:
         number: The worker's name for it.
         memory: Its mapping; closed by the pool only.
+        session: The session that it was lent to; with another one it is worth nothing.
         generation: Of the snapshot that it holds or receives.
         user: The save that uses it, or None.
         views: What the stager keeps with the slot: views into its memory, for the plan that it was last used for.
@@ -52,6 +54,7 @@ class LentSlot:
 
     number: int
     memory: SlotMemory
+    session: str = ""
     generation: int = 0
     user: SaveId | None = None
     views: Views | None = None
@@ -76,10 +79,18 @@ class SlotPool:
         self._changed = threading.Condition()
         self._closed = False
 
-    def acquire(self, nbytes: int, plan: SavePlan, save_id: SaveId, *, step: int, path: str) -> LentSlot:
+    def acquire(
+        self, nbytes: int, plan: SavePlan, save_id: SaveId, *, step: int, path: str, spare_nbytes: int = 0
+    ) -> LentSlot:
         """Return a slot of at least `nbytes`, marked as used by `save_id`.
 
         Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`; and for an allocation.
+
+        Args:
+            nbytes: What this save needs.
+            plan: A slot that was last used for it is preferred.
+            save_id, step, path: Of the save.
+            spare_nbytes: A new slot is made larger by so much, as far as the limit allows.
 
         Raises:
             SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
@@ -95,6 +106,12 @@ class SlotPool:
                 nbytes=nbytes,
                 limit=limit,
             )
+        # With the spare room only where a slot is made: a slot that has used it up is still large enough.
+        wanted = (
+            nbytes + spare_nbytes
+            if limit is None
+            else max(nbytes, min(nbytes + spare_nbytes, limit - limit % PAGE_NBYTES))
+        )
         deadline = time.monotonic() + self._config.slot_timeout_s
         while True:
             with self._changed:
@@ -103,11 +120,11 @@ class SlotPool:
                 if slot is not None:
                     slot.user, slot.staging = save_id, True
                     return slot
-                may_allocate = self._make_room(nbytes)
+                may_allocate = self._make_room(wanted)
                 if not may_allocate:
                     self._wait(deadline, save_id, step, path)
                     continue
-            slot = self._try_allocate(nbytes)
+            slot = self._try_allocate(wanted)
             with self._changed:
                 if slot is not None:
                     slot.user, slot.staging = save_id, True
@@ -125,16 +142,13 @@ class SlotPool:
         return min(free, key=lambda s: (s.views is None or s.views.plan is not plan, s.memory.nbytes), default=None)
 
     def _make_room(self, nbytes: int) -> bool:
-        """Give back free slots that are too small until one more may be allocated; False: all are in use."""
+        """Give back the free slots, which are all too small, and say whether one of `nbytes` may be allocated."""
+        # Not only as many as the limits ask for: while saves do not overlap, memory is one snapshot.
+        for slot in [s for s in self._slots if s.user is None]:
+            self._drop(slot, tell=True)
         limit = self._config.arena_limit_bytes
-        while True:
-            held = sum(s.memory.nbytes for s in self._slots)
-            if len(self._slots) < self._config.slots and (limit is None or held + nbytes <= limit):
-                return True
-            free = [s for s in self._slots if s.user is None]
-            if not free:
-                return False
-            self._drop(free[0], tell=True)
+        held = sum(s.memory.nbytes for s in self._slots)
+        return len(self._slots) < self._config.slots and (limit is None or held + nbytes <= limit)
 
     def _try_allocate(self, nbytes: int) -> LentSlot | None:
         try:

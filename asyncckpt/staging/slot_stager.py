@@ -60,8 +60,10 @@ class SlotStager(CheckpointStager):
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path))
         umask = current_umask()
         request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, kw))
-        wanted = slot_nbytes(plan.body_nbytes, len(request) + REQUEST_SLACK_NBYTES)
-        slot = self._process.pool.acquire(wanted, plan, save_id, step=step, path=path)
+        wanted = slot_nbytes(plan.body_nbytes, len(request))
+        slot = self._process.pool.acquire(
+            wanted, plan, save_id, step=step, path=path, spare_nbytes=REQUEST_SLACK_NBYTES
+        )
         try:
             acquired = time.perf_counter()
             slot.generation += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
@@ -142,3 +144,13 @@ def test_a_failed_handle_keeps_none_of_the_frames_that_it_passed() -> None:
 
 def test_a_report_says_the_phases() -> None:
     assert str(REPORT) == "3.0 MB in 1.500 s (copy 0.250 s)"
+
+
+def test_a_callback_that_exits_ends_neither_the_thread_nor_the_other_callbacks() -> None:
+    handle, called = a_handle(), []
+    handle.written.add_done_callback(lambda done: sys.exit(1))
+    handle.written.add_done_callback(called.append)
+    thread = threading.Thread(target=handle.fail, args=(an_error(),))
+    thread.start()
+    thread.join(10.0)
+    assert called == [handle.written]
