@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import InsufficientMemoryError
+from asyncckpt.errors import AsyncCkptError, InsufficientMemoryError
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
@@ -29,10 +29,9 @@ from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
 
 _log = logging.getLogger("asyncckpt.sync")
-DEFAULT_THREADS = 2
 
 
 class SyncWriter(CheckpointWriter):
@@ -80,16 +79,24 @@ class SyncWriter(CheckpointWriter):
             result = self._write(job)
             manifest = self._manifest(job, result, kw)
             commit.publish(path, manifest, files=self._files, umask=umask)
-            commit.remove_leftovers(path, keep=save_id, files=self._files)
+        except AsyncCkptError:
+            raise
         except OSError as error:
-            if getattr(error, "wire_code", None) is not None:
-                raise  # ours already
-            raise save_failure(error, rank=self._rank.rank, path=path, save_id=str(save_id), step=kw["step"]) from error
+            rank = self._rank.rank
+            raise save_failure(error, save_id=str(save_id), rank=rank, step=kw["step"], path=path) from error
+        self._clean_up(path, save_id)
         ended = time.perf_counter()
         seconds = {"copy": copied - began, **result.seconds, "total": ended - began}
         return SaveReport(
             save_id=str(save_id), nbytes=result.nbytes, seconds=seconds, details={"direct": result.direct}
         )
+
+    def _clean_up(self, path: str, save_id: SaveId) -> None:
+        """Remove what other attempts left; the checkpoint stands whether that works or not."""
+        try:
+            commit.remove_leftovers(path, keep=save_id, files=self._files)
+        except OSError as error:
+            _log.warning("leftovers stay in %s: %s", path, error)
 
     def _image_for(self, plan: SavePlan) -> SlotImage:
         wanted = PAGE_NBYTES + plan.body_nbytes

@@ -7,34 +7,39 @@ import errno
 from asyncckpt.errors import SaveFailedError
 
 _ADVICE = {
-    errno.ENOSPC: "the file system is full: free space or inodes there, or choose another directory",
-    errno.EDQUOT: "the disk quota is used up: free space, or choose another directory",
-    errno.EROFS: "the file system is read-only: choose another directory, or remount it",
-    errno.EACCES: "no permission: check the owner and mode of the directory",
-    errno.EPERM: "not permitted: check the directory, and the worker's --root options",
-    errno.ENOTDIR: "a part of the path is a file: choose another path",
-    errno.EEXIST: "a file is in the way: choose another path",
-    errno.ENAMETOOLONG: "the path is too long: choose a shorter one",
-    errno.EIO: "the storage reported an I/O error: check the device before trusting it again",
-    errno.ESTALE: "the network file system dropped the directory: check the mount",
-    errno.EMFILE: "the process has no file descriptors left: raise ulimit -n",
-    errno.ENFILE: "the machine has no file descriptors left",
-    errno.EFBIG: "the file is larger than the file system or ulimit -f allows: use more files_per_rank",
+    "ENOSPC": "free space or inodes, or save to another file system",
+    "EDQUOT": "the quota is used up: free space, or save to another file system",
+    "EACCES": "give this user the right to write there, or save elsewhere",
+    "EPERM": "give this user the right to write there, or save elsewhere",
+    "EROFS": "the file system is read-only: save elsewhere, or mount it writable",
+    "ENOTDIR": "a file is where a directory is wanted: save to another path",
+    "EEXIST": "something else is in the way: save to another path",
+    "ENAMETOOLONG": "choose a shorter path",
+    "ELOOP": "symbolic links lead in a circle: choose another path",
+    "EIO": "the storage failed: look at the kernel's log before you trust it again",
+    "ESTALE": "the network file system lost the directory: check the mount",
+    "EMFILE": "raise the limit of open files of the process that writes (ulimit -n)",
+    "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
+    "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",
 }
+_NO_ADVICE = "earlier checkpoints are untouched, and the next save tries anew"
 
 
-def save_failure(error: OSError, *, rank: int, path: str, save_id: str, step: int) -> SaveFailedError:
+def save_failure(
+    error: OSError, *, save_id: str | None, rank: int | None, step: int | None, path: str
+) -> SaveFailedError:
     """Return `error` as the typed error of a save.
 
     Args:
         error: What the file system said; its filename and text go into the message.
-        rank, path, save_id, step: Of the save.
+        save_id, rank, step: Of the save; None when it was looking around before one.
+        path: The checkpoint's directory.
     """
-    code = errno.errorcode.get(error.errno, "EIO") if error.errno is not None else "EIO"
-    detail = str(error)
-    advice = _ADVICE.get(error.errno or 0, "earlier checkpoints are untouched; the next save tries anew")
+    code = errno.errorcode.get(error.errno or 0, "EIO")
+    detail = str(error) or type(error).__name__
+    what = f"save {save_id} (step {step}, rank {rank}) to {path}" if save_id else f"looking beside {path}"
     return SaveFailedError(
-        f"step {step}, rank {rank}: saving to {path} failed: {detail}; {advice}",
+        f"{what} failed: {detail}; nothing was published; {_ADVICE.get(code, _NO_ADVICE)}",
         code=code,
         rank=rank,
         path=path,
