@@ -20,6 +20,9 @@ not read loses messages, which it must be prepared for anyway."""
 BATCH = 256
 """Messages that are taken per turn of the loop, so that a flood does not starve everything else."""
 
+CLOSE_LINGER_MS = 500
+"""Until the close LINGER is 0. Chosen: a peer that reads at all has read within it."""
+
 MAX_FRAMES = 3
 """Identity, header, body."""
 
@@ -115,11 +118,15 @@ class Server:
             self._count("messages_lost")
 
     def close(self) -> None:
-        """Close the socket, remove its file, let the lock go. Later calls do nothing."""
+        """Close the socket, remove its file, let the lock go. Later calls do nothing.
+
+        Blocks: for peers that do not read, at most `CLOSE_LINGER_MS`.
+        """
         if self._lock_fd < 0:
             return
         if hasattr(self, "_socket"):
-            self._socket.close(0)
+            # The last "committed" may have been sent a moment ago; 0 would throw away what is not on its way yet.
+            self._socket.close(CLOSE_LINGER_MS)
         self._context.term()
         with contextlib.suppress(OSError):
             os.unlink(self._path)

@@ -6,6 +6,8 @@ import errno
 import os
 import pathlib
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +37,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.daemon import Daemon
 from asyncckpt_worker.liveness import Liveness
-from tests.torch_free_client import Client, ClientSlot, Snapshot, new_save_id
+from tests.torch_free_client import Client, ClientSlot, Order, Snapshot, encode_order, new_save_id
 
 
 class Running:
@@ -309,18 +311,14 @@ def test_populated_slot_that_is_freed_at_once_stops_populating(endpoint: str) ->
 @pytest.mark.parametrize("use_pidfd", [True, False])
 def test_death_of_a_process_is_noticed(endpoint: str, tmp_path: pathlib.Path, use_pidfd: bool) -> None:
     path = str(tmp_path / "a")
+    order = Order(endpoint=endpoint, path=path, save_id=str(new_save_id()), die="sealed")
     with running(endpoint, liveness=Liveness(use_pidfd=use_pidfd)):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                client, snapshot = Client(endpoint), Snapshot()
-                client.hello()
-                slot = client.allocate(snapshot.slot_nbytes())
-                client.stage(slot, snapshot, new_save_id(), path)
-            finally:
-                os._exit(0)
+        root = pathlib.Path(__file__).parents[2]
+        command = [sys.executable, "-m", "tests.torch_free_client"]
+        subprocess.run(
+            command, input=encode_order(order).encode(), cwd=root, stdout=subprocess.DEVNULL, check=True, timeout=20
+        )
         eventually(lambda: pathlib.Path(path, MANIFEST_NAME).exists())
-        os.waitpid(pid, 0)
         with Client(endpoint) as client:
             eventually(lambda: not status(client)["slots"])
 
@@ -438,6 +436,7 @@ def test_stop_finishes_what_is_in_flight_and_refuses_new_sessions(endpoint: str,
         client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
         client.submit(slot, save_id)
         worker.daemon.stop()
+        eventually(lambda: status(client)["draining"])
         with Client(endpoint) as late, pytest.raises(WorkerUnavailableError, match="shutting down"):
             late.hello()
         gate.set()

@@ -96,7 +96,7 @@ def test_worker_without_slots_is_small_and_does_not_grow_with_saves(
 def test_worker_never_imports_torch_or_numpy(endpoint: str, tmp_path: pathlib.Path) -> None:
     program = (
         "import sys; from asyncckpt_worker.cli import main; code = main(sys.argv[1:]); "
-        "heavy = sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)); print(heavy, file=sys.stderr); sys.exit(code)"
+        "print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     process = start(endpoint, module=("-c", program))
     snapshot = Snapshot()
@@ -134,6 +134,9 @@ def test_signal_drains_finishes_saves_and_leaves_no_socket(
         client.submit(slot, save_id)
         worker.send_signal(number)
         assert worker.wait(10) == 0
+        while client.receive(0.2) is not None:
+            pass
+        assert client.pushed[-1]["phase"] == "committed", "the last word was lost"
     read_manifest(str(tmp_path / "a"), Files())
     assert [p.name for p in endpoint_dir.iterdir()] == ["w.sock.lock"]
 

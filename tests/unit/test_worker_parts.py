@@ -1,0 +1,204 @@
+"""The worker's small parts: slots in memory, lanes of jobs, errors with advice, log lines, liveness."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError
+from asyncckpt.memory.slot import SlotError
+from asyncckpt.protocol.identity import start_ticks
+from asyncckpt_worker import logs
+from asyncckpt_worker.events import Tick
+from asyncckpt_worker.liveness import Liveness
+from asyncckpt_worker.metrics import Metrics
+from asyncckpt_worker.scheduler import LANES, Scheduler
+from asyncckpt_worker.slots import SlotStore
+from asyncckpt_worker.writer import ADVICE, wrap
+
+# ---- slots
+
+
+@pytest.fixture
+def store() -> Iterator[SlotStore]:
+    """A store that is closed at the end."""
+    store = SlotStore()
+    yield store
+    store.close()
+    assert not store.fds()
+
+
+def test_slot_in_use_is_closed_by_its_last_user(store: SlotStore) -> None:
+    store.create(1, 12288)
+    with store.use(1) as memory, store.use(1):
+        store.free(1)
+        assert not memory.mapping.closed
+        memory.mapping.view()[5000] = 1
+        with pytest.raises(SlotError, match="gone"), store.use(1):
+            pass
+    assert memory.mapping.closed and not store.fds()
+
+
+def test_slot_is_freed_once_and_unknown_ones_are_left_alone(store: SlotStore) -> None:
+    store.create(1, 12288)
+    store.free(1)
+    store.free(1)
+    store.free(99)
+    with pytest.raises(SlotError), store.use(99):
+        pass
+
+
+def test_population_fills_the_slot_and_stops_when_it_is_gone(store: SlotStore) -> None:
+    memory = store.create(1, 8 << 20)
+    store.populate(1)
+    assert os.fstat(memory.fd).st_blocks * 512 == 8 << 20
+    store.free(1)
+    store.populate(1)
+
+
+def test_slot_freed_while_it_is_populated_is_closed_without_a_crash(store: SlotStore) -> None:
+    for number in range(20):
+        store.create(number, 64 << 20)
+        thread = threading.Thread(target=store.populate, args=(number,))
+        thread.start()
+        store.free(number)
+        thread.join()
+    assert not store.fds()
+
+
+# ---- jobs
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    """A scheduler that is closed at the end."""
+    scheduler = Scheduler()
+    yield scheduler
+    assert scheduler.close(5.0) and scheduler.close(5.0)
+    scheduler.wake()
+
+
+def collect(scheduler: Scheduler, count: int) -> list[object]:
+    found: list[object] = []
+    while len(found) < count:
+        found += scheduler.results()
+    return found
+
+
+def test_results_of_jobs_come_back_and_make_the_fd_readable(scheduler: Scheduler) -> None:
+    scheduler.submit("memory", lambda: Tick(now=1.0))
+    scheduler.submit("memory", lambda: None)
+    scheduler.submit("memory", lambda: Tick(now=2.0))
+    assert collect(scheduler, 2) == [Tick(now=1.0), Tick(now=2.0)]
+    scheduler.post(Tick(now=3.0))
+    assert os.eventfd_read(scheduler.fd) >= 1
+
+
+def test_lane_runs_as_many_jobs_at_once_as_it_has_threads(scheduler: Scheduler) -> None:
+    together = threading.Barrier(LANES["write"])
+
+    def job() -> Tick:
+        together.wait(5)
+        return Tick(now=0.0)
+
+    for _ in range(2 * LANES["write"]):
+        scheduler.submit("write", job)
+    assert len(collect(scheduler, 2 * LANES["write"])) == 2 * LANES["write"]
+
+
+def test_job_that_hangs_does_not_stop_other_lanes(scheduler: Scheduler) -> None:
+    gate = threading.Event()
+    scheduler.submit("memory", lambda: Tick(now=float(gate.wait(5))))
+    scheduler.submit("commit", lambda: Tick(now=7.0))
+    assert collect(scheduler, 1) == [Tick(now=7.0)]
+    gate.set()
+
+
+def test_job_that_raises_does_not_end_its_lane(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler.submit("memory", lambda: Tick(now=1 / 0))
+    scheduler.submit("memory", lambda: Tick(now=1.0))
+    assert collect(scheduler, 1) == [Tick(now=1.0)]
+    assert "our own bug" in caplog.text
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("name", sorted(ADVICE))
+def test_every_known_errno_says_what_to_do(name: str) -> None:
+    code = getattr(errno, name)
+    error = wrap(OSError(code, os.strerror(code), "/ckpt/a/x"), "id", 3, 40, "/ckpt/a")
+    assert isinstance(error, SaveFailedError)
+    assert error.facts() == {
+        "code": name, "rank": 3, "path": "/ckpt/a", "detail": error.facts()["detail"], "save_id": "id", "step": 40
+    }  # fmt: skip
+    assert ADVICE[name] in str(error) and "/ckpt/a/x" in str(error)
+
+
+def test_errors_of_our_tree_keep_their_class_and_learn_the_save() -> None:
+    exists = wrap(CheckpointExistsError("there", path="/a", existing_save_id="old"), "new", 0, 1, "/a")
+    assert isinstance(exists, CheckpointExistsError)
+    assert exists.facts() == {"path": "/a", "save_id": "new", "existing_save_id": "old"}
+    unknown = wrap(CommitUnknownError("?", code="EIO", path="/a"), "new", 0, 1, "/a")
+    assert isinstance(unknown, CommitUnknownError) and unknown.facts()["step"] == 1
+
+
+@pytest.mark.parametrize(("error", "code"), [(SlotError("gone"), "slot_reused"), (KeyError("x"), "internal")])
+def test_other_errors_get_a_word_of_ours(error: Exception, code: str) -> None:
+    assert wrap(error, "id", 0, 1, "/a").facts()["code"] == code
+
+
+# ---- log, counters, liveness
+
+
+@pytest.mark.parametrize("log_format", ["json", "human"])
+def test_log_lines_carry_save_session_and_facts(log_format: str) -> None:
+    stream = io.StringIO()
+    logger = logging.getLogger("asyncckpt")
+    before = (logger.level, logger.propagate)
+    handler = logs.configure(log_format, stream)
+    try:
+        logs.write("info", "two\nlines", save_id="s1", session="t1", facts={"seconds": 0.12345, "n": 3})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+    (line,) = stream.getvalue().splitlines()
+    if log_format == "json":
+        assert {"save_id": "s1", "session": "t1", "n": 3, "text": "two\nlines"}.items() <= json.loads(line).items()
+    else:
+        assert line.endswith("INFO    two lines  [save_id=s1 session=t1 seconds=0.123 n=3]")
+
+
+def test_counters_and_process_figures_are_plain_numbers() -> None:
+    metrics = Metrics()
+    metrics.count("a")
+    metrics.count("a", 4)
+    assert metrics.counters() == {"a": 5}
+    assert metrics.process()["rss_nbytes"] > 0 and metrics.process()["fds"] > 0
+
+
+@pytest.mark.parametrize("use_pidfd", [True, False])
+def test_liveness_tells_the_living_from_the_dead_and_the_mistaken(use_pidfd: bool) -> None:
+    liveness = Liveness(use_pidfd=use_pidfd)
+    started = start_ticks(os.getpid())
+    assert started is not None
+    assert liveness.watch("me", os.getpid(), started)
+    assert not liveness.watch("other", os.getpid(), started + 1)
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:
+        assert liveness.watch("child", child.pid, start_ticks(child.pid) or 0)
+        assert liveness.dead() == [] and (liveness.poll_s is None) == use_pidfd and len(liveness.fds()) == 2 * use_pidfd
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert liveness.dead() == ["child"] and liveness.dead() == []
+    assert not liveness.watch("child", child.pid, started)
+    liveness.close()
+    assert liveness.fds() == []

@@ -1,0 +1,144 @@
+"""What is looked at before memory is lent or a save begins, on made-up cgroup trees and file systems."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+
+import pytest
+
+from asyncckpt.errors import ConfigError, InsufficientMemoryError, SaveFailedError
+from asyncckpt.storage.files import Files
+from asyncckpt_worker import preflight
+from asyncckpt_worker.config import WorkerConfig
+
+
+def tree(root: pathlib.Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+def membership(tmp_path: pathlib.Path, text: str) -> str:
+    path = tmp_path / "membership"
+    path.write_text(text)
+    return str(path)
+
+
+V2 = {"job/memory.max": "1000\n", "job/memory.current": "700\n", "job/memory.stat": "anon 1\ninactive_file 200\n"}
+
+
+def test_cgroup_v2_limit_counts_reclaimable_cache_as_free(tmp_path: pathlib.Path) -> None:
+    root = tree(tmp_path, V2)
+    assert preflight.cgroup_limit(root, membership(tmp_path, "0::/job\n")) == (1000, 500)
+
+
+def test_cgroup_limit_of_a_parent_counts_when_it_is_tighter(tmp_path: pathlib.Path) -> None:
+    inner = {
+        "job/step/memory.max": "max\n",
+        "job/step/memory.current": "5\n",
+        "job/step/memory.stat": "inactive_file 0\n",
+    }
+    root = tree(tmp_path, {**V2, **inner})
+    assert preflight.cgroup_limit(root, membership(tmp_path, "0::/job/step\n")) == (1000, 500)
+
+
+def test_cgroup_v1_limit_is_read(tmp_path: pathlib.Path) -> None:
+    files = {
+        "memory/job/memory.limit_in_bytes": "4096\n",
+        "memory/job/memory.usage_in_bytes": "1000\n",
+        "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 96\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": "1\n",
+        "memory/memory.stat": "total_inactive_file 0\n",
+    }
+    found = preflight.cgroup_limit(tree(tmp_path, files), membership(tmp_path, "4:cpu,memory:/job\n0::/\n"))
+    assert found == (4096, 904)
+
+
+@pytest.mark.parametrize("text", ["", "0::/nowhere\n", "garbage\n"])
+def test_no_cgroup_limit_is_none(tmp_path: pathlib.Path, text: str) -> None:
+    assert preflight.cgroup_limit(str(tmp_path), membership(tmp_path, text)) == (None, 0)
+
+
+def test_slot_beyond_the_cgroup_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cgroup_limit", lambda root: (1 << 30, (1 << 30) - preflight.RESERVE_NBYTES - 4096))
+    preflight.check_memory(4096, [])
+    with pytest.raises(InsufficientMemoryError) as caught:
+        preflight.check_memory(4097, [])
+    assert (caught.value.nbytes, caught.value.available, caught.value.limit) == (4097, 4096, 1 << 30)  # type: ignore[attr-defined]
+
+
+def test_promised_memory_that_has_no_pages_yet_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = preflight.RESERVE_NBYTES + (1 << 20)
+    monkeypatch.setattr(preflight, "cgroup_limit", lambda root: (limit, 0))
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, 1 << 20)
+        with pytest.raises(InsufficientMemoryError):
+            preflight.check_memory(4096, [(fd, 1 << 20)])
+        os.pwrite(fd, bytes(1 << 20), 0)
+        preflight.check_memory(4096, [(fd, 1 << 20)])
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("root", True), ("root/a/b", True), ("rootless", False), ("root/../x", False), ("link/a", False), ("x", False)],
+)
+def test_paths_must_lie_below_a_root_links_followed(tmp_path: pathlib.Path, path: str, allowed: bool) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to("/")
+    (tmp_path / "link").symlink_to("/tmp")
+    where = str(tmp_path / path)
+    if allowed:
+        preflight.check_root(where, [str(tmp_path / "root")])
+    else:
+        with pytest.raises(SaveFailedError, match="--root") as caught:
+            preflight.check_root(where, [str(tmp_path / "root")])
+        assert caught.value.code == "EPERM"  # type: ignore[attr-defined]
+    preflight.check_root(where, [])
+
+
+class Disk(Files):
+    """A file system with given free room."""
+
+    def __init__(self, blocks: int, inodes: int, all_inodes: int = 100) -> None:
+        self._found = os.statvfs_result((4096, 4096, 1000, blocks, blocks, all_inodes, inodes, inodes, 0, 255))
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        return self._found
+
+
+@pytest.mark.parametrize(
+    ("disk", "fits"), [(Disk(2, 50), True), (Disk(1, 50), False), (Disk(9, 2), False), (Disk(9, 0, 0), True)]
+)
+def test_disk_room_and_inodes_are_checked(disk: Disk, fits: bool) -> None:
+    if fits:
+        preflight.check_disk("/", 8192, disk)
+    else:
+        with pytest.raises(OSError) as caught:
+            preflight.check_disk("/", 8192, disk)
+        assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("endpoint", "tcp://x"),
+        ("idle_exit_s", -1.0),
+        ("drain_timeout_s", float("inf")),
+        ("threads", 1000),
+        ("log_format", "xml"),
+        ("roots", ("relative",)),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(field: str, value: object) -> None:
+    fields: dict[str, object] = {"endpoint": "ipc:///tmp/x.sock", field: value}
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(**fields)  # type: ignore[arg-type]
+    assert caught.value.field == field  # type: ignore[attr-defined]
