@@ -190,7 +190,7 @@ class AsyncCheckpointer(Checkpointer):
         try:
             self._stager.close()
         finally:
-            self._process.close()
+            self._process.close()  # a WorkerProcess that was closed already has nothing left to do
 
     def _in_callback(self) -> bool:
         return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
@@ -204,7 +204,8 @@ class AsyncCheckpointer(Checkpointer):
             return
         self._closed = True
         if isinstance(self._process, WorkerProcess):
-            self._process.flush(EXIT_WAIT_S)
+            self._process.flush(EXIT_WAIT_S - 2.0)
+            self._process.close(goodbye_timeout_s=1.0)
         self._close_parts()
 
     def close_inherited_fds(self) -> None:

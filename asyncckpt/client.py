@@ -35,6 +35,7 @@ RETRY_AFTER_S = 60.0
 RETRY_BUDGET_S = 1.0
 """While no worker could be reached for the last minute, a save tries for a second only: training goes on."""
 
+GOODBYE_TIMEOUT_S = 2.0
 SUBMIT_TIMEOUT_S = 1e6
 """A doorbell is repeated as long as the session lives; the session's own deadlines end it."""
 
@@ -61,6 +62,7 @@ class WorkerProcess(CheckpointProcess):
         self._epochs: dict[str, int] = {}
         self._had_session = False
         self._failed_at = float("-inf")
+        self._opening_session: Session | None = None
         self._connecting: threading.Thread | None = None
         self._closed = False
         self.pool = SlotPool(config, self._allocate, self._release)
@@ -96,11 +98,16 @@ class WorkerProcess(CheckpointProcess):
             deadline = now + (
                 min(RETRY_BUDGET_S, self.config.worker_start_timeout_s) if brief else self.config.worker_start_timeout_s
             )
+            self._opening_session = session
             try:
+                if self._closed:  # set before `close` looked for a session to give up
+                    raise CheckpointerClosedError("the checkpointer is closed")
                 session.open(deadline, self._start_worker if start else None, grace)
             except AsyncCkptError:
                 self._failed_at = time.monotonic()
                 raise
+            finally:
+                self._opening_session = None
             self._session, self._had_session, self._failed_at = session, True, float("-inf")
             return session
 
@@ -261,22 +268,28 @@ class WorkerProcess(CheckpointProcess):
 
     # -- the end
 
-    def close(self) -> None:
-        """Say goodbye, end the session, unmap the slots. Saves that are pending are left to the worker."""
+    def close(self, goodbye_timeout_s: float = GOODBYE_TIMEOUT_S) -> None:
+        """Say goodbye, end the session, unmap the slots. Saves that are pending are left to the worker.
+
+        Blocks: for the answer to the goodbye, at most `goodbye_timeout_s`; a connection in the making is given up.
+        """
+        was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
+        opening = self._opening_session
+        if opening is not None:
+            opening.close()
         with self._opening:
-            if self._closed:
-                return
-            self._closed = True
             session, self._session = self._session, None
         if session is not None:
             if session.error is None:
                 try:
-                    session.call(lambda n: messages.Goodbye(id=n), min(2.0, self.config.worker_timeout_s))
+                    session.call(lambda n: messages.Goodbye(id=n), goodbye_timeout_s)
                 except AsyncCkptError as error:
                     _log.debug("goodbye was not answered: %s", error)
             session.close()
         if self._connecting is not None:
-            self._connecting.join(self.config.worker_start_timeout_s)
+            self._connecting.join(goodbye_timeout_s)
         self._pending.close(CheckpointerClosedError("the checkpointer was closed; the worker goes on with this save"))
         self.pool.close()
 

@@ -112,7 +112,8 @@ class CheckpointerConfig:
         if unknown:
             raise ConfigError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(names))}", field=unknown[0])
         if config is None:
-            found = {n: text for n in names if (text := (environ or os.environ).get(PREFIX + n.upper()))}
+            environ = os.environ if environ is None else environ
+            found = {n: text for n in names if (text := environ.get(PREFIX + n.upper()))}
             config = cls(**{name: _parse(name, text) for name, text in found.items()})
         elif not isinstance(config, cls):
             raise ConfigError(f"config is a {type(config).__name__}, expected CheckpointerConfig", field="config")

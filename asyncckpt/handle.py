@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
+
+_log = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,9 @@ class SaveHandle:
         return "staged" if self.staged.done() else "staging"
 
     def fail(self, error: BaseException) -> None:
-        """Set `error` on every future that has not completed."""
+        """Set `error` on every future that has not completed; its traceback goes to the debug log only."""
+        _log.debug("save %s failed", self.save_id, exc_info=error)
+        _drop_frames(error)
         for future in self.futures():
             if not future.done():
                 future.set_exception(error)
@@ -108,13 +114,29 @@ class SaveHandle:
         written.add_done_callback(_copy_to(self.written))
 
 
+def _drop_frames(error: BaseException) -> None:
+    """Forget where `error` was raised: the frames would keep the whole state alive as long as the handle is."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        found = todo.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            found.__traceback__ = None
+            todo += [found.__cause__, found.__context__]
+
+
 def _copy_to(target: SaveFuture) -> Callable[[Future[Any]], None]:
     def copy(done: Future[Any]) -> None:
-        if not target.done():
-            error = done.exception()
-            if error is not None:
-                target.set_exception(error)
-            else:
-                target.set_result(done.result())
+        if target.done():
+            return
+        if done.cancelled():
+            target.set_exception(SaveFailedError("the process cancelled this save", code="cancelled"))
+            return
+        error = done.exception()
+        if error is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(done.result())
 
     return copy

@@ -17,7 +17,7 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
     Raises:
         ConfigError: More than one rank, which this version cannot save from yet; or an unreadable environment.
     """
-    info = given or _detected(os.environ if environ is None else environ)
+    info = RankInfo(*(given or _detected(os.environ if environ is None else environ)))
     if info.world_size != 1:
         raise ConfigError(
             f"this is rank {info.rank} of {info.world_size}, and this version saves from one rank only; where "
@@ -25,7 +25,7 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
             field="rank_info",
             value=repr(info),
         )
-    return RankInfo(*info)
+    return info
 
 
 def _detected(environ: Mapping[str, str]) -> RankInfo:

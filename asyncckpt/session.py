@@ -6,6 +6,7 @@ promises no arrival, so every request is sent again until it is answered; the wo
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -18,6 +19,9 @@ from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.session_thread import SessionThread
+
+LATE_S = 1.0
+"""How late the session's thread may set an error before the caller gives up by itself."""
 
 START_AFTER_S = 0.15
 """How long a running worker has to answer Hello before another is started; a second one exits by itself."""
@@ -55,14 +59,14 @@ class Session(SessionThread):
         try:
             if start is not None:
                 exists = os.path.exists(socket_path(self.endpoint))
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(concurrent.futures.TimeoutError):
                     self._welcome.result(min(start_after_s if exists else 0.0, max(0.0, deadline - time.monotonic())))
                 if not self._welcome.done():
                     start()
             self._welcome.result(max(0.0, deadline - time.monotonic()))
         except BaseException as error:
             self.close()
-            if isinstance(error, TimeoutError) and not isinstance(error, AsyncCkptError):
+            if isinstance(error, concurrent.futures.TimeoutError) and not isinstance(error, AsyncCkptError):
                 started = " although one was started; see the log file beside its socket" if start else ""
                 raise WorkerUnavailableError(
                     f"no worker answers at {self.endpoint}{started}. Start one with: asyncckpt-worker --endpoint "
@@ -101,8 +105,17 @@ class Session(SessionThread):
             WorkerUnavailableError: No answer in time, or the worker is lost.
             AsyncCkptError: What the worker refused with.
         """
-        # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
-        return self.request(build, timeout_s).result(timeout_s + 5.0)
+        try:
+            # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
+            return self.request(build, timeout_s).result(timeout_s + LATE_S)
+        except concurrent.futures.TimeoutError as error:
+            if isinstance(error, AsyncCkptError):
+                raise
+            raise WorkerUnavailableError(
+                f"the worker at {self.endpoint} did not answer in time",
+                endpoint=self.endpoint,
+                detail="request timeout",
+            ) from None
 
     def flush(self, timeout_s: float) -> None:
         """Wait until every request has been answered, at most `timeout_s`."""

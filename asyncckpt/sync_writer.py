@@ -20,9 +20,9 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.handle import SaveReport
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.parts import CheckpointWriter
+from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.state_dict import encode_leaves, flatten
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
@@ -65,9 +65,8 @@ class SyncWriter(CheckpointWriter):
             CheckpointExistsError, SaveFailedError, CommitUnknownError: Storage; see `asyncckpt.errors`.
         """
         began = time.perf_counter()
-        flat = flatten(state_dict)
+        plan, flat = self._plans.take(state_dict)
         leaves = encode_leaves(flat)
-        plan = self._plans.plan_for(flat)
         save_id: SaveId = kw["save_id"]
         try:
             save_id = save_id._replace(epoch=self._epoch_for(path))

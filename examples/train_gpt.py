@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import asyncckpt  # <-
 
-CONTEXT, BATCH, WIDTH, LAYERS, HEADS = 64, 8, 256, 6, 8
+CONTEXT, BATCH, WIDTH, LAYERS, HEADS = 64, 8, 256, 4, 8
 
 
 class Block(nn.Module):
@@ -51,6 +51,7 @@ class ByteGPT(nn.Module):
         self.token, self.position = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        nn.init.normal_(self.token.weight, std=0.02)
         self.head.weight = self.token.weight  # tied: stored once, comes back as one tensor
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,9 @@ def main() -> None:
     parser.add_argument("--dir", required=True, help="where the checkpoints go")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="save every so many steps")
-    parser.add_argument("--crash-at", type=int, default=-1, help="SIGKILL this process right after the save of this step")
+    parser.add_argument(
+        "--crash-at", type=int, default=-1, help="SIGKILL this process right after the save of this step"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from asyncckpt.format.layout import PAGE_NBYTES
 
 HELP = "show on this machine that a killed training loses nothing"
 EXAMPLE = "asyncckpt demo"
-STEPS, EVERY, CRASH_AT = 60, 10, 30
+STEPS, EVERY, CRASH_AT = 40, 10, 20
 COMMIT_TIMEOUT_S = 30.0
 RUN_TIMEOUT_S = 300.0
 
@@ -69,8 +69,8 @@ def _play(directory: Path, environment: dict[str, str]) -> None:
     if "staged=True written=False" not in died:
         raise DemoFailedError(f"the crash did not fall between staged and written: {died}")
     checkpoint = crashed / f"step-{CRASH_AT:06d}"
-    waited = _wait_for_commit(checkpoint)
-    print(f"   the trainer is dead; the worker committed {checkpoint.name} {waited * 1e3:.0f} ms later")
+    _wait_for_commit(checkpoint)
+    print(f"   the trainer is dead, and the worker has committed {checkpoint.name}")
 
     print("\n3. a second start resumes from it and goes on to the end")
     lines = _train(crashed, environment)
@@ -113,13 +113,12 @@ def _weights(lines: list[str]) -> str:
     return next((line.split()[-1] for line in lines if line.startswith("weights sha256")), "none")
 
 
-def _wait_for_commit(checkpoint: Path) -> float:
+def _wait_for_commit(checkpoint: Path) -> None:
     began = time.monotonic()
     while not (checkpoint / "manifest.json").exists():
         if time.monotonic() - began > COMMIT_TIMEOUT_S:
             raise DemoFailedError(f"the worker did not commit {checkpoint} within {COMMIT_TIMEOUT_S:g} s")
         time.sleep(0.005)
-    return time.monotonic() - began
 
 
 def _verify(paths: list[str], code: int) -> str:

@@ -72,7 +72,7 @@ def _ask(endpoint: str, build: Callable[[int], messages.Message]) -> messages.Me
         WorkerUnavailableError: Nobody answers within `ANSWER_TIMEOUT_S`.
         AsyncCkptError: The worker refused.
     """
-    import zmq  # noqa: PLC0415 -- 50 ms that `ls` need not pay
+    import zmq
 
     path, unreachable = socket_path(endpoint), f"no worker answers at {endpoint}"
     if not os.path.exists(path):

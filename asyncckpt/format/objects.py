@@ -122,6 +122,11 @@ def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
     return None
 
 
+def _slice(members: list[Any]) -> slice:
+    start, stop, step = members
+    return slice(start, stop, step)
+
+
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(v, 16),
     "str": lambda v: bytes.fromhex(v).decode("utf-8", "surrogatepass"),
@@ -129,7 +134,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "complex": lambda v: complex(*struct.unpack(">dd", bytes.fromhex(v))),
     "bytes": lambda v: base64.b64decode(v, validate=True),
     "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
-    "slice": lambda v: (lambda start, stop, step: slice(start, stop, step))(*v),
+    "slice": _slice,
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,

@@ -35,10 +35,10 @@ def check_version(document: Mapping[str, Any], key: str, supported: int, *, what
             found=found,
             supported=supported,
         )
-    must = document.get(MUST, ())
-    if not isinstance(must, Sequence) or not all(type(n) is str for n in must):
+    must = list_of(document.get(MUST, ()))
+    if not all(type(n) is str for n in must):
         raise ValueError(f"{what}: `{MUST}` is no list of names")
-    if must:
+    if must:  # this version has no field that an older one may lack
         raise UnsupportedFormatError(
             f"{what} needs {sorted(must)[:10]}, which this package does not know; upgrade asyncckpt",
             found=found,

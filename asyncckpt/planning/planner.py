@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.layout import BoxSpec, build_layout
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.planning.match import match
 from asyncckpt.planning.plan import SavePlan, Signature
-from asyncckpt.planning.state_dict import Flattened, check_keys, dtype_name
+from asyncckpt.planning.state_dict import Flattened, check_keys, flatten
+from asyncckpt.planning.torch_types import dtype_name
 
 
 def signature_of(flat: Flattened) -> Signature:
@@ -79,21 +82,28 @@ class PlanCache:
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
 
-    def plan_for(self, flat: Flattened) -> SavePlan:
-        """Return the plan of the structure of `flat`, making it when it is new.
+    def take(self, state_dict: Any) -> tuple[SavePlan, Flattened]:
+        """Take `state_dict` apart and return the plan of its structure, making it when it is new.
 
         Raises:
+            UnsupportedLeafError: Something in it cannot be stored.
             DuplicateNameError: As `make_plan`.
-            UnsupportedLeafError: As `make_plan`.
         """
+        for key in reversed(self._plans):
+            plan = self._plans[key]
+            flat = match(*plan.signature, state_dict)
+            if flat is not None:
+                self._plans.move_to_end(key)
+                return plan, flat
+        flat = flatten(state_dict)
         signature = signature_of(flat)
         key = hash(signature)
-        plan = self._plans.get(key)
-        if plan is None or plan.signature != signature:
-            plan = make_plan(flat, signature, files_per_rank=self._files_per_rank)
+        found = self._plans.get(key)
+        if found is None or found.signature != signature:
+            found = make_plan(flat, signature, files_per_rank=self._files_per_rank)
             self.made += 1
-            self._plans[key] = plan
+            self._plans[key] = found
             if len(self._plans) > self.MAX_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return plan
+        return found, flat

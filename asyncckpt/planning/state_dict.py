@@ -8,45 +8,23 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format import objects
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, leaves
+from asyncckpt.planning.torch_types import dtype_name
 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
 
-_PLAIN_TENSORS = frozenset(
+PLAIN_TENSORS = frozenset(
     {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor}
 )
-_SCALARS = frozenset({int, float, bool, str, type(None), complex})
-_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
-_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+SCALARS = frozenset({int, float, bool, str, type(None), complex})
 _MAX_KEY = (1 << 63) - 1
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `name`.
-
-    Raises:
-        UnsupportedLeafError: This torch has no such dtype.
-    """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise UnsupportedLeafError(
-            f"torch {torch.__version__} has no dtype {name}; load this tensor with a newer torch", type_name=name
-        ) from None
-
-
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """Return the table's name of `dtype`, or None when it cannot be stored."""
-    return _BY_DTYPE.get(dtype)
 
 
 class Flattened:
@@ -73,8 +51,10 @@ class Flattened:
         return [n for n in names if n is not None]
 
     def object_path(self, number: int) -> Path:
-        """Return the typed path of an object leaf."""
-        return next((path for path, node in leaves(self.tree) if node == ("O", number)), ())
+        """Return the typed path of an object: a leaf, or the `_metadata` of an OrderedDict."""
+        of_leaves = (path for path, node in leaves(self.tree) if node == ("O", number))
+        of_metadata = ((*path, "_metadata") for path, node in _mappings(self.tree) if node[2:] == (number,))
+        return next(of_leaves, None) or next(of_metadata, ())
 
 
 def flatten(state_dict: Any) -> Flattened:
@@ -115,27 +95,27 @@ class _Walk:
             if type(key) is not str and type(key) is not int:
                 key = self._plain_key(key)
             out.append(key)
-            out.append(self.tensor(child) if type(child) in _PLAIN_TENSORS else self.other(child))
+            out.append(self.tensor(child) if type(child) in PLAIN_TENSORS else self.other(child))
             keys.pop()
         if not isinstance(value, OrderedDict):
             return ("d", tuple(out))
         metadata = getattr(value, "_metadata", None)
-        return ("o", tuple(out), None if metadata is None else self._object(_plain_metadata(metadata)))
+        return ("o", tuple(out), None if metadata is None else self._object(plain_metadata(metadata)))
 
     def other(self, value: Any) -> Node:
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return ("O", self._object(value))
         if isinstance(value, Mapping):
             return self.mapping(value)
         if isinstance(value, torch.Tensor):
             raise self._refused(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
         if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
-            if _is_flat(value):
+            if is_flat(value):
                 return ("O", self._object(value))
             return self._sequence("l" if kind is list else "t", value)
-        if isinstance(value, (bytes, bytearray)) and kind is bytes and len(value) >= HOIST_NBYTES:
-            self.tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        if kind is bytes and len(value) >= HOIST_NBYTES:
+            self.tensors.append(hoisted(value))
             return ("B", len(self.tensors) - 1)
         return ("O", self._object(value))
 
@@ -145,13 +125,16 @@ class _Walk:
         out = []
         for i, child in enumerate(value):
             self.keys.append(i)
-            out.append(self.tensor(child) if type(child) in _PLAIN_TENSORS else self.other(child))
+            out.append(self.tensor(child) if type(child) in PLAIN_TENSORS else self.other(child))
             self.keys.pop()
         return (kind, tuple(out))
 
     def tensor(self, value: torch.Tensor) -> Node:
-        if value.layout is not torch.strided or value.dtype not in _BY_DTYPE or value.is_meta:
-            raise self._refused(value, f"a tensor of layout {value.layout}, dtype {value.dtype} on {value.device}")
+        if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_meta or value.is_nested:
+            nested = "nested " if value.is_nested else ""
+            raise self._refused(
+                value, f"a {nested}tensor of layout {value.layout}, dtype {value.dtype} on {value.device}"
+            )
         # The same elements under several names are stored once: same address, shape, strides and dtype.
         address = value.data_ptr()
         key = (
@@ -159,6 +142,8 @@ class _Walk:
             if address
             else id(value)
         )
+        if not address and value.numel():
+            raise self._refused(value, "it has elements and no memory: its storage was freed or never allocated")
         number = self._seen.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
             if value.is_conj() or value.is_neg():
@@ -185,16 +170,21 @@ class _Walk:
         )
 
 
-def _is_flat(value: Sequence[Any], depth: int = 0) -> bool:
+def hoisted(value: bytes) -> torch.Tensor:
+    """Return `value` as a uint8 tensor: a copy."""
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
+def is_flat(value: Sequence[Any], depth: int = 0) -> bool:
     """Whether a list or tuple holds scalars only, or flat ones of them: then it is one object leaf."""
     if depth > MAX_DEPTH // 2:
         return False
-    return set(map(type, value)) <= _SCALARS or all(
-        type(v) in _SCALARS or (type(v) in (list, tuple) and _is_flat(v, depth + 1)) for v in value
+    return set(map(type, value)) <= SCALARS or all(
+        type(v) in SCALARS or (type(v) in (list, tuple) and is_flat(v, depth + 1)) for v in value
     )
 
 
-def _plain_metadata(metadata: Any) -> Any:
+def plain_metadata(metadata: Any) -> Any:
     """`nn.Module.state_dict()._metadata` is an OrderedDict of dicts; a plain copy keeps what matters."""
     return (
         {k: dict(v) if isinstance(v, Mapping) else v for k, v in metadata.items()}
@@ -209,11 +199,11 @@ def check_keys(tree: Node) -> None:
     Raises:
         UnsupportedLeafError: Naming the path.
     """
-    for path, _ in leaves(tree):
-        for key in path:
+    for path, node in _mappings(tree):
+        for key in node[1][::2]:
             fits = -_MAX_KEY <= key <= _MAX_KEY if isinstance(key, int) else len(key) <= MAX_KEY_CHARS and _is_text(key)
             if not fits:
-                leaf = fqn_of(path)
+                leaf = fqn_of((*path, key))
                 raise UnsupportedLeafError(
                     f"state dict leaf {leaf[:200]!r}: the key {str(key)[:80]!r} is out of range, "
                     "too long or no valid text",
@@ -222,64 +212,23 @@ def check_keys(tree: Node) -> None:
                 )
 
 
+def _mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of `node` and everything below it that is a mapping."""
+    if node[0] in ("d", "o"):
+        yield path, node
+        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+            yield from _mappings(child, (*path, key))
+    elif node[0] in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            yield from _mappings(child, (*path, i))
+
+
 def _is_text(key: str) -> bool:
     try:
         key.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def encode_leaves(flat: Flattened) -> list[Any]:
-    """Return the JSON forms of all object leaves, in order.
-
-    Raises:
-        UnsupportedLeafError: A leaf of a type that cannot be stored; `leaf` is the path to it.
-    """
-    out = []
-    for number, value in enumerate(flat.objects):
-        if type(value) in (bool, str, type(None)):
-            out.append(value)
-            continue
-        try:
-            out.append(objects.encode_value(value, _extend))
-        except objects.UnknownTypeError as error:
-            leaf, kind = fqn_of(flat.object_path(number)), type(error.value).__name__
-            advice = "; pass its state_dict()" if hasattr(error.value, "state_dict") else ""
-            raise UnsupportedLeafError(
-                f"state dict leaf {leaf!r}: type {kind} cannot be stored{advice}", leaf=leaf, type_name=kind
-            ) from None
-    return out
-
-
-def _extend(value: Any) -> tuple[str, Any] | None:
-    if isinstance(value, torch.dtype):
-        return "torch.dtype", str(value).removeprefix("torch.")
-    if isinstance(value, torch.device):
-        return "torch.device", str(value)
-    if isinstance(value, torch.Size):
-        return "torch.Size", list(value)
-    return None
-
-
-def _make(tag: str, payload: Any) -> Any:
-    if tag == "torch.Size":
-        return torch.Size(payload)
-    if tag == "torch.device":
-        return torch.device(payload)
-    found = getattr(torch, str(payload), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"unknown torch dtype {payload!r}")
-    return found
-
-
-def decode_object(raw: Any) -> Any:
-    """Return the Python value of one object leaf's JSON form, torch's types included.
-
-    Raises:
-        ValueError: Malformed.
-    """
-    return objects.decode_value(raw, _make)
 
 
 def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[Any]) -> Any:
@@ -298,7 +247,8 @@ def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[An
             return dict(pairs)
         ordered = OrderedDict(pairs)
         if tree[2] is not None:
-            ordered._metadata = OrderedDict(objects_[tree[2]])  # type: ignore[attr-defined]
+            metadata = objects_[tree[2]]
+            ordered._metadata = OrderedDict(metadata) if isinstance(metadata, dict) else metadata  # type: ignore[attr-defined]
         return ordered
     if kind in ("l", "t"):
         members = [unflatten(child, tensors, objects_) for child in tree[1]]

@@ -103,6 +103,8 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
         raw = msgpack.unpackb(data, use_list=False, strict_map_key=True)
         if not isinstance(raw, dict) or raw.pop("v", None) != PROTOCOL_VERSION:
             raise ValueError("version")
+        if not isinstance(raw["parts"], tuple):
+            raise ValueError("parts are no list")
         parts = tuple(PartRange(offset=o, nbytes=n) for o, n in raw["parts"])
         known = {name: raw[name] for name in SaveRequest.__dataclass_fields__}
         request = SaveRequest(**{**known, "parts": parts})

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from asyncckpt.parts import CheckpointStager
-from asyncckpt.planning.state_dict import decode_object, encode_leaves, flatten, unflatten
+from asyncckpt.planning.leaves import encode_leaves
+from asyncckpt.planning.state_dict import flatten, unflatten
+from asyncckpt.planning.torch_types import decode_object
 
 
 class HostStager(CheckpointStager):

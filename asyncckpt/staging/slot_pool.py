@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
@@ -22,10 +23,17 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.staging.copy_cpu import SlotImage
 
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
+
+
+class Views(Protocol):
+    """Views into a slot's memory, made for `plan`. The pool drops them before it unmaps the slot."""
+
+    @property
+    def plan(self) -> SavePlan:
+        """What they were made for."""
 
 
 @dataclass(eq=False)
@@ -37,7 +45,7 @@ class LentSlot:
         memory: Its mapping; closed by the pool only.
         generation: Of the snapshot that it holds or receives.
         user: The save that uses it, or None.
-        image: Header and tensor views of the plan that it was last used for.
+        views: What the stager keeps with the slot: views into its memory, for the plan that it was last used for.
         staging: The training thread is copying into it; nobody else unmaps it.
         orphaned: Its worker is gone; it is closed instead of reused.
     """
@@ -46,15 +54,9 @@ class LentSlot:
     memory: SlotMemory
     generation: int = 0
     user: SaveId | None = None
-    image: SlotImage | None = None
+    views: Views | None = None
     staging: bool = False
     orphaned: bool = False
-
-    def image_for(self, plan: SavePlan) -> SlotImage:
-        """Return the slot's image of `plan`, made when the slot was last used for another."""
-        if self.image is None or self.image.plan is not plan:
-            self.image = SlotImage(self.memory.mapping.address, plan)
-        return self.image
 
 
 class SlotPool:
@@ -120,7 +122,7 @@ class SlotPool:
 
     def _free_slot(self, nbytes: int, plan: SavePlan) -> LentSlot | None:
         free = [s for s in self._slots if s.user is None and s.memory.nbytes >= nbytes]
-        return min(free, key=lambda s: (s.image is None or s.image.plan is not plan, s.memory.nbytes), default=None)
+        return min(free, key=lambda s: (s.views is None or s.views.plan is not plan, s.memory.nbytes), default=None)
 
     def _make_room(self, nbytes: int) -> bool:
         """Give back free slots that are too small until one more may be allocated; False: all are in use."""
@@ -186,7 +188,7 @@ class SlotPool:
 
     def _drop(self, slot: LentSlot, *, tell: bool) -> None:
         self._slots.remove(slot)
-        slot.image = None  # the views go before the mapping
+        slot.views = None  # the views go before the mapping
         slot.memory.close()
         if tell:
             self._release(slot.number)

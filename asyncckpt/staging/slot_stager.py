@@ -15,10 +15,12 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.state_dict import encode_leaves, flatten
 from asyncckpt.protocol.request import SaveRequest, encode_request
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.slot_pool import LentSlot
 from asyncckpt.staging.umask import current_umask
 
 REQUEST_SLACK_NBYTES = 64 * 1024
@@ -52,9 +54,8 @@ class SlotStager(CheckpointStager):
         """
         began = time.perf_counter()
         path, step, save_id = kw["path"], kw["step"], kw["save_id"]
-        flat = flatten(state_dict)
+        plan, flat = self.plans.take(state_dict)
         leaves = encode_leaves(flat)
-        plan = self.plans.plan_for(flat)
         planned = time.perf_counter()
         save_id = save_id._replace(epoch=self._process.epoch_for(path))
         umask = current_umask()
@@ -68,9 +69,10 @@ class SlotStager(CheckpointStager):
                 save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(request), umask=umask
             )
             slot.memory.control.open(slot.generation)
-            slot.image_for(plan).fill(flat.tensors, save_id)
+            image = _image_of(slot, plan)
+            image.fill(flat.tensors, save_id)
             copied = time.perf_counter()
-            slot.memory.control.seal(request, slot.image_for(plan).body_end)
+            slot.memory.control.seal(request, image.body_end)
         except BaseException as error:
             slot.memory.control.discard()
             self._process.withdraw(save_id, f"staging failed: {error!r}")
@@ -115,3 +117,11 @@ class SlotStager(CheckpointStager):
 
     def close(self) -> None:
         """Nothing to free: the slots belong to the process."""
+
+
+def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
+    """Return the slot's image of `plan`, made when the slot was last used for another."""
+    if isinstance(slot.views, SlotImage) and slot.views.plan is plan:
+        return slot.views
+    image = slot.views = SlotImage(slot.memory.mapping.address, plan)
+    return image

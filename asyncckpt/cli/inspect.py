@@ -1,0 +1,95 @@
+"""`asyncckpt inspect`: what a checkpoint holds: tensors, shapes, dtypes, shards, objects, timings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
+from asyncckpt.format.objects import decode_value
+from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.storage.contents import Contents, read_contents, read_objects
+from asyncckpt.storage.files import Files
+
+HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
+EXAMPLE = "asyncckpt inspect runs/a/step-300"
+MAX_VALUE_CHARS = 60
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("path", metavar="PATH", help="a checkpoint's directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit codes 3 and 4 for a damaged or absent checkpoint."""
+    files = Files()
+    contents = read_contents(os.path.abspath(args.path), files)
+    described = _describe(contents, files)
+    if args.json:
+        print_json(described)
+    else:
+        _print(described)
+    return EXIT_OK
+
+
+def _describe(contents: Contents, files: Files) -> dict[str, Any]:
+    manifest = contents.manifest
+    tensors = []
+    for tensor in contents.tensors.values():
+        shards = sorted({contents.ranks[rank].index.shards[chunk.part].name for rank, chunk in tensor.chunks})
+        tensors.append(
+            {
+                "fqn": tensor.fqn,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.global_shape),
+                "nbytes": sum(chunk.nbytes for _, chunk in tensor.chunks),
+                "chunks": len(tensor.chunks),
+                "shards": shards,
+            }
+        )
+    objects = []
+    for rank, rank_contents in enumerate(contents.ranks):
+        values = read_objects(contents, rank, files)
+        for path, node in leaves(rank_contents.structure.tree):
+            if node[0] == "O":
+                objects.append({"rank": rank, "fqn": fqn_of(path), "value": repr(decode_value(values[node[1]]))})
+    return {
+        "path": contents.path,
+        "step": manifest.step,
+        "save_id": str(manifest.save_id),
+        "created": manifest.created,
+        "writer": manifest.writer,
+        "fsync": manifest.fsync,
+        "world_size": manifest.world_size,
+        "nbytes": manifest.nbytes,
+        "metadata": dict(manifest.metadata),
+        "timings": dict(manifest.timings),
+        "shards": [
+            {"rank": rank, "name": shard.name, "nbytes": shard.nbytes}
+            for rank, rank_contents in enumerate(contents.ranks)
+            for shard in rank_contents.index.shards
+        ],
+        "tensors": tensors,
+        "objects": objects,
+    }
+
+
+def _print(described: dict[str, Any]) -> None:
+    for name in ("path", "step", "save_id", "created", "writer", "fsync", "world_size"):
+        print(f"{name}: {described[name]}")
+    print(f"size: {human(described['nbytes'])}")
+    for name in ("metadata", "timings"):
+        print(f"{name}: " + (", ".join(f"{k}={v}" for k, v in described[name].items()) or "-"))
+    print(f"\nshards: {len(described['shards'])}")
+    print_table(
+        ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]
+    )
+    print(f"\ntensors: {len(described['tensors'])}")
+    rows = [[t["fqn"], t["dtype"], str(t["shape"]), human(t["nbytes"]), str(t["chunks"])] for t in described["tensors"]]
+    print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS"), rows)
+    print(f"\nobjects: {len(described['objects'])}")
+    cut = [[o["fqn"], o["value"][:MAX_VALUE_CHARS], str(o["rank"])] for o in described["objects"]]
+    print_table(("FQN", "VALUE", "RANK"), cut)

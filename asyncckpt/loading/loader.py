@@ -1,0 +1,70 @@
+"""`asyncckpt.load`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from asyncckpt.loading.matching import KeyMap
+from asyncckpt.loading.reader import DefaultReader, MapLocation
+
+
+def load(
+    path: str | os.PathLike[str],
+    state_dict: MutableMapping[Any, Any] | None = None,
+    *,
+    keys: str | Iterable[str] | None = None,
+    default_map_location: MapLocation = None,
+    strict: bool = False,
+    verify: bool = True,
+    threads: int | None = None,
+    key_map: KeyMap | None = None,
+) -> Any:
+    """Load a committed checkpoint: into `state_dict`, or into a new one.
+
+    Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
+    every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
+    leaves some targets filled and others not.
+
+    Args:
+        path: The checkpoint's directory.
+        state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes; its objects are
+            replaced; only its keys are read. Without it, nesting, key types, aliases and objects come back as saved.
+        keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything.
+        default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
+            `torch.load` takes them; the saved location is always "cpu". None: the CPU.
+        strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
+        verify: False reads only the bytes that are needed and checks no checksum of them.
+        threads: Reading threads; None takes 4.
+        key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable.
+
+    Returns:
+        `state_dict`, or the new one.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotCommittedError: A save was begun there and never committed.
+        CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
+        UnsupportedFormatError: Written by a newer version.
+        MissingKeysError: `strict` and keys are missing; lists all of them.
+        ShapeMismatchError: A tensor was saved with another shape.
+        LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
+        UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
+        UnsupportedPathError: A URL, or no path at all.
+        ConfigError: An argument that makes no sense.
+        OSError: The files cannot be read.
+
+    Blocks: for the reads.
+    """
+    loaded, _ = DefaultReader().read(
+        path,
+        state_dict,
+        map_location=default_map_location,
+        keys=keys,
+        strict=strict,
+        verify=verify,
+        threads=threads,
+        key_map=key_map,
+    )
+    return loaded

@@ -1,0 +1,112 @@
+"""Where loaded bytes go: straight into a tensor's memory where that is possible, else by way of a temporary."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from asyncckpt.format.structure import Chunk
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.block_reader import copy_bytes
+from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.storage.read_plan import Sink, Wanted
+
+_HUGE_PAGES_FROM_NBYTES = 4 << 20
+"""Tensors of this size hold at least one aligned 2 MiB page inside."""
+
+_PAGE_NBYTES = 4096
+_MADV_HUGEPAGE = 14
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor; a large one on the CPU asks for huge pages, which fault in faster."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes >= _HUGE_PAGES_FROM_NBYTES and device.type == "cpu":
+        start = -(-tensor.data_ptr() // _PAGE_NBYTES) * _PAGE_NBYTES
+        end = (tensor.data_ptr() + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
+        _libc.madvise(start, end - start, _MADV_HUGEPAGE)
+    return tensor
+
+
+def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the stored bytes of a tensor of `dtype` are the target's memory as it is."""
+    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and not _is_lazy(target)
+
+
+def _is_lazy(target: torch.Tensor) -> bool:
+    """A conjugated or negated view: its memory holds other values than it shows."""
+    return target.is_conj() or target.is_neg()
+
+
+def wanted_ranges(saved: SavedTensor, target: torch.Tensor) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    """Yield ((rank, part), range of that file) for every chunk of `saved`, going into `target`, which has its shape.
+
+    The target must stay alive until the ranges have been read.
+    """
+    dtype = torch_dtype(saved.dtype)
+    whole = takes_bytes(target, dtype)
+    for rank, chunk in saved.chunks:
+        start = _flat_start(chunk, saved.global_shape) if whole else None
+        sink: int | Sink = (
+            BoxSink(chunk, dtype, target) if start is None else target.data_ptr() + start * dtype.itemsize
+        )
+        yield (rank, chunk.part), Wanted(chunk.offset_bytes, chunk.nbytes, saved.fqn, sink)
+
+
+def _flat_start(chunk: Chunk, global_shape: tuple[int, ...]) -> int | None:
+    """Return the first element's number if the box is one run of the row-major tensor, else None."""
+    if chunk.sizes == global_shape:
+        return 0
+    stride, start, inner_is_whole = 1, 0, True
+    for offset, size, total in zip(chunk.offsets[::-1], chunk.sizes[::-1], global_shape[::-1], strict=True):
+        if not inner_is_whole and size != 1:
+            return None
+        inner_is_whole = inner_is_whole and size == total
+        start += offset * stride
+        stride *= total
+    return start
+
+
+class BoxSink:
+    """Gathers one chunk in a temporary, and copies it into its box of the target when it is complete.
+
+    The temporary lives from the first piece to the last, so that few exist at a time.
+    """
+
+    __slots__ = ("_chunk", "_dtype", "_lock", "_missing", "_target", "_temporary")
+
+    def __init__(self, chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> None:
+        self._chunk, self._dtype, self._target = chunk, dtype, target
+        self._missing = chunk.nbytes
+        self._temporary: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def deliver(self, position: int, address: int, nbytes: int) -> None:
+        with self._lock:
+            if self._temporary is None:
+                self._temporary = new_tensor((math.prod(self._chunk.sizes),), self._dtype, torch.device("cpu"))
+            temporary = self._temporary
+        copy_bytes(temporary.data_ptr() + position, address, nbytes)
+        with self._lock:
+            self._missing -= nbytes
+            complete = self._missing == 0
+        if complete:
+            self._temporary = None
+            fill_box(self._target, self._chunk, temporary)
+
+
+def fill_box(target: torch.Tensor, chunk: Chunk, flat: torch.Tensor) -> None:
+    """Copy a chunk's elements into its box of `target`, converting dtype and device; autograd does not see it."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        box = target
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            if size != box.shape[dim]:
+                box = box.narrow(dim, offset, size)
+        box.copy_(flat.view(chunk.sizes))

@@ -1,0 +1,141 @@
+"""Does a state dict have the structure that a plan was made for? Checked in step with the plan's tree.
+
+It allocates next to nothing, where `flatten` builds a tree: on the save path one pass of the garbage collector would
+cost ten times the check. Whatever is not plainly equal is left to `flatten`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncckpt.format.tree import Node
+from asyncckpt.planning.state_dict import (
+    HOIST_NBYTES,
+    PLAIN_TENSORS,
+    SCALARS,
+    Flattened,
+    hoisted,
+    is_flat,
+    plain_metadata,
+)
+
+
+class _Mismatch(Exception):
+    """Not the plan's structure, or not obviously so."""
+
+
+def match(tree: Node, shapes: tuple[Any, ...], state_dict: Any) -> Flattened | None:
+    """Take `state_dict` apart along `tree`.
+
+    Args:
+        tree: Of the plan.
+        shapes: (dtype, shape) by tensor number.
+        state_dict: To compare.
+
+    Returns:
+        What `flatten` would return, with the very same tree; None when the structure differs or `flatten` must decide.
+    """
+    walk = _Walk(shapes)
+    try:
+        walk.mapping(tree, state_dict)
+    except _Mismatch:
+        return None
+    return Flattened(tree, walk.tensors, walk.objects)
+
+
+class _Walk:
+    __slots__ = ("_seen", "_shapes", "objects", "tensors")
+
+    def __init__(self, shapes: tuple[Any, ...]) -> None:
+        self._shapes = shapes
+        self._seen: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+
+    def mapping(self, node: Node, value: Any) -> None:
+        items, ordered = node[1], node[0] == "o"
+        if (
+            not isinstance(value, Mapping)
+            or isinstance(value, OrderedDict) is not ordered
+            or 2 * len(value) != len(items)
+        ):
+            raise _Mismatch
+        i = 0
+        for key, child in value.items():
+            if key != items[i] or type(key) is not type(items[i]):
+                raise _Mismatch
+            inner = items[i + 1]
+            if inner[0] == "T":
+                self.tensor(inner[1], child)
+            else:
+                self.other(inner, child)
+            i += 2
+        if ordered:
+            metadata = getattr(value, "_metadata", None)
+            if (metadata is None) is not (node[2] is None):
+                raise _Mismatch
+            if metadata is not None:
+                self.objects.append(plain_metadata(metadata))
+
+    def tensor(self, number: int, value: Any) -> None:
+        if type(value) not in PLAIN_TENSORS:
+            raise _Mismatch
+        dtype, shape = self._shapes[number]
+        if value.is_nested:  # it has no shape to ask for
+            raise _Mismatch
+        if value.dtype is not dtype or value.shape != shape or value.layout is not torch.strided or value.is_meta:
+            raise _Mismatch
+        if value.is_neg() or value.is_conj():
+            raise _Mismatch
+        known = len(self.tensors)
+        if number < known:
+            first = self.tensors[number]
+            if value is not first and (
+                not value.data_ptr() or value.data_ptr() != first.data_ptr() or value.stride() != first.stride()
+            ):
+                raise _Mismatch
+            return
+        address = value.data_ptr()
+        if not address:
+            if value.numel():
+                raise _Mismatch
+            address = id(value)  # an empty tensor under two names is one
+        # Two tensors that begin at one address may be one or two to store: `flatten` looks closer.
+        if number != known or self._seen.setdefault(address, number) != number:
+            raise _Mismatch
+        self.tensors.append(value)
+
+    def other(self, node: Node, value: Any) -> None:
+        kind = node[0]
+        if kind == "O":
+            self._object(value)
+        elif kind in ("d", "o"):
+            self.mapping(node, value)
+        elif kind == "T":
+            self.tensor(node[1], value)
+        elif kind == "B":
+            if type(value) is not bytes or (len(value),) != tuple(self._shapes[node[1]][1]):
+                raise _Mismatch
+            self.tensors.append(hoisted(value))
+        else:
+            self._sequence(node, value)
+
+    def _object(self, value: Any) -> None:
+        kind = type(value)
+        if kind not in SCALARS:
+            if isinstance(value, (Mapping, torch.Tensor)) or (kind is bytes and len(value) >= HOIST_NBYTES):
+                raise _Mismatch
+            if (kind is list or (isinstance(value, tuple) and kind is not torch.Size)) and not is_flat(value):
+                raise _Mismatch
+        self.objects.append(value)
+
+    def _sequence(self, node: Node, value: Any) -> None:
+        fits = type(value) is list if node[0] == "l" else isinstance(value, tuple) and type(value) is not torch.Size
+        if not fits or len(value) != len(node[1]) or is_flat(value):
+            raise _Mismatch
+        for inner, child in zip(node[1], value, strict=True):
+            self.other(inner, child)

@@ -1,0 +1,63 @@
+"""torch's own types as names and JSON: dtypes, devices, sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.format import objects
+
+_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`.
+
+    Raises:
+        UnsupportedLeafError: This torch has no such dtype.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise UnsupportedLeafError(
+            f"torch {torch.__version__} has no dtype {name}; load this tensor with a newer torch", type_name=name
+        ) from None
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """Return the table's name of `dtype`, or None when it cannot be stored."""
+    return _BY_DTYPE.get(dtype)
+
+
+def extend(value: Any) -> tuple[str, Any] | None:
+    if isinstance(value, torch.dtype):
+        return "torch.dtype", str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return "torch.device", str(value)
+    if isinstance(value, torch.Size):
+        return "torch.Size", list(value)
+    return None
+
+
+def _make(tag: str, payload: Any) -> Any:
+    if tag == "torch.Size":
+        return torch.Size(payload)
+    if tag == "torch.device":
+        return torch.device(payload)
+    found = getattr(torch, str(payload), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown torch dtype {payload!r}")
+    return found
+
+
+def decode_object(raw: Any) -> Any:
+    """Return the Python value of one object leaf's JSON form, torch's types included.
+
+    Raises:
+        ValueError: Malformed.
+    """
+    return objects.decode_value(raw, _make)

@@ -1,0 +1,128 @@
+"""Is a checkpoint what was written? Every checksum, every size, coverage; all faults, not just the first."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from asyncckpt.format.layout import PAGE_NBYTES
+from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
+from asyncckpt.storage.contents import Contents, RankContents, read_contents, read_objects
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import ShardRequest, Wanted
+from asyncckpt.storage.shard_reader import ShardReader
+
+
+@dataclass(kw_only=True, slots=True)
+class Verdict:
+    """What was found at a path.
+
+    Attributes:
+        path: The checkpoint's directory.
+        contents: Its manifest and indexes; None when they are not sound or not there.
+        faults: Everything that is wrong; empty when the checkpoint is sound.
+        read_nbytes: Bytes of shard files that were read and compared.
+    """
+
+    path: str
+    contents: Contents | None = None
+    faults: list[AsyncCkptError | OSError] = field(default_factory=list)
+    read_nbytes: int = 0
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is nothing to verify at all."""
+        return any(isinstance(f, CheckpointNotFoundError) for f in self.faults)
+
+    @property
+    def is_uncommitted(self) -> bool:
+        """Whether it was begun and never committed."""
+        return any(isinstance(f, CheckpointNotCommittedError) for f in self.faults)
+
+
+def verify_checkpoint(path: str, files: Files, *, fast: bool = False, threads: int = DEFAULT_THREADS) -> Verdict:
+    """Check the checkpoint at `path`.
+
+    Args:
+        path: Its directory.
+        files: The storage seam.
+        fast: Manifest, indexes, objects, coverage, and every shard's length and save id, but not its data.
+        threads: That read and compare.
+
+    Returns:
+        The verdict; nothing is raised for what is wrong with the checkpoint. Blocks for the reads.
+    """
+    verdict = Verdict(path=path)
+    try:
+        contents = read_contents(path, files)
+    except (AsyncCkptError, OSError) as error:
+        verdict.faults.append(error)
+        return verdict
+    verdict.contents = contents
+    lock = threading.Lock()
+
+    def report(fault: AsyncCkptError | OSError) -> None:
+        with lock:
+            verdict.faults.append(fault)
+
+    for rank, rank_contents in enumerate(contents.ranks):
+        _attempt(lambda rank=rank: read_objects(contents, rank, files), report)  # type: ignore[misc]
+        for part in range(len(rank_contents.index.shards)):
+            verdict.read_nbytes += _verify_shard(contents, rank_contents, part, files, fast, threads, report)
+    verdict.faults.sort(key=lambda f: (str(getattr(f, "file", "")), getattr(f, "offset", None) or 0))
+    return verdict
+
+
+def _verify_shard(
+    contents: Contents,
+    rank: RankContents,
+    part: int,
+    files: Files,
+    fast: bool,
+    threads: int,
+    report: Callable[[AsyncCkptError | OSError], None],
+) -> int:
+    shard, save_id = rank.index.shards[part], contents.manifest.save_id
+    if fast:
+        _attempt(lambda: ShardReader(contents.path, shard, save_id, files).close(), report)
+        return 0
+    chunks = [(c, t.fqn) for t in rank.structure.tensors for c in t.chunks if c.part == part]
+    header_end = min([c.offset_bytes for c, _ in chunks] + [shard.nbytes])
+    wanted = [Wanted(0, max(header_end, min(PAGE_NBYTES, shard.nbytes)), "(header)", None)]
+    wanted += [Wanted(c.offset_bytes, c.nbytes, fqn, None) for c, fqn in chunks]
+    request = ShardRequest(shard=shard, block_nbytes=rank.index.block_nbytes, wanted=wanted)
+    done = _attempt(
+        lambda: read_shards(
+            contents.path, save_id, [request], files=files, threads=threads, verify=True, on_corrupt=report
+        ),
+        report,
+    )
+    return shard.nbytes if done else 0
+
+
+def _attempt(action: Callable[[], object], report: Callable[[AsyncCkptError | OSError], None]) -> bool:
+    try:
+        action()
+    except (CorruptCheckpointError, AsyncCkptError, OSError) as error:
+        report(error)
+        return False
+    return True
+
+
+def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
+    """Return names in the directory that the checkpoint does not name: foreign files, or another attempt's."""
+    known = {"manifest.json"}
+    for rank in contents.manifest.ranks:
+        known.add(rank.index_name)
+    for rank_contents in contents.ranks:
+        known.add(rank_contents.index.objects.name)
+        known.update(shard.name for shard in rank_contents.index.shards)
+    return sorted(name for name in files.listdir(path) if os.path.basename(name) not in known)

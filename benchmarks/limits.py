@@ -1,0 +1,116 @@
+"""The machine's own limits: O_DIRECT write and read of a file, and the copy into warm shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.mapping import Mapping
+
+BLOCKS_NBYTES = (4 << 20, 16 << 20, 64 << 20)
+THREADS = (1, 2, 4)
+
+
+def _parallel(threads: int, work: Callable[[int, int], None], nbytes: int, block: int) -> None:
+    offsets, lock = iter(range(0, nbytes, block)), threading.Lock()
+
+    def run(number: int) -> None:
+        while True:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
+            work(number, offset)
+
+    helpers = [threading.Thread(target=run, args=(n,)) for n in range(threads)]
+    for helper in helpers:
+        helper.start()
+    for helper in helpers:
+        helper.join()
+
+
+def write_s(path: Path, memory: memoryview, block: int, threads: int) -> float:
+    """Return the seconds to write `memory` to a new file by O_DIRECT and fdatasync it."""
+    path.unlink(missing_ok=True)
+    began = time.perf_counter()
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT)
+
+    def put(_: int, offset: int) -> None:
+        piece = memory[offset : offset + block]
+        assert os.pwrite(fd, piece, offset) == len(piece)
+
+    _parallel(threads, put, len(memory), block)
+    os.fdatasync(fd)
+    os.close(fd)
+    return time.perf_counter() - began
+
+
+def read_s(path: Path, memory: memoryview, nbytes: int, block: int, threads: int) -> float:
+    """Return the seconds to read `nbytes` of a file by O_DIRECT into `threads` buffers of `block` bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def get(number: int, offset: int) -> None:
+        want = min(block, nbytes - offset)
+        assert os.preadv(fd, [memory[number * block : number * block + want]], offset) == want
+
+    began = time.perf_counter()
+    _parallel(threads, get, nbytes, block)
+    seconds = time.perf_counter() - began
+    os.close(fd)
+    return seconds
+
+
+def copy_s(target: int, source: int, nbytes: int, threads: int, block: int = 4 << 20) -> float:
+    """Return the seconds to copy `nbytes` between addresses with `threads` threads."""
+    began = time.perf_counter()
+    _parallel(
+        threads, lambda _, at: ctypes.memmove(target + at, source + at, min(block, nbytes - at)) and None, nbytes, block
+    )
+    return time.perf_counter() - began
+
+
+class Limits:
+    """Finds the best block size and thread count once, then measures the limit again in every round.
+
+    Args:
+        directory: Where to write; the file is removed by `close`.
+        nbytes: As much as the state that is compared with the limits.
+    """
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self.nbytes = nbytes // 4096 * 4096
+        self._path = directory / "limit.bin"
+        self._slot = SlotMemory.create(self.nbytes + 2 * 4096)
+        self._source = Mapping(-1, self.nbytes)
+        for memory in (self._slot.mapping, self._source):
+            memory.populate(0, memory.nbytes)
+        choices = list(itertools.product(BLOCKS_NBYTES, THREADS))
+        writes = {c: write_s(self._path, self._view(), *c) for c in choices}
+        reads = {c: read_s(self._path, self._view(), self.nbytes, *c) for c in choices}
+        copies = {t: copy_s(self._slot.mapping.address, self._source.address, self.nbytes, t) for t in THREADS}
+        self.best_write = min(choices, key=lambda c: writes[c])
+        self.best_read = min(choices, key=lambda c: reads[c])
+        self.best_copy = min(THREADS, key=lambda t: copies[t])
+
+    def _view(self) -> memoryview:
+        return self._slot.mapping.view()[4096 : 4096 + self.nbytes]
+
+    def measure(self) -> dict[str, float]:
+        """Return seconds for one write, one read and one copy of `nbytes`."""
+        return {
+            "write_s": write_s(self._path, self._view(), *self.best_write),
+            "read_s": read_s(self._path, self._view(), self.nbytes, *self.best_read),
+            "copy_s": copy_s(self._slot.mapping.address, self._source.address, self.nbytes, self.best_copy),
+        }
+
+    def close(self) -> None:
+        """Free memory and file."""
+        self._path.unlink(missing_ok=True)
+        self._slot.close()
+        self._source.close()

@@ -1,0 +1,48 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """Return date, machine and versions; `directory` is where the files were written."""
+    names = ("torch", "pyzmq", "msgpack", "xxhash", "psutil", "safetensors")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_nbytes": psutil.virtual_memory().total,
+        "kernel": platform.release().split("-")[0],
+        "file_system": _file_system(directory),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in names},
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _file_system(directory: Path) -> str:
+    mounts = sorted(psutil.disk_partitions(all=True), key=lambda p: len(p.mountpoint))
+    inside = [p.fstype for p in mounts if directory.is_relative_to(p.mountpoint)]
+    return inside[-1] if inside else "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

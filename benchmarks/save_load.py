@@ -1,0 +1,209 @@
+"""Save and load of one process against the machine's limits: stall, durable, memory, load cold and warm.
+
+    python -m benchmarks.save_load [--state gpt|small] [--rounds 5] [--dir D]
+
+Interleaved rounds: the limits are measured again beside every round of saves and loads. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import asyncckpt
+from benchmarks import machine, states
+from benchmarks.limits import Limits
+
+SAVES_PER_ROUND = 6
+RESULTS = Path(__file__).parent / "results"
+TARGETS = {
+    "written / write limit": 1.5,
+    "stall / warm copy": 1.5,
+    "memory over the state": 1.05,
+    "load cold / read limit": 1.5,
+}
+"""For `gpt`, with nothing else running; PERFORMANCE targets of the first figures."""
+
+
+def main() -> None:
+    """Measure, print, and keep the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", choices=("gpt", "small"), default="gpt")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
+    os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
+    try:
+        result = {"benchmark": "save_load", "state": args.state, "machine": machine.describe(directory)}
+        result |= measure(getattr(states, args.state)(), directory, args.rounds)
+    finally:
+        subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
+        shutil.rmtree(directory)
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"save_load-{args.state}.json"
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    report(result)
+    print(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
+
+
+def measure(state: dict[str, Any], directory: Path, rounds: int) -> dict[str, Any]:
+    """Return every round's figures."""
+    nbytes = states.nbytes(state)
+    limits = Limits(directory, nbytes)
+    started = _worker_start(directory)
+    before = _pss(os.getpid())
+    found: list[dict[str, Any]] = []
+    with asyncckpt.AsyncCheckpointer() as checkpointer:
+        _save(checkpointer, state, directory / "first", found_first := [])
+        for number in range(rounds):
+            row: dict[str, Any] = {"limits": limits.measure(), "saves": []}
+            for turn in range(SAVES_PER_ROUND):
+                path = directory / f"{number}-{turn}"
+                _save(checkpointer, state, path, row["saves"])
+                if turn:
+                    shutil.rmtree(path)
+            row["memory"] = _memory(before, nbytes, checkpointer)
+            target = _zeros_like(state)
+            row["load_cold_s"] = _load(directory / f"{number}-0", target, cold=True)
+            _cache(directory / f"{number}-0")
+            row["load_warm_s"] = _load(directory / f"{number}-0", target, cold=False)
+            del target
+            shutil.rmtree(directory / f"{number}-0")
+            found.append(row)
+    limits.close()
+    best = {"write": limits.best_write, "read": limits.best_read, "copy": limits.best_copy}
+    return {"nbytes": nbytes, "best": best, "worker": started, "first_save": found_first[0], "rounds": found}
+
+
+def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path: Path, into: list[Any]) -> None:
+    began = time.perf_counter()
+    handle = checkpointer.save(state, path)
+    stall = time.perf_counter() - began
+    report = handle.written.result(300)
+    into.append({"stall_s": stall, "written_s": time.perf_counter() - began, "phases_s": report.seconds})
+
+
+def _load(path: Path, target: dict[str, Any], *, cold: bool) -> float:
+    if cold:
+        _drop_cache(path)
+    began = time.perf_counter()
+    asyncckpt.load(path, target, strict=True)
+    return time.perf_counter() - began
+
+
+def _zeros_like(state: Any) -> Any:
+    """A second state, its pages touched, to load into."""
+    if isinstance(state, dict):
+        return {k: _zeros_like(v) for k, v in state.items()}
+    if isinstance(state, list):
+        return [_zeros_like(v) for v in state]
+    return state.clone().zero_() if hasattr(state, "clone") else state
+
+
+def _drop_cache(path: Path) -> None:
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _cache(path: Path) -> None:
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            while opened.read(16 << 20):
+                pass
+
+
+def _pss(pid: int) -> int:
+    return int(psutil.Process(pid).memory_full_info().pss)
+
+
+def _memory(before: int, nbytes: int, checkpointer: asyncckpt.AsyncCheckpointer) -> dict[str, float]:
+    worker = _status()["pid"]
+    after = _pss(os.getpid()) + _pss(worker)
+    own = _status()["process"]["private_nbytes"]
+    return {"over_state": (after - before - own) / nbytes, "worker_own_nbytes": own}
+
+
+def _status() -> dict[str, Any]:
+    command = [sys.executable, "-m", "asyncckpt", "worker", "status", "--json"]
+    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def _worker_start(directory: Path) -> dict[str, float]:
+    """Time a worker from its start until it answers, and weigh it."""
+    from asyncckpt import launcher
+
+    socket_directory = directory / "w"
+    socket_directory.mkdir(mode=0o700)
+    times, rss = [], 0
+    for number in range(5):
+        endpoint = f"ipc://{socket_directory}/{number}.sock"
+        began = time.perf_counter()
+        launcher.start_worker(endpoint)
+        checkpointer = asyncckpt.AsyncCheckpointer(endpoint=endpoint)
+        times.append(time.perf_counter() - began)
+        os.environ["ASYNCCKPT_ENDPOINT"] = endpoint
+        rss = max(rss, _status()["process"]["rss_nbytes"])
+        checkpointer.close()
+        subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=True)
+        del os.environ["ASYNCCKPT_ENDPOINT"]
+    return {"ready_s": statistics.median(times), "ready_max_s": max(times), "rss_nbytes": rss}
+
+
+def summary(result: dict[str, Any]) -> dict[str, float]:
+    """Return the medians over all rounds, as ratios where a target is one."""
+    rounds = result["rounds"]
+
+    def median(values: list[float]) -> float:
+        return statistics.median(values)
+
+    write = median([r["limits"]["write_s"] for r in rounds])
+    read = median([r["limits"]["read_s"] for r in rounds])
+    copy = median([r["limits"]["copy_s"] for r in rounds])
+    stall = median([s["stall_s"] for r in rounds for s in r["saves"]])
+    written = median([s["written_s"] for r in rounds for s in r["saves"]])
+    cold, warm = median([r["load_cold_s"] for r in rounds]), median([r["load_warm_s"] for r in rounds])
+    return {
+        "write limit s": write,
+        "read limit s": read,
+        "warm copy s": copy,
+        "stall s": stall,
+        "written s": written,
+        "load cold s": cold,
+        "load warm s": warm,
+        "first save stall s": result["first_save"]["stall_s"],
+        "written / write limit": written / write,
+        "stall / warm copy": stall / copy,
+        "memory over the state": max(r["memory"]["over_state"] for r in rounds),
+        "load cold / read limit": cold / read,
+        "worker ready s": result["worker"]["ready_s"],
+        "worker rss MB": result["worker"]["rss_nbytes"] / 1e6,
+    }
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print the summary, and each target as reached or missed."""
+    print(
+        f"{result['state']}: {result['nbytes'] / 1e9:.2f} GB, {len(result['rounds'])} rounds of {SAVES_PER_ROUND} saves"
+    )
+    for name, value in summary(result).items():
+        target = TARGETS.get(name) if result["state"] == "gpt" else None
+        verdict = "" if target is None else f"   target {target}: {'reached' if value <= target else 'MISSED'}"
+        print(f"  {name:24s} {value:8.3f}{verdict}")
+
+
+if __name__ == "__main__":
+    main()

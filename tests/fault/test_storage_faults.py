@@ -1,0 +1,168 @@
+"""Every call of the storage seam fails once, in every way: never success with damage.
+
+Either the save raises, and nothing is listed or the outcome is said to be unknown; or it succeeds, and all of it
+verifies.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage_samples import OTHER_ID, SAVE_ID, FailingFiles, RecordingFiles, Snapshot
+
+from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
+from asyncckpt.storage.catalog import scan
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import verify_checkpoint
+
+pytestmark = pytest.mark.fault
+
+CODES = [
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ESTALE,
+    errno.EINTR,
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+]
+LENGTHS = {"a": 2_500_000, "b": 700, "c": 0}
+
+
+def every_call(_name: str, _args: Sequence[Any]) -> bool:
+    return True
+
+
+def outcome_of(snapshot: Snapshot, path: Path, files: Files, threads: int) -> str:
+    """Save, and check that what is said is what is there."""
+    fds = set(os.listdir("/proc/self/fd"))
+    try:
+        snapshot.save(str(path), files, threads=threads)
+    except CommitUnknownError:
+        outcome = "unknown"
+    except OSError as error:
+        assert error.errno is not None or isinstance(error, CheckpointExistsError)
+        outcome = "failed"
+    else:
+        outcome = "saved"
+    assert set(os.listdir("/proc/self/fd")) == fds, "a descriptor was left open"
+    states = [found.state for found in scan(str(path.parent), Files())] if path.parent.exists() else []
+    if outcome == "failed":
+        assert "committed" not in states
+    if outcome == "saved":
+        assert states == ["committed"]
+    if "committed" in states:
+        assert verify_checkpoint(str(path), Files()).faults == []
+    else:
+        assert all(state == "incomplete" for state in states)
+    return outcome
+
+
+def number_of_calls(tmp_path: Path, threads: int, parts: int) -> int:
+    files = RecordingFiles()
+    with Snapshot(LENGTHS, n_parts=parts) as snapshot:
+        snapshot.save(str(tmp_path / "rehearsal/deep"), files, threads=threads)
+    return len(files.calls)
+
+
+@pytest.mark.parametrize(
+    ("code", "threads", "late"),
+    [
+        *((code, 2, False) for code in CODES),
+        (errno.EIO, 1, False),
+        (errno.EIO, 2, True),
+        (errno.ESTALE, 1, True),
+        (errno.EINVAL, 2, True),
+    ],
+)
+def test_a_failure_of_any_call_never_ends_in_success_with_damage(
+    tmp_path: Path, code: int, threads: int, late: bool
+) -> None:
+    """`late`: the call is done, and answers with an error all the same."""
+    outcomes: dict[str, int] = {}
+    total = number_of_calls(tmp_path, threads, 2)
+    assert total > 50
+    with (
+        Snapshot(LENGTHS, n_parts=2) as snapshot,
+        Snapshot(LENGTHS, n_parts=2, save_id=OTHER_ID, seed=1) as following,
+    ):
+        for nth in range(1, total + 1):
+            path = tmp_path / f"try-{nth}" / "deep"
+            files = FailingFiles(code, nth=nth, wanted=every_call, late=late)
+            outcome = outcome_of(snapshot, path, files, threads)
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            if outcome == "failed":  # the next save to the same place works
+                assert outcome_of(following, path, RecordingFiles(), threads) == "saved"
+    assert outcomes.get("failed", 0) > total // 8, outcomes
+
+
+@pytest.mark.parametrize("written", [0, 1, 511, 4096, 300_000])
+def test_a_short_write_at_any_call_never_ends_in_success_with_damage(tmp_path: Path, written: int) -> None:
+    class Short(RecordingFiles):
+        def __init__(self, nth: int) -> None:
+            super().__init__()
+            self.left = nth
+
+        def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+            self.left -= 1
+            return Files.pwrite(self, fd, buffer[:written] if self.left == 0 else buffer, offset) if buffer else 0
+
+    with Snapshot(LENGTHS) as snapshot:
+        for nth in range(1, 12):
+            outcome = outcome_of(snapshot, tmp_path / f"{nth}" / "c", Short(nth), 2)
+            assert outcome == "saved" or written == 0
+
+
+def test_a_disk_that_fills_up_in_the_middle_fails_the_save(tmp_path: Path) -> None:
+    """No fallocate, short writes at the limit, then ENOSPC: as a full file system behaves."""
+
+    class Full(RecordingFiles):
+        room = 1_000_000
+
+        def fallocate(self, fd: int, nbytes: int) -> None:
+            raise OSError(errno.EOPNOTSUPP, "no fallocate")
+
+        def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if self.room <= 0:
+                raise OSError(errno.ENOSPC, "full")
+            count = Files.pwrite(self, fd, buffer[: self.room], offset)
+            self.room -= count
+            return count
+
+    with Snapshot(LENGTHS) as snapshot:
+        assert outcome_of(snapshot, tmp_path / "x" / "c", Full(), 2) == "failed"
+    assert os.listdir(tmp_path / "x" / "c") == []
+
+
+def test_a_file_size_limit_of_the_process_fails_the_save(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with Snapshot(LENGTHS) as snapshot:
+            assert outcome_of(snapshot, tmp_path / "x" / "c", Files(), 2) == "failed"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path / "x" / "c") == []
+
+
+def test_earlier_checkpoints_are_untouched_by_failing_saves(tmp_path: Path) -> None:
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.save(str(tmp_path / "good"))
+        before = {name: (tmp_path / "good" / name).read_bytes() for name in os.listdir(tmp_path / "good")}
+    with Snapshot(LENGTHS, save_id=OTHER_ID, seed=1) as snapshot:
+        for nth in range(1, 60, 7):
+            files = FailingFiles(errno.EIO, nth=nth, wanted=every_call)
+            with pytest.raises((OSError, CommitUnknownError)):
+                snapshot.save(str(tmp_path / "good"), files)
+    after = {name: (tmp_path / "good" / name).read_bytes() for name in os.listdir(tmp_path / "good")}
+    assert after == before
+    assert SAVE_ID.sequence < OTHER_ID.sequence

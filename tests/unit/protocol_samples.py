@@ -1,0 +1,47 @@
+"""One valid example of every message, and a request as it lies in a slot."""
+
+from __future__ import annotations
+
+from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.request import PartRange, SaveRequest
+
+SAVE_ID = "000003-00000014-0123456789ab"
+HEX = "0123456789abcdef"
+MESSAGES: tuple[m.Message, ...] = (
+    m.Hello(id=1, session=HEX, package="0.1.0", pid=4242, pid_start=987654, rank=0, world_size=1),
+    m.Allocate(id=2, nbytes=1 << 30, populate=True),
+    m.Release(id=3, slot=1),
+    m.Lineage(id=4, path="/runs/a/step-300"),
+    m.Begin(id=5, save_id=SAVE_ID, step=-1, path="/runs/\u00e4", slot=1, generation=1, nbytes=4096, umask=0o022),
+    m.Submit(id=6, save_id=SAVE_ID, slot=1, generation=1),
+    m.Withdraw(id=7, save_id=SAVE_ID, reason="the copy failed"),
+    m.Heartbeat(id=8, saves=(SAVE_ID,)),
+    m.Goodbye(id=9),
+    m.Status(id=10),
+    m.Drain(id=11, now=False),
+    m.Welcome(id=1, package="0.1.0", pid=1, pid_start=2, instance=HEX, heartbeat_s=0.5),
+    m.Granted(id=2, slot=1, fd=17, nbytes=1 << 30, token=bytes(range(16))),
+    m.LineageFound(id=4, epoch=3),
+    m.Ok(id=5),
+    m.Refused(id=6, error=to_wire(SaveFailedError("disk full", code="ENOSPC", rank=0))),
+    m.Saves(id=0, saves=({"save_id": SAVE_ID, "phase": "committed", "report": {"nbytes": 7}},)),
+    m.StatusReport(id=10, report={"sessions": [], "draining": False}),
+)
+BODY_END = 1 << 20
+REQUEST = SaveRequest(
+    save_id=SAVE_ID,
+    step=300,
+    path="/runs/a/step-300",
+    rank=0,
+    world_size=2,
+    parts=(PartRange(offset=4096, nbytes=5000), PartRange(offset=12288, nbytes=4096)),
+    structure=b"structure",
+    objects=b"objects",
+    n_tensors=3,
+    metadata='{"loss": 0.5}',
+    fsync=True,
+    umask=0o022,
+    write_threads=0,
+    package="0.1.0",
+)

@@ -1,0 +1,230 @@
+"""Who may import whom, and what a module may be. Imports are read from the source, those inside functions too."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+ROOTS = {"asyncckpt": "asyncckpt", "worker": "asyncckpt_worker", "examples": "asyncckpt.examples"}
+
+MAX_LINES = 300
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "core"}
+EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+WORKER_MAY_IMPORT = {"", "errors", "dtypes", "protocol", "format", "memory", "storage"}
+"""Rooms of asyncckpt; "" is the package itself, for its version."""
+
+MAY_IMPORT = {
+    "errors": set(),
+    "dtypes": set(),
+    "format": {"errors", "dtypes"},
+    "memory": {"errors", "dtypes"},
+    "protocol": {"errors", "dtypes"},
+    "storage": {"errors", "dtypes", "format", "memory"},
+    "planning": {"errors", "dtypes", "format", "protocol"},
+}
+"""Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
+
+QUIET_ROOMS = {
+    *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread"),
+    *("protocol", "format", "memory", "storage", "cli"),
+}
+"""They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
+
+
+class Import(NamedTuple):
+    """One import statement: `name` as full as it can be told; `local`: inside a function; `typing`: never executed."""
+
+    importer: str
+    name: str
+    line: int
+    local: bool
+    typing: bool
+
+
+def _module_name(path: pathlib.Path) -> str:
+    top, *rest = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join([ROOTS[top], *rest]).removesuffix(".__init__")
+
+
+@functools.cache
+def modules() -> dict[str, pathlib.Path]:
+    """Return every module of the packages."""
+    return {_module_name(p): p for root in ROOTS for p in sorted((REPOSITORY / root).rglob("*.py"))}
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and any(
+        getattr(n, "id", getattr(n, "attr", "")) == "TYPE_CHECKING" for n in ast.walk(node.test)
+    )
+
+
+def _imports_below(importer: str, node: ast.AST, local: bool, typing: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        inside = local or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(importer, alias.name, child.lineno, inside, typing)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{importer}:{child.lineno}: relative import"
+            for alias in child.names:
+                whole = f"{child.module}.{alias.name}"
+                name = whole if whole in modules() else str(child.module)
+                yield Import(importer, name, child.lineno, inside, typing)
+        else:
+            yield from _imports_below(importer, child, inside, typing or _is_type_checking(child))
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    """Return every import statement of the packages."""
+    return tuple(
+        i for name, path in modules().items() for i in _imports_below(name, ast.parse(path.read_text()), False, False)
+    )
+
+
+def room(module: str) -> str:
+    """Return the part of asyncckpt that a module belongs to; "" for the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "asyncckpt"
+
+
+def _listed(found: list[Import]) -> str:
+    return "\n".join(f"{i.importer}:{i.line} imports {i.name}" for i in found)
+
+
+def test_the_packages_are_there() -> None:
+    assert {"asyncckpt", "asyncckpt_worker", "asyncckpt.protocol.messages"} <= set(modules())
+
+
+def test_asyncckpt_never_imports_the_worker() -> None:
+    wrong = [i for i in imports() if _is_ours(i.importer) and i.name.partition(".")[0] == "asyncckpt_worker"]
+    assert not wrong, _listed(wrong)
+
+
+def test_nothing_imports_the_folder_worker() -> None:
+    wrong = [i for i in imports() if i.name.partition(".")[0] in ("worker", "examples", "tests", "benchmarks")]
+    assert not wrong, _listed(wrong)
+
+
+def test_worker_imports_only_its_rooms() -> None:
+    wrong = [
+        i
+        for i in imports()
+        if i.importer.startswith("asyncckpt_worker") and _is_ours(i.name) and room(i.name) not in WORKER_MAY_IMPORT
+    ]
+    assert not wrong, _listed(wrong)
+
+
+@pytest.mark.parametrize("importer", MAY_IMPORT)
+def test_room_imports_only_what_it_may(importer: str) -> None:
+    wrong = [
+        i
+        for i in imports()
+        if _is_ours(i.importer)
+        and room(i.importer) == importer
+        and _is_ours(i.name)
+        and room(i.name) not in MAY_IMPORT[importer] | {importer}
+    ]
+    assert not wrong, _listed(wrong)
+
+
+def _is_quiet(module: str) -> bool:
+    return not _is_ours(module) or room(module) in QUIET_ROOMS
+
+
+def test_torch_stays_in_its_rooms() -> None:
+    wrong = [
+        i
+        for i in imports()
+        if i.name.partition(".")[0] in ("torch", "numpy")
+        and not i.typing
+        and _is_quiet(i.importer)
+        and not (room(i.importer) == "cli" and i.local)
+    ]
+    assert not wrong, _listed(wrong)
+
+
+def _cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the cycles of a directed graph, one for each node at which a search closes one."""
+    found, done = [], set()
+
+    def visit(node: str, path: list[str]) -> None:
+        if node in path:
+            found.append([*path[path.index(node) :], node])
+        elif node not in done:
+            for after in sorted(edges.get(node, ())):
+                visit(after, [*path, node])
+            done.add(node)
+
+    for node in sorted(edges):
+        visit(node, [])
+    return found
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    # The package itself is a facade: its names are looked up on first use, and everybody may ask for its version.
+    edges: dict[str, set[str]] = {}
+    for i in imports():
+        if not i.typing and i.name in modules() and i.name != i.importer and "asyncckpt" not in (i.name, i.importer):
+            edges.setdefault(i.importer, set()).add(i.name)
+    assert not _cycles(edges)
+
+
+def test_cycles_are_found() -> None:
+    assert _cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
+
+
+def test_imports_inside_functions_are_seen() -> None:
+    tree = ast.parse("def f():\n    if x:\n        from asyncckpt.format import names")
+    assert [(i.name, i.local) for i in _imports_below("m", tree, False, False)] == [("asyncckpt.format.names", True)]
+
+
+def test_nothing_executable_is_imported_or_evaluated() -> None:
+    wrong = [i for i in imports() if i.name.partition(".")[0] in EXECUTABLE_FORMATS]
+    assert not wrong, _listed(wrong)
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            assert called not in ("eval", "exec", "__import__"), f"{name}:{node.lineno} calls {called}"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_module_is_short_and_says_what_it_is(name: str) -> None:
+    path = modules()[name]
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_LINES, f"{path} has more than {MAX_LINES} lines: split it"
+    assert not FORBIDDEN_NAMES & {part.lstrip("_") for part in name.split(".")}
+    assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
+
+
+def test_listed_packages_are_the_ones_in_the_tree() -> None:
+    toml = pytest.importorskip("tomllib")
+    listed = toml.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted({n for n, p in modules().items() if p.name == "__init__.py"})
+
+
+def test_quick_modules_load_without_torch_and_numpy() -> None:
+    quiet = sorted(n for n in modules() if n.rpartition(".")[2] != "__main__" and _is_quiet(n))
+    code = (
+        f"import importlib, sys\nfor name in {quiet!r}:\n    importlib.import_module(name)\n"
+        "    loaded = sorted({'torch', 'numpy'} & set(sys.modules))\n"
+        "    assert not loaded, f'{name} loads {loaded}'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)
+
+
+def test_import_asyncckpt_does_not_import_torch() -> None:
+    code = "import asyncckpt, sys; assert not {'torch', 'numpy', 'zmq'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)

@@ -1,0 +1,128 @@
+"""Settings: what is refused and how, and which of argument, environment and default wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
+from asyncckpt.errors import ConfigError
+
+SECONDS = [f.name for f in dataclasses.fields(CheckpointerConfig) if f.name.endswith("_s")]
+IMPOSSIBLE: dict[str, list[Any]] = {
+    "staging": ["overlap", "", None, 1],
+    "slots": [0, 17, -1, 1.0, True, None, "2"],
+    "on_busy": ["Wait", None, ""],
+    "arena_limit_bytes": [0, -1, 1.5, (1 << 60) + 1, True],
+    "on_worker_loss": ["resubmit", None],
+    "on_error": ["ignore", None],
+    "fsync": [0, 1, None, "true"],
+    "files_per_rank": [0, 257, None, 1.0],
+    "write_threads": [0, 1, 65, 2.0],
+    "rank_info": [(0, 0), (1, 1), (-1, 2), (0,), 0, (0, 1, 2), (0.0, 1), (False, True)],
+    **{name: [0, -1, math.nan, math.inf, None, "5", True, 1e9] for name in SECONDS},
+}
+POSSIBLE: dict[str, tuple[Any, str]] = {
+    "staging": ("blocking", "blocking"),
+    "slots": (16, "16"),
+    "on_busy": ("skip", "skip"),
+    "arena_limit_bytes": (1 << 60, str(1 << 60)),
+    "on_worker_loss": ("fail", "fail"),
+    "on_error": ("raise", "raise"),
+    "fsync": (False, "no"),
+    "files_per_rank": (256, "256"),
+    "write_threads": (64, "64"),
+    "rank_info": (RankInfo(3, 4), "3,4"),
+    **{name: (0.25, "0.25") for name in SECONDS},
+}
+
+
+def names() -> list[str]:
+    return [f.name for f in dataclasses.fields(CheckpointerConfig)]
+
+
+def test_these_tables_have_every_field() -> None:
+    assert set(IMPOSSIBLE) == set(POSSIBLE) == set(names())
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in IMPOSSIBLE.items() for v in values])
+def test_impossible_value_is_refused_by_field_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CheckpointerConfig(**{name: value})
+    assert caught.value.field == name
+    assert caught.value.value == repr(value)
+    assert str(caught.value).startswith(f"{name}={value!r}: expected ")
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", sorted(POSSIBLE))
+def test_environment_sets_a_field_and_an_argument_wins_over_it(name: str) -> None:
+    value, text = POSSIBLE[name]
+    environ = {f"ASYNCCKPT_{name.upper()}": text}
+    default = getattr(CheckpointerConfig(), name)
+    assert getattr(CheckpointerConfig.resolve(None, {}, environ), name) == value
+    assert getattr(CheckpointerConfig.resolve(None, {name: default}, environ), name) == default
+    assert getattr(CheckpointerConfig.resolve(None, {}, {}), name) == default
+
+
+def test_a_config_is_taken_as_a_whole_and_single_arguments_win_over_it() -> None:
+    config = CheckpointerConfig(slots=3)
+    found = CheckpointerConfig.resolve(config, {"fsync": False}, {"ASYNCCKPT_ON_BUSY": "skip"})
+    assert (found.slots, found.fsync, found.on_busy) == (3, False, "wait")
+    assert CheckpointerConfig.resolve(config, {}) is config
+    assert config.fsync
+
+
+def test_the_environment_is_the_process_s_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCCKPT_SLOTS", "5")
+    assert CheckpointerConfig.resolve(None, {}).slots == 5
+    assert CheckpointerConfig.resolve(None, {}, {}).slots == 2, "an empty environment is an environment"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("SLOTS", "two"), ("SLOTS", "0"), ("FSYNC", "maybe"), ("SLOT_TIMEOUT_S", "1s"), ("RANK_INFO", "3"),
+     ("RANK_INFO", "1,1"), ("ON_BUSY", "hope"), ("SLOT_TIMEOUT_S", "nan"), ("ARENA_LIMIT_BYTES", "1e9")],
+)  # fmt: skip
+def test_unreadable_environment_is_refused_by_field(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CheckpointerConfig.resolve(None, {}, {f"ASYNCCKPT_{name}": text})
+    assert caught.value.field == name.lower()
+
+
+@pytest.mark.parametrize("text", ["", "none", "None"])
+def test_an_optional_field_can_be_none_in_the_environment(text: str) -> None:
+    assert CheckpointerConfig.resolve(None, {}, {"ASYNCCKPT_WRITE_THREADS": text}).write_threads is None
+
+
+def test_unknown_field_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown field 'slot'; known are .*slots") as caught:
+        CheckpointerConfig.resolve(None, {"slot": 1})
+    assert caught.value.field == "slot"
+
+
+def test_something_else_than_a_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected CheckpointerConfig"):
+        CheckpointerConfig.resolve({"slots": 1}, {})  # type: ignore[arg-type]
+
+
+def test_a_config_cannot_be_changed_and_takes_keywords_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CheckpointerConfig().slots = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        CheckpointerConfig("auto")  # type: ignore[misc]
+
+
+def test_every_field_is_described() -> None:
+    assert CheckpointerConfig.__doc__ is not None
+    for name in names():
+        assert f"        {name}:" in CheckpointerConfig.__doc__
+
+
+def test_endpoint_comes_from_the_environment_unless_it_is_empty() -> None:
+    assert endpoint_from_environment({"ASYNCCKPT_ENDPOINT": "ipc:///x/y"}) == "ipc:///x/y"
+    assert endpoint_from_environment({"ASYNCCKPT_ENDPOINT": ""}) is None
+    assert endpoint_from_environment({}) is None

@@ -1,0 +1,229 @@
+"""Typed JSON for leaves: exact both ways, and nothing else is believed."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import random
+import struct
+from collections import namedtuple
+from typing import Any
+
+import pytest
+from format_samples import OBJECTS, SAVE_ID, VALUES
+from mutations import NASTY, altered, damaged
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format import objects
+from asyncckpt.format.names import SaveId
+from asyncckpt.format.objects import (
+    Opaque,
+    UnknownTypeError,
+    decode_objects,
+    decode_value,
+    encode_objects,
+    encode_value,
+)
+
+Point = namedtuple("Point", "x y")
+NAN = struct.unpack(">d", bytes.fromhex("7ff8dead0000beef"))[0]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal in type, bits and order."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, slice):
+        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    return bool(a == b)
+
+
+def through_json(value: Any) -> Any:
+    """Return what a reader gets."""
+    return decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))
+
+
+EXACT = (
+    *(None, True, False, 0, -1, 1 << 53, -(1 << 53), (1 << 53) + 1, 1 << 4000, -(1 << 63)),
+    *(0.0, -0.0, 0.1, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, NAN),
+    *("", "text", "\0", "\u00e4\u20ac\U0001f600", "\ud800", "\ud83d\ude00", '"\\\n'),
+    *(b"", b"\0\xff", bytearray(b"x"), 1j, complex(-0.0, math.inf), complex(NAN, 1)),
+    *([], [[]], (), ((),), {}, {"a": {}}, set(), {1, 2}, frozenset({"a", ("b",)}), {(1, 2): [3], 4: None, "$": "v"}),
+    *(slice(None), slice(1, None, -2), slice("a", (1, 2)), {"$": "int", "v": "7"}, [1, (2, {3}), {4: [5]}]),
+    *(datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.datetime(1, 1, 1, tzinfo=datetime.timezone.utc)),
+    *(datetime.date(2024, 2, 29), datetime.time(23, 59, 59, 999999), datetime.time(1, tzinfo=datetime.timezone.utc)),
+    *(datetime.timedelta(days=-1, microseconds=1), datetime.timedelta.max),
+)
+
+
+@pytest.mark.parametrize("value", EXACT, ids=lambda v: f"{type(v).__name__}-{ascii(v)[:30]}")
+def test_value_comes_back_exactly(value: Any) -> None:
+    assert same(through_json(value), value)
+
+
+def test_namedtuple_comes_back_as_a_tuple() -> None:
+    assert same(through_json(Point(1, [2])), (1, [2]))
+
+
+class _Own:
+    pass
+
+
+@pytest.mark.parametrize("value", [_Own(), [1, (_Own(),)], {_Own(): 1}, slice(_Own()), int, len, range(3)])
+def test_unknown_type_is_refused_with_the_value(value: Any) -> None:
+    with pytest.raises(UnknownTypeError):
+        encode_value(value)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {0: v}, slice], ids=["list", "tuple", "dict", "slice"]
+)
+def test_value_nested_too_deeply_is_refused_and_a_deep_one_comes_back(wrap: Any) -> None:
+    value: Any = 1
+    for _ in range(objects.MAX_NESTING):
+        value = wrap(value)
+    assert same(through_json(value), value)
+    for _ in range(2000):
+        value = wrap(value)
+    with pytest.raises(UnknownTypeError):
+        encode_value(value)
+
+
+def test_value_inside_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(UnknownTypeError):
+        encode_value(value)
+
+
+def test_types_of_a_library_need_the_library() -> None:
+    raw = {"$": "torch.dtype", "v": "float32"}
+    assert decode_value([raw]) == [Opaque("torch.dtype", "float32")]
+    assert decode_value(raw, lambda tag, payload: f"{tag} of {payload}") == "torch.dtype of float32"
+    assert encode_value({1}, lambda _: ("torch.Size", [1])) == {"$": "set", "v": [1]}
+    assert encode_value(_Own(), lambda _: ("torch.Size", [1])) == {"$": "torch.Size", "v": [1]}
+
+
+def _tagged(tag: str, payload: Any) -> dict[str, Any]:
+    return {"$": tag, "v": payload}
+
+
+BAD = [
+    {},
+    {"$": "int"},
+    {"v": 1},
+    {"$": "int", "v": "1", "x": 0},
+    {"$": 1, "v": 1},
+    _tagged("os.system", "true"),
+    _tagged("int", 7),
+    _tagged("int", "0xg"),
+    _tagged("float", "00"),
+    _tagged("float", 1.5),
+    _tagged("complex", "00"),
+    _tagged("bytes", "?"),
+    _tagged("bytes", None),
+    _tagged("str", "ff"),
+    _tagged("slice", [1, 2]),
+    _tagged("slice", [1, 2, 3, 4]),
+    _tagged("slice", {"a": 1}),
+    _tagged("datetime", "yesterday"),
+    _tagged("datetime", 0),
+    _tagged("timedelta", [1 << 70, 0, 0]),
+    _tagged("timedelta", "1"),
+    _tagged("tuple", "ab"),
+    _tagged("tuple", {"a": 1}),
+    _tagged("set", [[1]]),
+    _tagged("set", 5),
+    _tagged("dict", [[1]]),
+    _tagged("dict", ["ab"]),
+    _tagged("dict", [[[1], 2]]),
+]
+
+
+@pytest.mark.parametrize("raw", BAD, ids=str)
+def test_malformed_payload_is_refused(raw: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_value([raw])
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, OverflowError])
+def test_error_of_the_library_is_a_refusal(error: type[Exception]) -> None:
+    def make(tag: str, payload: Any) -> Any:
+        raise error(tag)
+
+    with pytest.raises(ValueError, match=r"torch\.dtype"):
+        decode_value(_tagged("torch.dtype", "float33"), make)
+
+
+def test_every_tag_survives_every_payload() -> None:
+    for tag in objects.TAGS:
+        for payload in (*NASTY, [1, 2, 3], ["a"], [[1, 2]], "00" * 8):
+            try:
+                decode_value(_tagged(tag, payload))
+            except ValueError:
+                continue
+
+
+def test_json_nested_beyond_reason_is_refused() -> None:
+    raw: Any = 1
+    for _ in range(500):
+        raw = [raw]
+    with pytest.raises(ValueError, match="deep"):
+        decode_value(raw)
+
+
+def test_objects_file_comes_back() -> None:
+    raw = decode_objects(OBJECTS, SAVE_ID, len(VALUES))
+    assert same([decode_value(r) for r in raw], list(VALUES))
+
+
+BAD_FILES = {
+    "empty": b"",
+    "no object": b"[]",
+    "no text": b"\xff\xfe",
+    "another save": encode_objects(SaveId(9, 9, "f" * 12), [None] * len(VALUES)),
+    "a value too few": encode_objects(SAVE_ID, [None] * (len(VALUES) - 1)),
+    "a value too many": encode_objects(SAVE_ID, [None] * (len(VALUES) + 1)),
+    "values as object": OBJECTS.replace(b'"values":[', b'"values":{"a":[').replace(b"]}", b"]}}"),
+    "nested beyond reason": b'{"values":' + b"[" * 100_000,
+    "version as text": OBJECTS.replace(b'objects":1', b'objects":"1"'),
+}
+
+
+@pytest.mark.parametrize("data", BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_objects_file_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode_objects(data, SAVE_ID, len(VALUES))
+
+
+def test_objects_file_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_OBJECTS_NBYTES", len(OBJECTS) - 1)
+    with pytest.raises(CorruptCheckpointError, match="bytes"):
+        decode_objects(OBJECTS, SAVE_ID, len(VALUES))
+
+
+def test_newer_objects_file_is_refused_by_number() -> None:
+    with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        decode_objects(OBJECTS.replace(b'objects":1', b'objects":2'), SAVE_ID, len(VALUES))
+
+
+def test_damaged_objects_file_is_refused_or_plain(rng: random.Random) -> None:
+    document = json.loads(OBJECTS)
+    for number in range(3000):
+        data = damaged(OBJECTS, rng) if number % 2 else json.dumps(altered(document, rng), default=str).encode()
+        try:
+            for raw in decode_objects(data, SAVE_ID, len(VALUES)):
+                decode_value(raw)
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            continue
+        except ValueError:
+            continue

@@ -1,0 +1,87 @@
+"""The guard that watches all other tests notices each kind of leak, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from conftest import LeakGuard
+
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.protocol.endpoint import acquire_lock
+
+
+@contextmanager
+def _fd(_: pathlib.Path) -> Iterator[None]:
+    ends = os.pipe()
+    yield
+    for fd in ends:
+        os.close(fd)
+
+
+@contextmanager
+def _thread(_: pathlib.Path) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@contextmanager
+def _child(_: pathlib.Path) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield
+        child.communicate()
+
+
+@contextmanager
+def _mapping(_: pathlib.Path) -> Iterator[None]:
+    slot = SlotMemory.create(1 << 16)
+    slot.close_inherited_fd()
+    yield
+    slot.close()
+
+
+@contextmanager
+def _socket(directory: pathlib.Path) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "w.sock"))
+    yield
+    (directory / "w.sock").unlink()
+
+
+@contextmanager
+def _worker(directory: pathlib.Path) -> Iterator[None]:
+    fd = acquire_lock(str(directory / "w.sock"))
+    assert fd is not None
+    yield
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leak"),
+    [
+        ("fd", _fd),
+        ("thread", _thread),
+        ("child process", _child),
+        ("slot mapping", _mapping),
+        ("socket", _socket),
+        ("worker", _worker),
+    ],
+)
+def test_guard_names_the_leak_and_forgets_it_when_it_is_gone(
+    kind: str, leak: Callable[[pathlib.Path], Iterator[None]], endpoint_dir: pathlib.Path
+) -> None:
+    guard = LeakGuard(endpoint_dir)
+    with leak(endpoint_dir):  # type: ignore[attr-defined]
+        assert any(found.startswith(f"{kind}: ") for found in guard.settled_leaks(0.05))
+    assert guard.settled_leaks() == []

@@ -1,0 +1,192 @@
+"""Loading tensors that several ranks wrote in boxes."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from storage_samples import SAVE_ID, RecordingFiles, manifest_of
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.loading.loader import load
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.storage.commit import prepare_directory, publish
+from asyncckpt.storage.contents import read_contents
+from asyncckpt.storage.coverage import Box
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
+
+FILES = Files()
+Boxes = dict[int, list[Box]]
+"""Boxes of one tensor by rank."""
+
+
+def save_boxes(
+    path: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, Boxes], world_size: int, objects: Any = ()
+) -> str:
+    """Commit a checkpoint whose ranks hold the given boxes of float tensors."""
+    prepare_directory(str(path), files=FILES, umask=0o022, fsync=False)
+    results = [_write_rank(path, tensors, boxes, rank, world_size, objects) for rank in range(world_size)]
+    first = manifest_of(results[0], fsync=False)
+    manifest = Manifest(
+        save_id=SAVE_ID,
+        step=0,
+        world_size=world_size,
+        created=first.created,
+        fsync=False,
+        writer="tests",
+        ranks=tuple(r.record for r in results),
+    )
+    publish(str(path), manifest, files=FILES, umask=0o022)
+    return str(path)
+
+
+def _write_rank(
+    path: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, Boxes], rank: int, world_size: int, objects: Any
+) -> RankResult:
+    mine = [(fqn, box) for fqn, by_rank in boxes.items() for box in by_rank.get(rank, [])]
+    specs = [
+        BoxSpec(fqn=f, dtype="float32", global_shape=tuple(tensors[f].shape), offsets=o, sizes=s) for f, (o, s) in mine
+    ]
+    layout = build_layout(specs)
+    memory = Memory(-1, sum(p.padded_nbytes for p in layout.parts) + 8192)
+    offsets, at = [], 4096
+    image = memory.view()
+    for part in layout.parts:
+        offsets.append(at)
+        image[at : at + len(part.header)] = part.header
+        image[at + SAVE_ID_OFFSET : at + SAVE_ID_OFFSET + SAVE_ID_NBYTES] = save_id_bytes(SAVE_ID)
+        at += part.padded_nbytes
+    for (fqn, (start, sizes)), chunk in zip(mine, layout.chunks, strict=True):
+        value = tensors[fqn]
+        for dim, (o, s) in enumerate(zip(start, sizes, strict=True)):
+            value = value.narrow(dim, o, s)
+        value = value.contiguous()
+        if chunk.nbytes:
+            ctypes.memmove(memory.address + offsets[chunk.part] + chunk.offset_bytes, value.data_ptr(), chunk.nbytes)
+    held = [fqn for fqn in tensors if rank in boxes[fqn]]
+    entries = tuple(
+        TensorEntry(
+            fqn=fqn,
+            dtype="float32",
+            global_shape=tuple(tensors[fqn].shape),
+            chunks=tuple(c for (f, _), c in zip(mine, layout.chunks, strict=True) if f == fqn),
+        )
+        for fqn in held
+    )
+    keys = tuple(m for n, fqn in enumerate(held) for m in (fqn, ("T", n)))
+    keys += tuple(m for n in range(len(objects)) for m in (f"object{n}", ("O", n)))
+    structure = Structure(
+        tree=("d", ("top", ("d", keys), f"only-{rank}", ("d", ()))),
+        tensors=entries,
+        n_objects=len(objects),
+        part_nbytes=tuple(p.nbytes for p in layout.parts),
+    )
+    job = RankJob(
+        path=str(path),
+        save_id=SAVE_ID,
+        rank=rank,
+        world_size=world_size,
+        parts=tuple(zip(offsets, (p.nbytes for p in layout.parts), strict=True)),
+        structure=encode_structure(structure),
+        objects=encode_objects(SAVE_ID, [f"{o} of {rank}" for o in objects]),
+        n_tensors=len(entries),
+        fsync=False,
+    )
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return write_rank_files(job, image, files=FILES, pool=pool, check=lambda: None)
+    finally:
+        image.release()
+        memory.close()
+
+
+def cut(rng: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Box]:
+    long = [d for d, n in enumerate(sizes) if n > 1]
+    if not long or not depth:
+        return [(offsets, sizes)]
+    d = rng.choice(long)
+    at = rng.randrange(1, sizes[d])
+    low, high, moved = list(sizes), list(sizes), list(offsets)
+    low[d], high[d], moved[d] = at, sizes[d] - at, offsets[d] + at
+    return cut(rng, offsets, tuple(low), depth - 1) + cut(rng, tuple(moved), tuple(high), depth - 1)
+
+
+def test_random_boxes_of_several_ranks_make_the_tensor_again(tmp_path: Path, rng: random.Random) -> None:
+    tensors, boxes = {}, {}
+    for n in range(25):
+        shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(0, 4)))
+        tensors[f"t{n}"] = torch.randn(shape)
+        by_rank: Boxes = {}
+        for box in cut(rng, (0,) * len(shape), shape, 3):
+            by_rank.setdefault(rng.randrange(3), []).append(box)
+        boxes[f"t{n}"] = by_rank
+    path = save_boxes(tmp_path / "c", tensors, boxes, 3)
+    new = load(path)["top"]
+    assert {f: t.tolist() for f, t in new.items()} == {f: t.tolist() for f, t in tensors.items()}
+    targets = {
+        f: torch.zeros_like(t) if n % 2 else torch.zeros(t.shape, dtype=torch.float64)
+        for n, (f, t) in enumerate(tensors.items())
+    }
+    load(path, {"top": targets}, strict=True)
+    assert {f: t.float().tolist() for f, t in targets.items()} == {f: t.tolist() for f, t in tensors.items()}
+
+
+def test_rows_of_two_ranks_go_straight_into_place(tmp_path: Path) -> None:
+    value = torch.randn(1000, 300)
+    boxes: Boxes = {0: [((0, 0), (400, 300))], 1: [((400, 0), (600, 300))]}
+    path = save_boxes(tmp_path / "c", {"w": value}, {"w": boxes}, 2)
+    assert torch.equal(load(path)["top"]["w"], value)
+
+
+def test_columns_of_two_ranks_are_put_side_by_side(tmp_path: Path) -> None:
+    value = torch.randn(300, 1000)
+    boxes: Boxes = {0: [((0, 0), (300, 400))], 1: [((0, 400), (300, 600))]}
+    path = save_boxes(tmp_path / "c", {"w": value}, {"w": boxes}, 2)
+    target = torch.zeros(1000, 300).t()
+    load(path, {"top": {"w": target}})
+    assert torch.equal(load(path)["top"]["w"], value) and torch.equal(target, value)
+
+
+@pytest.mark.parametrize(
+    "by_rank",
+    [
+        {0: [((0,), (4,))], 1: [((5,), (5,))]},
+        {0: [((0,), (6,))], 1: [((5,), (5,))]},
+        {0: [((0,), (10,))], 1: [((0,), (10,))]},
+        {0: [((0,), (5,))], 1: [((0,), (5,))]},
+    ],
+    ids=["hole", "overlap", "twice", "the same half twice"],
+)
+def test_a_tensor_that_is_not_covered_exactly_once_is_refused_by_name(tmp_path: Path, by_rank: Boxes) -> None:
+    path = save_boxes(tmp_path / "c", {"w": torch.ones(10)}, {"w": by_rank}, 2)
+    files = RecordingFiles()
+    with pytest.raises(CorruptCheckpointError, match="'w'") as caught:
+        read_contents(path, files)
+    assert caught.value.fqn == "w"
+    target = {"top": {"w": torch.zeros(10)}}
+    with pytest.raises(CorruptCheckpointError):
+        load(path, target)
+    assert not bool(target["top"]["w"].any())
+
+
+def test_trees_of_several_ranks_are_joined_and_objects_are_the_lowest_ranks(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2), "b": torch.full((3,), 2.0)}
+    boxes: dict[str, Boxes] = {"a": {0: [((0,), (2,))]}, "b": {1: [((0,), (3,))]}}
+    path = save_boxes(tmp_path / "c", tensors, boxes, 2, objects=["x"])
+    new = load(path)
+    assert list(new) == ["top", "only-0", "only-1"]
+    assert new["top"]["b"].tolist() == [2, 2, 2] and new["top"]["object0"] == "x of 0"
+    saved = SavedTree(read_contents(path, FILES))
+    assert list(saved.leaves) == ["top.a", "top.object0", "top.b"]
+    assert saved.containers == {"top"}

@@ -1,0 +1,57 @@
+"""docs/parity.md names no test that does not exist and leaves no row out."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+TEXT = (REPOSITORY / "docs" / "parity.md").read_text()
+ROW = next(line for line in TEXT.splitlines() if line.startswith("| S3-5 |"))
+THIS = "tests/unit/test_parity.py::test_document_is_right"
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    """docs/check_parity.py, loaded."""
+    spec = importlib.util.spec_from_file_location("check_parity", REPOSITORY / "docs" / "check_parity.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _claiming(claim: str) -> str:
+    return TEXT.replace(ROW, f"{ROW.rsplit('|', 2)[0]}| {claim} |")
+
+
+def test_document_is_right(check: ModuleType) -> None:
+    assert check.problems(TEXT) == []
+    assert check.main() == 0
+
+
+@pytest.mark.parametrize("claim", ["not yet", THIS, f"`{THIS}`", f"{THIS}, `{THIS}[case]`"])
+def test_claim_of_a_test_that_exists_passes(check: ModuleType, claim: str) -> None:
+    assert check.problems(_claiming(claim)) == []
+
+
+@pytest.mark.parametrize(
+    "claim", ["", "yes", "tests/unit/test_gone.py::test_x", f"{THIS}_not", "tests/unit/test_parity.py", f"{THIS}, soon"]
+)
+def test_claim_of_a_test_that_does_not_exist_fails(check: ModuleType, claim: str) -> None:
+    (problem,) = check.problems(_claiming(claim))
+    assert problem.startswith("S3-5: ")
+
+
+def test_row_that_is_missing_doubled_or_misplaced_fails(check: ModuleType) -> None:
+    assert check.problems(TEXT.replace(f"{ROW}\n", "")) == ["S3-5: has no row in the tables"]
+    assert check.problems(TEXT.replace(ROW, f"{ROW}\n{ROW}")) == ["S3-5: has two rows in the tables"]
+    assert check.problems(f"{TEXT}{ROW}\n") == ["S3-5: does not belong into Planned"]
+    assert check.problems(TEXT.replace("| F11 |", "| F99 |")) == [
+        "F11: has no row in Planned",
+        "F99: does not belong into Planned",
+    ]

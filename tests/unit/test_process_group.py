@@ -1,0 +1,45 @@
+"""Which rank this process is, and that several ranks are refused for now."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import ConfigError
+from asyncckpt.process_group import find_rank_info
+
+
+def test_without_any_hint_it_is_rank_zero_of_one() -> None:
+    assert find_rank_info(None, {}) == RankInfo(0, 1)
+
+
+def test_what_was_given_wins_over_torchrun_s_environment() -> None:
+    found = find_rank_info(RankInfo(0, 1), {"RANK": "3", "WORLD_SIZE": "4"})
+    assert found == RankInfo(0, 1)
+    assert type(found) is RankInfo
+
+
+def test_a_plain_tuple_will_do() -> None:
+    assert find_rank_info((0, 1), {}).world_size == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_several_ranks_are_refused_with_what_to_do(rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"rank_info=RankInfo\(0, 1\)") as caught:
+        find_rank_info(None, {"RANK": str(rank), "WORLD_SIZE": "4"})
+    assert caught.value.field == "rank_info"
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "x"}, {"WORLD_SIZE": ""}])
+def test_unreadable_environment_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="no number"):
+        find_rank_info(None, environ)
+
+
+def test_an_initialised_process_group_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="rank 1 of 2"):
+        find_rank_info(None, {"RANK": "0", "WORLD_SIZE": "1"})

@@ -1,0 +1,203 @@
+"""The wire: every message there and back, every refusal, and bytes from a hostile sender."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import pytest
+from mutations import NASTY, altered, damaged, packed
+from protocol_samples import HEX, MESSAGES, SAVE_ID
+
+from asyncckpt.errors import ProtocolError, ProtocolVersionError, from_wire
+from asyncckpt.protocol import codec, lifecycle, messages
+from asyncckpt.protocol import fields as checks
+from asyncckpt.protocol.messages import REPLIES, REQUESTS, Message
+
+KNOWN = {**REQUESTS, **REPLIES}
+HEADER = codec.encode(messages.Ok(id=1))[0]
+
+
+def _body(message: Message) -> dict[str, Any]:
+    return dict(msgpack.unpackb(codec.encode(message)[1], use_list=False))
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert [type(m) for m in MESSAGES] == list(KNOWN.values())
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
+def test_message_comes_back_as_it_was_sent(message: Message) -> None:
+    found = codec.decode(codec.encode(message), KNOWN)
+    assert type(found) is type(message)
+    assert _body(found) == _body(message)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
+def test_message_is_refused_without_any_one_of_its_fields(message: Message) -> None:
+    for name in [f.name for f in fields(message)]:  # type: ignore[arg-type]
+        body = {k: v for k, v in _body(message).items() if k != name}
+        with pytest.raises(ProtocolError, match=name):
+            codec.decode([HEADER, packed(body)], KNOWN)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
+def test_invalid_message_can_be_neither_built_nor_received(message: Message) -> None:
+    body = _body(message)
+    for name, fits in type(message).checks.items():
+        for value in NASTY:
+            if fits(value):
+                continue
+            with pytest.raises(ProtocolError, match=name):
+                type(message)(**{f: value if f == name else v for f, v in body.items() if f != "m"})
+            with pytest.raises(ProtocolError):
+                codec.decode([HEADER, packed({**body, name: value})], KNOWN)
+
+
+BAD_VALUES = {
+    "uint": [-1, 1 << 63, True, 1.0, "1", None],
+    "sint": [1 << 63, -(1 << 63), False, 0.0],
+    "umask": [-1, 0o1000, True],
+    "save_id": ["", SAVE_ID + "\n", SAVE_ID.upper(), SAVE_ID.encode(), None],
+    "hex16": [HEX[:-1], HEX + "0", HEX.upper(), HEX + "\n", HEX.encode()],
+    "path": ["", "relative", "/a\0b", "/" + "x" * 4000, "/\ud800", "/" + "\u20ac" * 1400, b"/a", None],
+    "text": ["x" * 201, "\ud800", b"x", None],
+    "seconds": [-1, float("nan"), float("inf"), 1e9, "1", True, None],
+    "token": [b"", bytes(15), bytes(17), "x" * 16, bytearray(16)],
+    "flag": [0, 1, None, "true"],
+    "mapping": [[], None, {1: 2}, {b"a": 1}],
+    "save_ids": [[""], [None], SAVE_ID, [SAVE_ID] * 1025, {SAVE_ID: 1}, None],
+    "save_rows": [
+        [{}],
+        [{"save_id": SAVE_ID}],
+        [{"save_id": SAVE_ID, "phase": "lost"}],
+        [{"save_id": SAVE_ID, "phase": {}}],
+        [{"save_id": SAVE_ID, "phase": []}],
+        [{"save_id": [], "phase": "begun"}],
+        [{"save_id": SAVE_ID, "phase": "begun"}] * 1025,
+        [SAVE_ID],
+        None,
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_VALUES.items() for v in values])
+def test_check_refuses(name: str, value: Any) -> None:
+    assert getattr(checks, name)(value) is False
+
+
+def test_every_check_has_its_refusals() -> None:
+    assert set(BAD_VALUES) == {c.__name__ for cls in KNOWN.values() for c in cls.checks.values()}
+
+
+def test_unknown_fields_are_dropped_unless_they_are_required() -> None:
+    body = {**_body(messages.Ok(id=1)), "colour": "red"}
+    assert codec.decode([HEADER, packed(body)], KNOWN) == messages.Ok(id=1)
+    assert codec.decode([HEADER, packed({**body, "must": ["id"]})], KNOWN) == messages.Ok(id=1)
+    with pytest.raises(ProtocolError, match="colour"):
+        codec.decode([HEADER, packed({**body, "must": ["colour"]})], KNOWN)
+
+
+@pytest.mark.parametrize("must", [7, "id", {"id": 1}, [{}], [["id"]], [None], [{"a": [1]}]])
+def test_must_of_another_type_is_refused(must: Any) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode([HEADER, packed({"m": "ok", "id": 1, "must": must})], KNOWN)
+
+
+BAD_FRAMES: dict[str, list[bytes]] = {
+    "none": [],
+    "one": [HEADER],
+    "three": [HEADER, packed({"m": "ok", "id": 1}), b""],
+    "short header": [HEADER[:5], packed({"m": "ok", "id": 1})],
+    "long header": [HEADER + b"\0", packed({"m": "ok", "id": 1})],
+    "another magic": [b"ACKQ" + HEADER[4:], packed({"m": "ok", "id": 1})],
+    "empty body": [HEADER, b""],
+    "no map": [HEADER, packed([1])],
+    "keys of bytes": [HEADER, packed({b"m": "ok", "id": 1})],
+    "keys of numbers": [HEADER, b"\x81\x01\x01"],
+    "two bodies": [HEADER, packed({"m": "ok", "id": 1}) * 2],
+    "no name": [HEADER, packed({"id": 1})],
+    "unknown name": [HEADER, packed({"m": "reboot", "id": 1})],
+    "name of another type": [HEADER, packed({"m": ["ok"], "id": 1})],
+    "deep body": [HEADER, packed({"m": "ok", "id": 1, "x": [[[[[[[[[[1]]]]]]]]]]})],
+    "depth beyond msgpack's": [HEADER, b"\x81\xa1x" + b"\x91" * 5000 + b"\x01"],
+    "length that is not there": [HEADER, b"\xdf\xff\xff\xff\xff"],
+    "text that is no UTF-8": [HEADER, b"\x81\xa1m\xa2\xff\xfe"],
+    "body beyond the limit": [HEADER, bytes(codec.MAX_FRAME_NBYTES + 1)],
+}
+
+
+@pytest.mark.parametrize("frames", BAD_FRAMES.values(), ids=BAD_FRAMES)
+def test_frames_that_are_no_message_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(frames, KNOWN)
+    assert codec.request_id(frames) in (0, 1)
+
+
+def test_message_of_the_other_direction_is_refused() -> None:
+    for message in MESSAGES:
+        with pytest.raises(ProtocolError, match="expected"):
+            codec.decode(codec.encode(message), REPLIES if message.name in REQUESTS else REQUESTS)
+
+
+def test_another_version_is_named() -> None:
+    with pytest.raises(ProtocolVersionError, match="version 7") as caught:
+        codec.decode([b"ACKP\x07\x00", b"anything at all"], KNOWN)
+    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, 7)
+
+
+def test_message_too_large_for_any_peer_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="limit"):
+        codec.encode(messages.StatusReport(id=1, report={"x": "y" * codec.MAX_FRAME_NBYTES}))
+
+
+@pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800"])
+def test_message_that_msgpack_cannot_hold_is_not_sent(value: Any) -> None:
+    with pytest.raises(ProtocolError, match="packed"):
+        codec.encode(messages.StatusReport(id=1, report={"x": value}))
+
+
+def test_the_longest_tables_fit_into_a_frame() -> None:
+    codec.encode(messages.Heartbeat(id=1, saves=(SAVE_ID,) * messages.MAX_TABLE))
+
+
+def test_damaged_and_altered_messages_are_refused_or_valid(rng: random.Random) -> None:
+    for number in range(10_000):
+        frames = codec.encode(rng.choice(MESSAGES))
+        if number % 3 == 0:
+            frames = [HEADER, packed(altered(msgpack.unpackb(frames[1]), rng))]
+        else:
+            at = number % 2
+            frames[at] = damaged(frames[at], rng)
+        try:
+            found = codec.decode(frames, KNOWN)
+        except (ProtocolError, ProtocolVersionError):
+            codec.request_id(frames)
+            continue
+        if isinstance(found, messages.Refused):
+            from_wire(found.error)
+        again = codec.decode(codec.encode(found), KNOWN)
+        assert repr(_body(again)) == repr(_body(found))  # NaN equals nothing
+
+
+def test_life_of_a_save_follows_the_table() -> None:
+    events = {event for row in lifecycle.TRANSITIONS.values() for event in row}
+    for phase, row in lifecycle.TRANSITIONS.items():
+        for event in events:
+            if event in row:
+                assert lifecycle.advance(phase, event) == row[event]
+            else:
+                with pytest.raises(ValueError, match=phase):
+                    lifecycle.advance(phase, event)
+
+
+def test_every_save_can_end_and_nothing_leaves_an_end() -> None:
+    reached, level = {lifecycle.BEGUN}, {lifecycle.BEGUN}
+    while level:
+        level = {after for phase in level for after in lifecycle.TRANSITIONS[phase].values()} - reached
+        reached |= level
+    assert reached == lifecycle.PHASES
+    assert {"committed", "failed", "unknown", "abandoned"} == lifecycle.ENDED
+    assert not lifecycle.ENDED & lifecycle.IN_FLIGHT

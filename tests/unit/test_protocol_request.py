@@ -1,0 +1,108 @@
+"""The request in the slot: there and back, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+import pytest
+from mutations import NASTY, altered, damaged, packed
+from protocol_samples import BODY_END, REQUEST
+
+from asyncckpt.errors import ProtocolError
+from asyncckpt.format import names
+from asyncckpt.protocol import fields, request
+from asyncckpt.protocol.request import check_metadata, decode_request, encode_request
+
+
+def _request(**changes: Any) -> bytes:
+    return packed({**msgpack.unpackb(encode_request(REQUEST)), **changes})
+
+
+def test_request_comes_back() -> None:
+    assert decode_request(encode_request(REQUEST), BODY_END) == REQUEST
+    assert decode_request(_request(colour="red"), BODY_END) == REQUEST
+    assert decode_request(_request(parts=[]), BODY_END).parts == ()
+
+
+def test_limits_are_those_of_the_format() -> None:
+    assert request.MAX_PARTS == names.MAX_PARTS
+    assert fields.MAX_RANKS == names.MAX_RANKS
+
+
+BAD = {
+    "empty": b"",
+    "no map": packed([]),
+    "version missing": packed({k: v for k, v in msgpack.unpackb(_request()).items() if k != "v"}),
+    "version 2": _request(v=2),
+    "version as text": _request(v="1"),
+    "rank outside its world": _request(rank=2),
+    "world of none": _request(rank=0, world_size=0),
+    "world too large": _request(world_size=100_001),
+    "relative path": _request(path="a/b"),
+    "path with NUL": _request(path="/a\0b"),
+    "path too long": _request(path="/" + "\u20ac" * 1400),
+    "umask beyond permissions": _request(umask=0o1777),
+    "threads beyond reason": _request(write_threads=1025),
+    "structure as text": _request(structure="x"),
+    "metadata that is no JSON": _request(metadata="{"),
+    "metadata that is no object": _request(metadata="[]"),
+    "metadata with NaN": _request(metadata='{"x": NaN}'),
+    "metadata with an infinite number": _request(metadata='{"x": 1e999}'),
+    "metadata nested too deeply": _request(metadata='{"x":' + "[" * 65 + "]" * 65 + "}"),
+    "metadata nested beyond reason": _request(metadata='{"x":' + "[" * 100_000),
+    "metadata too large when indented": _request(metadata='{"x":' + "[" * 60 + "1," * 270_000 + "1" + "]" * 60 + "}"),
+    "parts as map": _request(parts={}),
+    "part of one number": _request(parts=[[4096]]),
+    "part in the head page": _request(parts=[[0, 1]]),
+    "part that begins inside a page": _request(parts=[[4097, 1]]),
+    "part of no bytes": _request(parts=[[4096, 0]]),
+    "part of negative length": _request(parts=[[4096, -1]]),
+    "part as bool": _request(parts=[[4096, True]]),
+    "parts that overlap": _request(parts=[[4096, 5000], [8192, 1]]),
+    "parts out of order": _request(parts=[[8192, 1], [4096, 1]]),
+    "part beyond the body": _request(parts=[[(1 << 23) - 4096, 4097]]),
+    "part that overflows": _request(parts=[[4096, (1 << 63) - 1]]),
+    "too many parts": _request(parts=[[4096 * (i + 1), 1] for i in range(1001)]),
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+def test_bad_request_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="does not decode"):
+        decode_request(data, 1 << 23)
+
+
+@pytest.mark.parametrize("name", [f for f in asdict(REQUEST) if f != "parts"])
+def test_field_of_another_type_is_refused(name: str) -> None:
+    fits = request._CHECKS[name]
+    for value in NASTY:
+        if not fits(value):
+            with pytest.raises(ProtocolError):
+                decode_request(_request(**{name: value}), BODY_END)
+
+
+@pytest.mark.parametrize("name", list(asdict(REQUEST)))
+def test_request_without_a_field_is_refused(name: str) -> None:
+    with pytest.raises(ProtocolError, match=name):
+        decode_request(packed({k: v for k, v in msgpack.unpackb(_request()).items() if k != name}), BODY_END)
+
+
+def test_damaged_request_is_refused_or_valid(rng: random.Random) -> None:
+    good = encode_request(REQUEST)
+    document = msgpack.unpackb(good)
+    for number in range(6000):
+        data = damaged(good, rng) if number % 2 else packed(altered(document, rng))
+        try:
+            found = decode_request(data, BODY_END)
+        except ProtocolError:
+            continue
+        assert decode_request(encode_request(found), BODY_END) == found
+
+
+def test_ordinary_metadata_pass() -> None:
+    check_metadata("{}")
+    check_metadata(json.dumps({"loss": 0.1, "args": {"lr": [1e-3, None, True]}, "name": "\u00e4"}))

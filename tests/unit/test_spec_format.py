@@ -1,0 +1,98 @@
+"""format/SPEC.md says what the code does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import msgpack
+import pytest
+from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
+from spec_markdown import spec, table, tables
+
+from asyncckpt import dtypes
+from asyncckpt.format import index, layout, manifest, names, objects, structure, tree
+
+SPEC = spec("format")
+
+
+@pytest.mark.parametrize(
+    ("file", "made"),
+    [
+        ("manifest", names.MANIFEST_NAME),
+        ("temporary manifest", names.temporary_manifest_name(SAVE_ID)),
+        ("index", names.index_name(SAVE_ID, 7)),
+        ("objects", names.objects_name(SAVE_ID, 7)),
+        ("shard", names.shard_name(SAVE_ID, 7, 3)),
+    ],
+)
+def test_file_name_follows_the_pattern(file: str, made: str) -> None:
+    pattern = {row[0]: row[1] for row in table(SPEC, "file", "name", "holds")}[file]
+    assert pattern.format(save_id=SAVE_ID, rank=7, part=3) == made
+
+
+def test_patterns_are_all_that_is_ours() -> None:
+    assert len(table(SPEC, "file", "name", "holds")) == 5
+
+
+def test_versions_are_those_of_the_spec() -> None:
+    found = {
+        "manifest": ("asyncckpt_manifest", str(manifest.MANIFEST_VERSION)),
+        "index": ("asyncckpt_index", str(index.INDEX_VERSION)),
+        "structure": ("structure", str(structure.STRUCTURE_VERSION)),
+        "objects": ("asyncckpt_objects", str(objects.OBJECTS_VERSION)),
+    }
+    assert {row[0]: row[1:] for row in table(SPEC, "document", "field", "version")} == found
+
+
+CONSTANTS = [r[:2] for r in (*table(SPEC, "limit", "value", "of"), *table(SPEC, "constant", "value", "of"))]
+
+
+@pytest.mark.parametrize(("name", "value"), CONSTANTS)
+def test_constant_equals_the_codes(name: str, value: str) -> None:
+    module, _, constant = name.partition(".")
+    assert getattr(importlib.import_module(f"asyncckpt.format.{module}"), constant) == int(value)
+
+
+def test_every_limit_of_the_code_is_in_the_spec() -> None:
+    named = {name.partition(".")[2] for name, _ in CONSTANTS} | {"MAX_EXACT_INT"}
+    for module in ("names", "manifest", "index", "structure", "tree", "objects", "layout", "checksum"):
+        loaded = importlib.import_module(f"asyncckpt.format.{module}")
+        assert {n for n in vars(loaded) if n.startswith(("MAX_", "MIN_"))} <= named
+
+
+def test_documents_have_the_fields_of_the_spec() -> None:
+    written = json.loads(manifest.encode_manifest(MANIFEST))
+    documents = [
+        written,
+        written["ranks"][0],
+        msgpack.unpackb(index.encode_index(INDEX)),
+        msgpack.unpackb(structure.encode_structure(STRUCTURE)),
+    ]
+    described = [[row[0] for row in rows] for rows in tables(SPEC, "field", "type", "meaning")]
+    assert described == [list(document) for document in documents]
+
+
+def test_dtypes_are_those_of_the_spec() -> None:
+    def stored(row: dtypes.DType) -> str:
+        if row.safetensors is not None:
+            return f"`{row.safetensors}`"
+        return "`U8`" if row.itemsize == 1 else "`U8` with one more dimension"
+
+    found = [(row.name, str(row.itemsize), stored(row).strip("`") if " " not in stored(row) else stored(row))
+             for row in dtypes.DTYPES.values()]  # fmt: skip
+    assert table(SPEC, "dtype", "bytes", "stored as") == found
+
+
+def test_tags_are_those_of_the_spec() -> None:
+    assert sorted(row[0] for row in table(SPEC, "tag", "payload")) == sorted((*objects.TAGS, *objects.LIBRARY_TAGS))
+
+
+def test_tree_nodes_are_those_of_the_spec() -> None:
+    kinds = [row[0][2] for row in table(SPEC, "node", "means")]
+    assert kinds == [*tree.CONTAINERS, "T", "B", "O"]
+
+
+def test_shard_begins_as_the_spec_says() -> None:
+    assert f"`{layout.SAVE_ID_PREFIX.decode()}`" in SPEC
+    assert f"byte {layout.SAVE_ID_OFFSET}" in SPEC

@@ -1,0 +1,73 @@
+"""protocol/SPEC.md says what the code does."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields
+
+import pytest
+from spec_markdown import spec, table
+
+from asyncckpt.protocol import codec, endpoint, lifecycle, messages
+from asyncckpt.protocol import fields as checks
+from asyncckpt.protocol.messages import REPLIES, REQUESTS
+from asyncckpt.protocol.request import SaveRequest
+
+SPEC = spec("protocol")
+
+
+def _described(cls: type[messages.Message]) -> str:
+    return ", ".join(f"{f.name}: {cls.checks[f.name].__name__}" for f in fields(cls))  # type: ignore[arg-type]
+
+
+def test_requests_and_their_answers_are_those_of_the_spec() -> None:
+    rows = table(SPEC, "request", "fields", "answer")
+    assert [(name, described) for name, described, _ in rows] == [(n, _described(c)) for n, c in REQUESTS.items()]
+    assert {answer for _, _, answer in rows} <= set(REPLIES)
+
+
+def test_answers_are_those_of_the_spec() -> None:
+    assert table(SPEC, "answer", "fields") == [(name, _described(cls)) for name, cls in REPLIES.items()]
+
+
+def test_every_type_of_a_field_is_explained() -> None:
+    used = {check.__name__ for cls in (*REQUESTS.values(), *REPLIES.values()) for check in cls.checks.values()}
+    explained = [name for name, _ in table(SPEC, "type", "values")]
+    assert set(explained) == used
+    assert all(callable(getattr(checks, name)) for name in explained)
+
+
+@pytest.mark.parametrize(("name", "value"), table(SPEC, "limit", "value"))
+def test_limit_equals_the_codes(name: str, value: str) -> None:
+    module, _, constant = name.partition(".")
+    assert getattr(importlib.import_module(f"asyncckpt.protocol.{module}"), constant) == int(value)
+
+
+def test_every_limit_of_the_code_is_in_the_spec() -> None:
+    named = {name.partition(".")[2] for name, _ in table(SPEC, "limit", "value")}
+    for module in ("messages", "codec", "fields", "request", "endpoint"):
+        loaded = importlib.import_module(f"asyncckpt.protocol.{module}")
+        assert {n for n in vars(loaded) if n.startswith("MAX_")} <= named
+
+
+def test_header_has_the_shape_of_the_spec() -> None:
+    rows = table(SPEC, "bytes", "header")
+    header = codec.encode(messages.Ok(id=1))[0]
+    assert rows[0] == ("0 to 3", header[:4].decode())
+    assert header == b"ACKP" + messages.PROTOCOL_VERSION.to_bytes(2, "little")
+
+
+def test_request_in_the_slot_has_the_fields_of_the_spec() -> None:
+    assert [name for name, _ in table(SPEC, "field", "type")] == list(SaveRequest.__dataclass_fields__)
+
+
+def test_life_of_a_save_is_the_table_of_the_spec() -> None:
+    cells = [(phase, event, after) for phase, row in lifecycle.TRANSITIONS.items() for event, after in row.items()]
+    assert table(SPEC, "phase", "event", "next") == cells
+    assert all(f"`{phase}`" in SPEC for phase in lifecycle.PHASES)
+
+
+def test_endpoint_is_named_as_the_spec_says() -> None:
+    assert " else ".join(f"`{name}`" for name in endpoint.JOB_VARIABLES).replace(" else", ", else") in SPEC.replace(
+        "\n", " "
+    )

@@ -1,0 +1,348 @@
+"""storage.block_reader, shard_reader and read_plan: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import os
+import random
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing, flip_byte, shard_paths
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.index import ShardRecord
+from asyncckpt.storage.block_reader import read_shards
+from asyncckpt.storage.contents import Contents, read_contents
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import EXTENT_NBYTES, ShardRequest, Wanted, plan_extents
+
+MIB = 1 << 20
+LENGTHS = {f"t{i:02d}": 150_000 + 1000 * i for i in range(30)}
+
+
+class Gathered:
+    """A sink that keeps what it is given."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self.pieces = 0
+        self.lock = threading.Lock()
+
+    def deliver(self, position: int, address: int, nbytes: int) -> None:
+        piece = ctypes.string_at(address, nbytes)
+        with self.lock:
+            self.data[position : position + nbytes] = piece
+            self.pieces += 1
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
+    """A checkpoint of three shards, and its tensors' bytes."""
+    path = str(tmp_path_factory.mktemp("reader") / "c")
+    with Snapshot(LENGTHS, n_parts=3) as snapshot:
+        snapshot.save(path, fsync=False)
+        return path, snapshot.values
+
+
+@pytest.fixture
+def own(saved: tuple[str, dict[str, bytes]], tmp_path: Path) -> str:
+    """A copy of that checkpoint, to be damaged."""
+    shutil.copytree(saved[0], tmp_path / "c")
+    return str(tmp_path / "c")
+
+
+def requests_for(contents: Contents, fqns: Sequence[str]) -> tuple[list[ShardRequest], dict[str, Gathered]]:
+    sinks = {fqn: Gathered(contents.tensors[fqn].global_shape[0]) for fqn in fqns}
+    index = contents.ranks[0].index
+    requests = []
+    for part, shard in enumerate(index.shards):
+        wanted = [
+            Wanted(chunk.offset_bytes, chunk.nbytes, fqn, sinks[fqn])
+            for fqn in fqns
+            for _, chunk in contents.tensors[fqn].chunks
+            if chunk.part == part
+        ]
+        requests.append(ShardRequest(shard=shard, block_nbytes=index.block_nbytes, wanted=wanted))
+    return requests, sinks
+
+
+def read(path: str, fqns: Sequence[str] = tuple(LENGTHS), files: Files | None = None, **kw: Any) -> dict[str, bytes]:
+    contents = read_contents(path, Files())
+    requests, sinks = requests_for(contents, fqns)
+    read_shards(path, SAVE_ID, requests, files=files or Files(), **kw)
+    return {fqn: bytes(sink.data) for fqn, sink in sinks.items()}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_all_bytes_come_back(saved: tuple[str, dict[str, bytes]], verify: bool, threads: int) -> None:
+    assert read(saved[0], verify=verify, threads=threads) == saved[1]
+
+
+@pytest.mark.parametrize("fqns", [["t00"], ["t29"], ["t03", "t04", "t20"]])
+def test_some_tensors_come_back_alone(saved: tuple[str, dict[str, bytes]], fqns: list[str]) -> None:
+    assert read(saved[0], fqns) == {fqn: saved[1][fqn] for fqn in fqns}
+
+
+def test_cached_files_are_read_from_the_page_cache(own: str, saved: tuple[str, dict[str, bytes]]) -> None:
+    files = RecordingFiles()
+    for shard in shard_paths(own):  # the copy was written through the page cache; make sure
+        Path(shard).read_bytes()
+    assert read(own, files=files) == saved[1]
+    flags = [c for c in files.calls if c[0] == "open"]
+    assert len(flags) == 6  # once to check, once to read; a third time would be for O_DIRECT
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP])
+def test_a_page_cache_that_lost_the_bytes_meanwhile_is_passed_by(
+    own: str, saved: tuple[str, dict[str, bytes]], code: int
+) -> None:
+    class NeverCached(Files):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if flags & os.RWF_NOWAIT:
+                raise OSError(code, "not now")
+            return super().preadv(fd, buffers, offset, flags)
+
+    assert read(own, files=NeverCached()) == saved[1]
+
+
+def test_a_partial_answer_of_the_page_cache_is_not_taken_for_the_whole(
+    own: str, saved: tuple[str, dict[str, bytes]]
+) -> None:
+    class HalfCached(Files):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if flags & os.RWF_NOWAIT:
+                buffers = [buffers[0][: len(buffers[0]) // 2]]
+            return super().preadv(fd, buffers, offset, flags)
+
+    assert read(own, files=HalfCached()) == saved[1]
+
+
+class Uncached(RecordingFiles):
+    """The page cache holds nothing."""
+
+    def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+        return False
+
+
+def test_short_reads_are_continued(saved: tuple[str, dict[str, bytes]]) -> None:
+    class Short(Uncached):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            room = len(buffers[0])
+            return Files.preadv(self, fd, [memoryview(buffers[0])[: max(28, room // 3 // 512 * 512)]], offset, flags)
+
+    assert read(saved[0], files=Short()) == saved[1]
+
+
+@pytest.mark.parametrize("refused", ["open", "preadv"])
+def test_without_o_direct_files_are_read_all_the_same(saved: tuple[str, dict[str, bytes]], refused: str) -> None:
+    class NoDirect(Uncached):
+        def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+            if refused == "open" and flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return Files.open(self, path, flags, mode)
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if refused == "preadv" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return Files.preadv(self, fd, buffers, offset, flags)
+
+    assert read(saved[0], files=NoDirect()) == saved[1]
+
+
+def test_only_the_blocks_that_are_needed_are_read(saved: tuple[str, dict[str, bytes]]) -> None:
+    chunk = read_contents(saved[0], Files()).tensors["t07"].chunks[0][1]
+    first = chunk.offset_bytes // BLOCK_NBYTES
+    last = (chunk.offset_bytes + chunk.nbytes - 1) // BLOCK_NBYTES
+    files = Uncached()
+    read(saved[0], ["t07"], files)
+    data_reads = [(at, n) for at, n in files.read_ranges if n != 28]
+    assert sum(n for _, n in data_reads) <= (last - first + 1) * BLOCK_NBYTES
+    assert min(at for at, _ in data_reads) == first * BLOCK_NBYTES
+
+
+def test_without_verification_only_the_pages_that_are_needed_are_read(saved: tuple[str, dict[str, bytes]]) -> None:
+    chunk = read_contents(saved[0], Files()).tensors["t07"].chunks[0][1]
+    files = Uncached()
+    read(saved[0], ["t07"], files, verify=False)
+    assert sum(n for _, n in files.read_ranges if n != 28) <= chunk.nbytes + 2 * 4096
+
+
+def test_shards_that_nobody_wants_are_not_opened(saved: tuple[str, dict[str, bytes]]) -> None:
+    contents = read_contents(saved[0], Files())
+    files = RecordingFiles()
+    read(saved[0], ["t07"], files)
+    part = contents.tensors["t07"].chunks[0][1].part
+    opened = {os.path.basename(where) for name, where in files.calls if name == "open"}
+    assert opened == {contents.ranks[0].index.shards[part].name}
+
+
+def test_several_threads_read_one_file(tmp_path: Path) -> None:
+    together = threading.Barrier(2, timeout=20)
+    readers: set[int] = set()
+
+    class Meeting(Uncached):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if len(buffers[0]) >= BLOCK_NBYTES and len(readers) < 2 and threading.get_ident() not in readers:
+                readers.add(threading.get_ident())
+                together.wait()
+            return Files.preadv(self, fd, buffers, offset, flags)
+
+    with Snapshot({"a": 8 * MIB}) as snapshot:
+        snapshot.save(str(tmp_path / "c"), fsync=False)
+        assert read(str(tmp_path / "c"), ["a"], Meeting(), threads=2) == snapshot.values
+    assert len(readers) == 2
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_flipped_byte_is_named_with_file_tensor_and_range(own: str, cached: bool) -> None:
+    contents = read_contents(own, Files())
+    chunk = contents.tensors["t11"].chunks[0][1]
+    name = contents.ranks[0].index.shards[chunk.part].name
+    flip_byte(os.path.join(own, name), chunk.offset_bytes + 5000)
+    with pytest.raises(CorruptCheckpointError, match="t11") as caught:
+        read(own, ["t11"], Files() if cached else Uncached())
+    error = caught.value
+    assert (error.file, error.fqn) == (name, "t11")
+    assert error.offset is not None and error.nbytes is not None
+    assert error.offset <= chunk.offset_bytes + 5000 < error.offset + error.nbytes
+    read(own, [fqn for fqn, t in contents.tensors.items() if t.chunks[0][1].part != chunk.part])
+
+
+def test_every_damaged_block_can_be_reported(own: str) -> None:
+    contents = read_contents(own, Files())
+    shard = shard_paths(own)[0]
+    for block in (1, 3, 4):
+        flip_byte(shard, block * BLOCK_NBYTES + 7)
+    found: list[CorruptCheckpointError] = []
+    requests, _ = requests_for(contents, list(LENGTHS))
+    read_shards(own, SAVE_ID, requests, files=Files(), on_corrupt=found.append)
+    assert sorted(error.offset or 0 for error in found) == [block * BLOCK_NBYTES for block in (1, 3, 4)]
+
+
+@pytest.mark.parametrize("damage", ["cut", "extended", "missing", "link", "swapped", "directory"])
+def test_a_file_that_is_not_the_right_one_is_refused_before_anything_is_handed_on(
+    own: str, tmp_path: Path, damage: str
+) -> None:
+    contents = read_contents(own, Files())
+    shard = shard_paths(own)[-1]
+    if damage == "cut":
+        os.truncate(shard, os.path.getsize(shard) - 1)
+    elif damage == "extended":
+        os.truncate(shard, os.path.getsize(shard) + 4096)
+    elif damage == "swapped":
+        with Snapshot(LENGTHS, n_parts=3, save_id=OTHER_ID, seed=1) as snapshot:
+            snapshot.save(str(tmp_path / "other"), fsync=False)
+        other = shard_paths(str(tmp_path / "other"))[-1]
+        assert os.path.getsize(other) == os.path.getsize(shard)
+        shutil.copy(other, shard)
+    else:
+        os.rename(shard, tmp_path / "away")
+        if damage == "link":
+            os.symlink(tmp_path / "away", shard)
+        elif damage == "directory":
+            os.mkdir(shard)
+    requests, sinks = requests_for(contents, list(LENGTHS))
+    for verify in (True, False):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            read_shards(own, SAVE_ID, requests, files=Files(), verify=verify)
+        assert caught.value.file == os.path.basename(shard)
+    assert sum(sink.pieces for sink in sinks.values()) == 0
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(own: str) -> None:
+    class CutMeanwhile(Uncached):
+        def before(self, name: str, args: object) -> None:
+            if name == "preadv" and self.names().count("preadv") == 5:
+                for shard in shard_paths(own):
+                    os.truncate(shard, 8192)
+
+    with pytest.raises(CorruptCheckpointError):
+        read(own, files=CutMeanwhile(), threads=1)
+
+
+def test_a_read_error_names_file_tensor_and_range(saved: tuple[str, dict[str, bytes]]) -> None:
+    class Failing(Uncached):
+        def before(self, name: str, args: Sequence[Any]) -> None:
+            if name == "preadv" and len(args[1][0]) > 28:
+                raise OSError(errno.EIO, "injected")
+
+    with pytest.raises(OSError, match=r"t13.*reading bytes \d+ to \d+: injected") as caught:
+        read(saved[0], ["t13"], Failing())
+    assert (caught.value.errno, str(caught.value.filename)[-11:]) == (errno.EIO, "safetensors")
+
+
+@pytest.mark.parametrize("method", ["open", "fstat", "preadv", "resident"])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 8])
+def test_a_failing_call_while_reading_raises_or_does_no_harm(
+    saved: tuple[str, dict[str, bytes]], method: str, nth: int
+) -> None:
+    try:
+        assert read(saved[0], files=failing(method, errno.EIO, nth=nth), threads=2) == saved[1]
+    except OSError as error:
+        assert error.errno == errno.EIO
+
+
+def test_an_error_of_a_sink_is_raised_when_all_threads_have_stopped(saved: tuple[str, dict[str, bytes]]) -> None:
+    class Refusing:
+        def deliver(self, position: int, address: int, nbytes: int) -> None:
+            raise ZeroDivisionError
+
+    contents = read_contents(saved[0], Files())
+    requests, _ = requests_for(contents, ["t05"])
+    requests = [
+        ShardRequest(shard=r.shard, block_nbytes=r.block_nbytes, wanted=[w._replace(sink=Refusing()) for w in r.wanted])
+        for r in requests
+    ]
+    with pytest.raises(ZeroDivisionError):
+        read_shards(saved[0], SAVE_ID, requests, files=Files())
+
+
+def test_one_range_may_be_wanted_several_times(saved: tuple[str, dict[str, bytes]]) -> None:
+    contents = read_contents(saved[0], Files())
+    chunk = contents.tensors["t02"].chunks[0][1]
+    index = contents.ranks[0].index
+    sinks = [Gathered(chunk.nbytes), Gathered(chunk.nbytes), Gathered(1000)]
+    wanted = [
+        Wanted(chunk.offset_bytes, chunk.nbytes, "t02", sinks[0]),
+        Wanted(chunk.offset_bytes, chunk.nbytes, "t02", sinks[1]),
+        Wanted(chunk.offset_bytes + 777, 1000, "t02", sinks[2]),
+    ]
+    request = ShardRequest(shard=index.shards[chunk.part], block_nbytes=index.block_nbytes, wanted=wanted)
+    read_shards(saved[0], SAVE_ID, [request], files=Files())
+    value = saved[1]["t02"]
+    assert [bytes(s.data) for s in sinks] == [value, value, value[777:1777]]
+
+
+def test_random_plans_hold_every_wanted_byte_once_and_no_unit_that_nobody_wants(rng: random.Random) -> None:
+    for _ in range(300):
+        unit = rng.choice([4096, 256 * 1024, 1536 * 1024])
+        nbytes = rng.randrange(1, 60 * MIB)
+        wanted = []
+        for _ in range(rng.randrange(1, 40)):
+            offset = rng.randrange(nbytes)
+            length = min(rng.choice([0, 1, 5000, 3 * MIB, 40 * MIB]), nbytes - offset)
+            wanted.append(Wanted(offset, length, "x", None))
+        shard = ShardRecord(name="x", nbytes=nbytes, digests=b"")
+        request = ShardRequest(shard=shard, block_nbytes=unit, wanted=wanted)
+        extents = plan_extents(request, rng.choice([1, 4]), unit=unit)
+        steps = [step for extent in extents for step in extent]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(steps))
+        assert all(s.start % unit == 0 and (s.end % unit == 0 or s.end == nbytes) for s in steps)
+        for extent in extents:
+            assert all(a.end == b.start for a, b in itertools.pairwise(extent))
+            assert extent[-1].end - extent[0].start <= max(EXTENT_NBYTES, unit)
+        for w in wanted:
+            taken = [s for s in steps if w in s.wanted]
+            assert sum(min(s.end, w.offset + w.nbytes) - max(s.start, w.offset) for s in taken) == w.nbytes
+        units = {u for w in wanted if w.nbytes for u in range(w.offset // unit, -(-(w.offset + w.nbytes) // unit))}
+        assert sum(s.end - s.start for s in steps) <= len(units) * unit
