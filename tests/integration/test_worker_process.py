@@ -17,6 +17,7 @@ import pytest
 from asyncckpt import launcher
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 from tests.torch_free_client import Client, Snapshot, new_save_id
@@ -59,9 +60,9 @@ def status(endpoint: str) -> dict[str, Any]:
 
 
 def wait_gone(pid: int, timeout_s: float = 10.0) -> None:
-    """Wait until a process that is not our child is gone."""
+    """Wait until a process that is not our child is gone; a zombie that init has not reaped yet counts as gone."""
     deadline = time.monotonic() + timeout_s
-    while os.path.exists(f"/proc/{pid}"):
+    while start_ticks(pid) is not None:
         assert time.monotonic() < deadline, f"process {pid} stays"
         time.sleep(0.01)
 
