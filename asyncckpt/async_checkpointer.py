@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -225,6 +226,13 @@ class AsyncCheckpointer(Checkpointer):
             self._process.flush(EXIT_WAIT_S - 2.0)
             self._process.close(goodbye_timeout_s=1.0)
         self._close_parts()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and hasattr(self, "_tracker") and os.getpid() == self._owner_pid:
+            warnings.warn(
+                "an AsyncCheckpointer was dropped without close()", ResourceWarning, source=self, stacklevel=2
+            )
+            self.leave()
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""

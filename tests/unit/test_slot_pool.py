@@ -24,6 +24,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 
 KIB = 1024
@@ -104,7 +105,7 @@ def test_a_second_slot_is_made_only_while_the_first_is_in_use(make: Make, plan: 
 def test_the_slot_that_holds_the_plan_s_headers_is_taken_first(make: Make, plan: SavePlan) -> None:
     pool, _ = make()
     first, second = acquire(pool, plan, 0), acquire(pool, plan, 1)
-    second.image_for(plan)
+    second.views = SlotImage(second.memory.mapping.address, plan)
     pool.free(name(0))
     pool.free(name(1))
     assert acquire(pool, plan, 2) is second

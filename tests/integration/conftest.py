@@ -1,0 +1,34 @@
+"""Real workers for the tests here."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import real_worker
+
+
+@pytest.fixture
+def worker(endpoint: str) -> Iterator[real_worker.RealWorker]:
+    """A worker of this test alone, at a private endpoint: it may be killed and frozen."""
+    with real_worker.running(endpoint) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared_worker() -> Iterator[real_worker.RealWorker]:
+    """A worker of all tests of a module that do it no harm; at the end it must have given everything back."""
+    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
+    try:
+        with real_worker.running(f"ipc://{directory}/w.sock") as found:
+            pid = found.pid
+            yield found
+            assert found.alive, "a test has ended the shared worker"
+            real_worker.wait_until(
+                lambda: not found.status()["sessions"] and not found.status()["slots"], "sessions and slots are gone"
+            )
+            assert found.status()["pid"] == pid
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,136 @@
+"""A worker process of its own for tests: started as users start it, stopped, killed, frozen, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch_free_client import Client
+
+from asyncckpt import launcher
+from asyncckpt.protocol import messages
+from asyncckpt.protocol.endpoint import socket_path
+from asyncckpt.protocol.identity import start_ticks
+
+DEADLINE_S = 30.0
+"""For whatever must happen, and has no bound of its own in the promises."""
+
+
+def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Poll `holds` until it is true, and return what it returned; fail at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = holds()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.01)
+
+
+def status_of(endpoint: str) -> Mapping[str, Any]:
+    """Return the status report of the worker at `endpoint`; waits until it answers."""
+    with Client(endpoint) as client:
+        report = client.call(messages.Status(id=client.next_id()), resend_s=0.05)
+        assert isinstance(report, messages.StatusReport)
+        return report.report
+
+
+class RealWorker:
+    """A worker that answers at `endpoint`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.pid = int(self.status()["pid"])
+        self._started = start_ticks(self.pid)
+
+    def status(self) -> Mapping[str, Any]:
+        """Return its status report."""
+        return status_of(self.endpoint)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is still there."""
+        return self._started is not None and start_ticks(self.pid) == self._started
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it, if it is still the process that it was."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait_gone()
+
+    def wait_gone(self) -> None:
+        """Wait until the process has ended."""
+        wait_until(lambda: not self.alive, f"the worker {self.pid} ends")
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """SIGSTOP inside, SIGCONT after."""
+        self.signal(signal.SIGSTOP)
+        wait_until(lambda: _state(self.pid) == "T", "the worker is stopped")
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it in order; by force where that does not help."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self.wait_gone()
+        finally:
+            self.signal(signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
+
+
+@contextlib.contextmanager
+def running(endpoint: str, *options: str) -> Iterator[RealWorker]:
+    """Start a worker at `endpoint`; ends it, or the one that has taken its place."""
+    launcher.start_worker(endpoint, options=options)
+    worker = RealWorker(endpoint)
+    try:
+        yield worker
+    finally:
+        stop_whoever_serves(endpoint, worker)
+
+
+def stop_whoever_serves(endpoint: str, known: RealWorker | None = None) -> None:
+    """End the worker at `endpoint`, `known` or another."""
+    if known is not None and known.alive:
+        known.stop()
+    elif os.path.exists(socket_path(endpoint)) and _lock_is_held(endpoint):
+        RealWorker(endpoint).stop()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(socket_path(endpoint))  # a killed worker leaves it
+
+
+def _lock_is_held(endpoint: str) -> bool:
+    import fcntl
+
+    try:
+        fd = os.open(f"{socket_path(endpoint)}.lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
