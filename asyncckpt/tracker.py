@@ -10,6 +10,9 @@ from concurrent.futures import Future
 from asyncckpt.errors import PendingSavesError, SaveSkippedError, WaitTimeoutError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 
+CALLBACK_S = 1.0
+"""How long `_ended` may take to be called once a future is done. Chosen, far above what it takes."""
+
 _log = logging.getLogger("asyncckpt")
 
 
@@ -50,7 +53,11 @@ class SaveTracker:
     def pending(self) -> list[SaveHandle]:
         """Return the handles whose `written` is not done, oldest first."""
         with self._changed:
-            return list(self._pending)
+            return self._open()
+
+    def _open(self) -> list[SaveHandle]:
+        # Who waits for a future wakes up before its callbacks run, `_ended` among them.
+        return [h for h in self._pending if not h.written.done()]
 
     def settle(self, timeout_s: float | None) -> list[SaveHandle]:
         """Wait until nothing is pending, at most `timeout_s`; returns what still is."""
@@ -58,10 +65,10 @@ class SaveTracker:
         with self._changed:
             while self._pending:
                 left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                if left is not None and left <= 0 and (self._open() or left < -CALLBACK_S):
                     break
-                self._changed.wait(1.0 if left is None else min(left, 1.0))
-            return list(self._pending)
+                self._changed.wait(1.0 if left is None else min(max(left, 0.01), 1.0))
+            return self._open()
 
     def wait(self, timeout_s: float | None) -> None:
         """As `settle`.

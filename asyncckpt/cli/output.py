@@ -9,6 +9,7 @@ from typing import Any
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
     UnsupportedFormatError,
     WorkerUnavailableError,
@@ -16,6 +17,7 @@ from asyncckpt.errors import (
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_CORRUPT = 3
 EXIT_NOT_FOUND = 4
 EXIT_UNREACHABLE = 5
@@ -27,6 +29,8 @@ def exit_code_of(error: BaseException) -> int:
         return EXIT_CORRUPT
     if isinstance(error, WorkerUnavailableError):
         return EXIT_UNREACHABLE
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
     if isinstance(error, UnsupportedFormatError):
         return EXIT_FAILED
     return EXIT_NOT_FOUND if isinstance(error, (CheckpointNotFoundError, FileNotFoundError)) else EXIT_FAILED

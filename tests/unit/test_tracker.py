@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -105,3 +106,17 @@ def test_looking_at_the_log_is_not_fetching() -> None:
     (handle,) = handles(tracker, 1)
     handle.fail(SaveFailedError("x"))
     assert not any(f.fetched for f in handle.futures())
+
+
+def test_a_save_that_has_ended_is_not_pending_although_its_callbacks_have_not_run() -> None:
+    class Late(SaveTracker):
+        def _ended(self, handle: SaveHandle, done: Future[SaveReport]) -> None:
+            threading.Timer(0.05, super()._ended, (handle, done)).start()
+
+    tracker = Late(on_error="raise")
+    (handle,) = handles(tracker, 1)
+    handle.fail(SaveFailedError("x"))
+    assert tracker.pending() == []
+    tracker.wait(0.0)
+    with pytest.raises(PendingSavesError):
+        tracker.raise_errors()

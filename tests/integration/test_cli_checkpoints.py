@@ -1,0 +1,313 @@
+"""ls, inspect, verify and worker: what they print, their exit codes, and that they answer without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from real_worker import DEADLINE_S, RealWorker, running
+
+import asyncckpt
+from asyncckpt import SyncCheckpointer, cli
+from asyncckpt.format.layout import PAGE_NBYTES
+
+STATE = {"model": {"w": torch.arange(200_000.0), "b": torch.ones(3)}, "step": 7, "name": "grüße", "tied": [1, None]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Two checkpoints, one that was never committed, and a directory that is none."""
+    root = tmp_path_factory.mktemp("runs")
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save(STATE, root / "b", metadata={"loss": 0.5})
+        checkpointer.save(STATE, root / "a", step=5)
+    (root / "incomplete").mkdir()
+    for shard in (root / "a").glob("*.safetensors"):
+        shutil.copy(shard, root / "incomplete")
+    (root / "other").mkdir()
+    (root / "other" / "notes.txt").write_text("x")
+    return root
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    try:
+        code = cli.main([str(a) for a in arguments])
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def damaged(root: pathlib.Path, to: pathlib.Path, offset: int = PAGE_NBYTES + 400_000) -> pathlib.Path:
+    """A copy of a checkpoint with one byte of one shard flipped."""
+    shutil.copytree(root / "b", to)
+    shard = next(to.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[offset] ^= 1
+    shard.write_bytes(data)
+    return shard
+
+
+# ---- ls and inspect -------------------------------------------------------------------------------------------------
+
+
+def test_ls_lists_by_lineage_and_shows_what_is_not_committed(
+    root: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "ls", root)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].split() == ["STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"]
+    assert [line.split()[0] for line in lines[1:]] == ["committed", "committed", "incomplete"]
+    assert [line.split()[-1] for line in lines[1:]] == [str(root / name) for name in ("b", "a", "incomplete")]
+    code, rows = run_json(capsys, "ls", root)
+    assert code == 0
+    assert [(r["state"], r["step"], r["metadata"]) for r in rows] == [
+        ("committed", 7, {"loss": 0.5}), ("committed", 5, {}), ("incomplete", None, None)
+    ]  # fmt: skip
+    assert rows[0]["nbytes"] > 800_000
+
+
+def test_ls_of_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}\n")
+    assert run_json(capsys, "ls", tmp_path) == (0, [])
+    assert run(capsys, "ls", tmp_path / "nothing")[0] == 4
+
+
+def test_ls_of_a_checkpoint_itself_and_of_any_depth(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [r["step"] for r in run_json(capsys, "ls", root / "b")[1]] == [7]
+    assert run_json(capsys, "ls", root.parent)[1] == []
+    assert {r["step"] for r in run_json(capsys, "ls", "--recursive", root.parent)[1]} >= {7, 5}
+
+
+def test_inspect_shows_tensors_objects_and_shards(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, "inspect", root / "b")
+    assert code == 0
+    tensors = {t["fqn"]: (t["dtype"], t["shape"], t["nbytes"]) for t in found["tensors"]}
+    assert tensors == {"model.w": ("float32", [200_000], 800_000), "model.b": ("float32", [3], 12)}
+    assert {o["fqn"]: o["value"] for o in found["objects"]} == {
+        "step": "7", "name": "'grüße'", "tied": "[1, None]"
+    }  # fmt: skip
+    assert (found["step"], found["metadata"], found["fsync"]) == (7, {"loss": 0.5}, True)
+    assert [s["name"] for s in found["shards"]] == [p.name for p in (root / "b").glob("*.safetensors")]
+    code, out, _ = run(capsys, "inspect", root / "b")
+    assert code == 0
+    assert "model.w" in out
+    assert "loss=0.5" in out
+
+
+def test_inspect_says_by_exit_code_what_is_wrong(
+    root: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "inspect", root / "nothing")[0] == 4
+    assert run(capsys, "inspect", root / "other")[0] == 4
+    code, _, err = run(capsys, "inspect", root / "incomplete")
+    assert code == 3
+    assert "never committed" in err
+    shutil.copytree(root / "b", tmp_path / "b")
+    next((tmp_path / "b").glob("*.index")).write_bytes(b"x")
+    assert run(capsys, "inspect", tmp_path / "b")[0] == 3
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+
+def test_verify_accepts_sound_checkpoints(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "verify", root / "a", root / "b")
+    assert code == 0
+    assert out.count(": ok, step") == 2
+    code, rows = run_json(capsys, "verify", root / "a", root / "b")
+    assert code == 0
+    assert [(r["state"], r["tensors"], r["faults"]) for r in rows] == [("ok", 2, [])] * 2
+    assert rows[0]["read_nbytes"] > 800_000
+
+
+def test_verify_names_file_tensor_and_range_of_a_flipped_byte(
+    root: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = damaged(root, tmp_path / "bad")
+    code, rows = run_json(capsys, "verify", tmp_path / "bad")
+    assert code == 3
+    assert rows[0]["state"] == "corrupt"
+    (fault,) = rows[0]["faults"]
+    assert (fault["file"], fault["fqn"]) == (shard.name, "model.w")
+    assert fault["offset"] <= PAGE_NBYTES + 400_000 < fault["offset"] + fault["nbytes"]
+    code, out, _ = run(capsys, "verify", tmp_path / "bad")
+    assert code == 3
+    assert "CORRUPT" in out
+    assert shard.name in out
+    assert "model.w" in out
+    with pytest.raises(asyncckpt.errors.CorruptCheckpointError):
+        asyncckpt.load(tmp_path / "bad")
+
+
+def test_verify_fast_skips_the_data_and_finds_wrong_sizes(
+    root: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = damaged(root, tmp_path / "bad")
+    code, rows = run_json(capsys, "verify", "--fast", tmp_path / "bad")
+    assert (code, rows[0]["state"]) == (0, "ok")
+    assert rows[0]["read_nbytes"] < 100_000
+    with shard.open("ab") as file:
+        file.write(b"x")
+    assert run(capsys, "verify", "--fast", tmp_path / "bad")[0] == 3
+
+
+@pytest.mark.parametrize("pattern", ["*.index", "*.objects.json", "*.safetensors"])
+def test_verify_misses_no_file(
+    root: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], pattern: str
+) -> None:
+    shutil.copytree(root / "b", tmp_path / "b")
+    name = next((tmp_path / "b").glob(pattern))
+    name.unlink()
+    code, rows = run_json(capsys, "verify", tmp_path / "b")
+    assert code == 3
+    assert name.name in json.dumps(rows)
+
+
+def test_verify_tells_incomplete_from_absent(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows = run_json(capsys, "verify", root / "incomplete")
+    assert (code, rows[0]["state"]) == (3, "incomplete")
+    for name in ("nothing", "other"):
+        code, rows = run_json(capsys, "verify", root / name)
+        assert (code, rows[0]["state"]) == (4, "absent")
+
+
+def test_verify_of_several_gives_the_gravest_code_and_says_all(
+    root: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged(root, tmp_path / "bad")
+    code, rows = run_json(capsys, "verify", root / "b", tmp_path / "bad")
+    assert (code, [r["state"] for r in rows]) == (3, ["ok", "corrupt"])
+    assert run(capsys, "verify", root / "b", root / "nothing")[0] == 4
+
+
+# ---- worker ---------------------------------------------------------------------------------------------------------
+
+
+def test_worker_status_shows_sessions_slots_and_saves(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ("--endpoint", shared_worker.endpoint)
+    with asyncckpt.AsyncCheckpointer(endpoint=shared_worker.endpoint) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "a").written.result(DEADLINE_S)
+        code, report = run_json(capsys, "worker", "status", *at)
+        assert code == 0
+        assert (report["endpoint"], report["pid"]) == (shared_worker.endpoint, shared_worker.pid)
+        assert [s["pid"] for s in report["sessions"]] == [os.getpid()]
+        assert len(report["slots"]) == 1
+        assert [s["phase"] for s in report["saves"]][-1] == "committed"
+        code, out, _ = run(capsys, "worker", "status", *at)
+        assert code == 0
+        assert f"pid: {shared_worker.pid}" in out
+        assert "sessions: 1" in out
+
+
+@pytest.mark.parametrize("action", ["drain", "stop"])
+def test_worker_ends_and_the_command_waits_for_it(
+    endpoint: str, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    with running(endpoint) as worker:
+        code, report = run_json(capsys, "worker", action, "--endpoint", endpoint)
+        assert (code, report) == (0, {"endpoint": endpoint, "pid": worker.pid, "exited": True})
+        assert not worker.alive
+        assert run(capsys, "worker", action, "--endpoint", endpoint)[0] == 5
+
+
+def test_worker_drain_waits_for_no_trainer_that_does_not_save(
+    endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(endpoint) as worker, asyncckpt.AsyncCheckpointer(endpoint=endpoint):
+        code, out, _ = run(capsys, "worker", "drain", "--endpoint", endpoint, "--timeout-s", "60")
+        assert code == 0, "a trainer that does not save does not hold the worker back"
+        assert f"worker {worker.pid} has exited" in out
+
+
+@pytest.mark.parametrize("action", ["status", "drain", "stop"])
+def test_worker_that_cannot_be_reached_is_exit_code_5(
+    endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    code, _, err = run(capsys, "worker", action, "--endpoint", endpoint)
+    assert code == 5
+    assert endpoint in err
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    assert run(capsys, "worker", action)[0] == 5
+
+
+def test_worker_that_does_not_answer_is_exit_code_5(
+    endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.cli.worker.ANSWER_TIMEOUT_S", 0.3)
+    with running(endpoint) as worker, worker.frozen():
+        code, _, err = run(capsys, "worker", "status", "--endpoint", endpoint)
+    assert code == 5
+    assert endpoint in err
+
+
+# ---- usage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nonsense"], ["ls"], ["verify"], ["inspect"], ["ls", "x", "--nonsense"], ["worker"], ["worker", "dance"],
+     ["verify", "x", "--threads", "many"]],
+)  # fmt: skip
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "usage: asyncckpt" in err
+
+
+def test_a_malformed_endpoint_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "worker", "status", "--endpoint", "tcp://x")
+    assert code == 2
+    assert "ipc://" in err
+
+
+@pytest.mark.parametrize("command", [[], ["ls"], ["inspect"], ["verify"], ["demo"], ["worker"], ["worker", "status"]])
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    assert ("example: asyncckpt" in out) or not command
+
+
+def test_quick_commands_and_the_package_itself_do_not_import_torch(root: pathlib.Path) -> None:
+    script = f"""
+import contextlib, io, sys
+import asyncckpt
+assert "torch" not in sys.modules, "import asyncckpt"
+from asyncckpt import CheckpointerConfig, RankInfo, cli
+for arguments in (["ls", {str(root)!r}], ["inspect", {str(root / "b")!r}], ["verify", {str(root / "b")!r}],
+                  ["worker", "status", "--endpoint", "ipc:///nonexistent/x.sock"]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        cli.main(arguments)
+    assert "torch" not in sys.modules, arguments
+assert asyncckpt.latest_checkpoint({str(root)!r}) == {str(root / "a")!r}
+assert "torch" not in sys.modules, "latest_checkpoint"
+dir(asyncckpt)
+for name in asyncckpt.__all__:
+    getattr(asyncckpt, name)
+assert "torch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_had_enough_is_no_traceback(root: pathlib.Path) -> None:
+    command = f"{sys.executable} -m asyncckpt inspect {root / 'b'} | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"path: {root / 'b'}\n"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,212 @@
+"""Kill -9 of the worker: futures fail within a second, training goes on, the next save finds or starts another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import states
+import torch
+from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.errors import CheckpointNotCommittedError, StagingError, WorkerUnavailableError
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.staging.copy_cpu import SlotImage
+
+STATE = {"w": torch.arange(100_000.0)}
+LOSS_BOUND_S = 1.0
+"""GUARANTEES P6."""
+
+
+@pytest.fixture
+def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
+    return endpoint_dir
+
+
+@contextlib.contextmanager
+def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
+    """A checkpointer that starts its workers; they are ended after it."""
+    checkpointer = AsyncCheckpointer(**fields)
+    endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
+    try:
+        with checkpointer:
+            yield checkpointer
+    finally:
+        stop_whoever_serves(endpoint)
+
+
+def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:
+    return RealWorker(checkpointer._process.endpoint)  # type: ignore[attr-defined]
+
+
+def fds_and_mappings() -> tuple[int, int]:
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:asyncckpt")
+
+
+def lose(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> None:
+    """Save, kill the worker while the save is in flight, and prove what was promised."""
+    worker = worker_of(checkpointer)
+    with worker.frozen():
+        handle = checkpointer.save(STATE, path)
+        assert handle.phase == "staged"
+        killed = time.monotonic()
+        worker.kill()
+        error = handle.written.exception(DEADLINE_S)
+        took = time.monotonic() - killed
+    assert isinstance(error, WorkerUnavailableError)
+    assert "has died" in str(error)
+    assert handle.durable.exception(0) is error
+    assert took < LOSS_BOUND_S
+    assert checkpointer.pending() == []
+
+
+def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
+        lose(checkpointer, tmp_path / "1")
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+        states.assert_same(asyncckpt.load(tmp_path / "2"), STATE)
+        assert {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()} == before
+        assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "2")
+        if (tmp_path / "1").exists():
+            with pytest.raises(CheckpointNotCommittedError):
+                asyncckpt.load(tmp_path / "1")
+
+
+def test_all_saves_in_flight_fail_together(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with own_worker(slots=3) as checkpointer:
+        big = {"w": torch.ones(4_000_000)}
+        for n in range(3):  # three slots, all of them idle afterwards
+            handles = [checkpointer.save(big, tmp_path / f"{n}-{m}") for m in range(3)]
+            checkpointer.wait(DEADLINE_S)
+        slots = len(checkpointer._process.pool._slots)  # type: ignore[attr-defined]
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            handles = [checkpointer.save(big, tmp_path / f"lost-{n}") for n in range(slots)]
+            killed = time.monotonic()
+            worker.kill()
+            errors = [h.written.exception(DEADLINE_S) for h in handles]
+            assert time.monotonic() - killed < LOSS_BOUND_S
+        assert {type(e) for e in errors} == {WorkerUnavailableError}
+        checkpointer.save(STATE, tmp_path / "after").written.result(DEADLINE_S)
+
+
+def test_twenty_losses_leak_neither_fds_nor_mappings(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "first").written.result(DEADLINE_S)
+        counts = []
+        for n in range(20):
+            lose(checkpointer, tmp_path / f"lost-{n}")
+            checkpointer.save(STATE, tmp_path / f"next-{n}").written.result(DEADLINE_S)
+            counts.append(fds_and_mappings())
+        assert max(counts[3:]) <= max(counts[:3]), counts
+        assert counts[-1][1] <= 1
+
+
+def test_an_idle_loss_is_noticed_and_the_next_save_works(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        worker_of(checkpointer).kill()
+        wait_until(lambda: fds_and_mappings()[1] == 0, "the lost worker's memory is given up")
+        checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
+
+
+def test_a_worker_that_was_drained_is_replaced(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        first = worker_of(checkpointer)
+        first.stop()
+        checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
+        assert worker_of(checkpointer).pid != first.pid
+
+
+def test_a_worker_at_a_given_endpoint_is_replaced_too(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        lose(checkpointer, tmp_path / "1")
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+def test_a_worker_that_dies_while_it_lends_a_slot_costs_that_save_only(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = SlotMemory.attach.__func__  # type: ignore[attr-defined]
+    with own_worker() as checkpointer:
+        process = checkpointer._process
+
+        def attach_and_lose(cls: type[SlotMemory], *arguments: Any) -> SlotMemory:
+            memory: SlotMemory = attach(cls, *arguments)
+            session = process._session  # type: ignore[attr-defined]
+            worker_of(checkpointer).kill()
+            wait_until(lambda: session.error is not None, "the loss is noticed")
+            return memory
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotMemory, "attach", classmethod(attach_and_lose))
+            error = checkpointer.save(STATE, tmp_path / "0").written.exception(DEADLINE_S)
+        assert isinstance(error, WorkerUnavailableError)
+        checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
+
+
+def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given_up(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = SlotImage.fill
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+
+        def lose_and_fill(self: SlotImage, *arguments: Any) -> None:
+            session = checkpointer._process._session  # type: ignore[attr-defined]
+            worker_of(checkpointer).kill()
+            wait_until(lambda: session.error is not None, "the loss is noticed")
+            fill(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotImage, "fill", lose_and_fill)
+            handle = checkpointer.save(STATE, tmp_path / "1")
+        assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
+        assert fds_and_mappings()[1] == 0
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+def test_a_copy_that_fails_is_a_staging_error_and_the_slot_is_used_again(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: SlotImage, *arguments: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    with own_worker(slots=1, slot_timeout_s=5.0) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        for n in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(SlotImage, "fill", fail)
+                handle = checkpointer.save(STATE, tmp_path / f"bad-{n}")
+            error = handle.staged.exception(0)
+            assert isinstance(error, StagingError)
+            assert "CUDA error" in str(error)
+            assert (error.step, error.path) == (handle.step, handle.path)
+            checkpointer.save(STATE, tmp_path / f"good-{n}").written.result(DEADLINE_S)
+        with pytest.raises(CheckpointNotCommittedError):
+            asyncckpt.load(tmp_path / "bad-0")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(SlotImage, "fill", _interrupt)
+            checkpointer.save(STATE, tmp_path / "interrupted")
+        assert checkpointer.pending() == []
+        checkpointer.save(STATE, tmp_path / "last").written.result(DEADLINE_S)
+
+
+def _interrupt(self: Any, *arguments: Any) -> None:
+    raise KeyboardInterrupt
