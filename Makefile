@@ -45,7 +45,7 @@ test: .venv/.dev
 check: .venv/.dev
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/mypy -p asyncckpt -p asyncckpt_worker
+	.venv/bin/mypy -p asyncckpt -p asyncckpt_worker -p benchmarks
 	.venv/bin/python docs/check_parity.py
 	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py
 

@@ -24,6 +24,7 @@ RESEND_S = 1.0
 
 HELLO_RESEND_S = 0.05
 POLL_S = 0.2
+LAST_WORDS_MS = 50
 HIGH_WATER_MARK = 1000
 _log = logging.getLogger("asyncckpt.session")
 
@@ -135,6 +136,9 @@ class SessionThread:
                 greeted = True
                 poller.register(self._pidfd, zmq.POLLIN)
             if self._pidfd >= 0 and self._pidfd in events:
+                # A drained worker's last words, "committed" say, may still be on their way through the socket.
+                while socket.poll(LAST_WORDS_MS):
+                    self._receive(socket.recv_multipart())
                 raise WorkerUnavailableError(
                     f"the worker (pid {self.worker.pid}) at {self.endpoint} has died; the next save starts another",
                     endpoint=self.endpoint,

@@ -64,10 +64,12 @@ def measure(state: dict[str, Any], directory: Path, rounds: int) -> dict[str, An
     nbytes = states.nbytes(state)
     limits = Limits(directory, nbytes)
     started = _worker_start(directory)
+    target = _zeros_like(state)
     before = _pss(os.getpid())
     found: list[dict[str, Any]] = []
     with asyncckpt.AsyncCheckpointer() as checkpointer:
-        _save(checkpointer, state, directory / "first", found_first := [])
+        first: list[dict[str, Any]] = []
+        _save(checkpointer, state, directory / "first", first)
         for number in range(rounds):
             row: dict[str, Any] = {"limits": limits.measure(), "saves": []}
             for turn in range(SAVES_PER_ROUND):
@@ -76,16 +78,14 @@ def measure(state: dict[str, Any], directory: Path, rounds: int) -> dict[str, An
                 if turn:
                     shutil.rmtree(path)
             row["memory"] = _memory(before, nbytes, checkpointer)
-            target = _zeros_like(state)
             row["load_cold_s"] = _load(directory / f"{number}-0", target, cold=True)
             _cache(directory / f"{number}-0")
             row["load_warm_s"] = _load(directory / f"{number}-0", target, cold=False)
-            del target
             shutil.rmtree(directory / f"{number}-0")
             found.append(row)
     limits.close()
-    best = {"write": limits.best_write, "read": limits.best_read, "copy": limits.best_copy}
-    return {"nbytes": nbytes, "best": best, "worker": started, "first_save": found_first[0], "rounds": found}
+    best = {"writes": limits.best_writes, "reads": limits.best_reads}
+    return {"nbytes": nbytes, "best": best, "worker": started, "first_save": first[0], "rounds": found}
 
 
 def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path: Path, into: list[Any]) -> None:

@@ -5,11 +5,10 @@ It owns the pool of writing threads, and wraps whatever goes wrong into one erro
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import Any, TypeVar
@@ -22,36 +21,20 @@ from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
 from asyncckpt_worker.events import Commit, Prepare, Write
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.slots import SlotStore
 
-DEFAULT_THREADS = 2
+MIN_THREADS = 2
 MAX_POOL_THREADS = 64
 """Threads that write, of all saves together; they are started when they are needed."""
 
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")
-
-ADVICE: Mapping[str, str] = {
-    "ENOSPC": "free space or inodes, or save to another file system",
-    "EDQUOT": "the quota is used up: free space, or save to another file system",
-    "EACCES": "give this user the right to write there, or save elsewhere",
-    "EPERM": "give this user the right to write there, or save elsewhere",
-    "EROFS": "the file system is read-only: save elsewhere, or mount it writable",
-    "ENOTDIR": "a file is where a directory is wanted: save to another path",
-    "EEXIST": "something else is in the way: save to another path",
-    "ENAMETOOLONG": "choose a shorter path",
-    "ELOOP": "symbolic links lead in a circle: choose another path",
-    "EIO": "the storage failed: look at the kernel's log before you trust it again",
-    "ESTALE": "the network file system lost the directory: check the mount",
-    "EMFILE": "raise the limit of open files of the worker (ulimit -n)",
-    "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
-    "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",
-}
 
 
 class Writer:
@@ -61,14 +44,14 @@ class Writer:
         files: The storage seam.
         slots: Where the snapshots lie.
         roots: Directories below which it may write; empty allows every path.
-        threads: Per save, unless the save asks for a number; 0 takes two.
+        threads: Per save, unless the save asks for a number; 0 takes the default.
     """
 
     def __init__(self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int) -> None:
         self._files = files
         self._slots = slots
         self._roots = tuple(roots)
-        self._threads = max(threads or DEFAULT_THREADS, DEFAULT_THREADS)
+        self._threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
         n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, 4))
         self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
 
@@ -125,7 +108,7 @@ class Writer:
             n_tensors=request.n_tensors,
             fsync=request.fsync,
             umask=request.umask,
-            threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, DEFAULT_THREADS)),
+            threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
         )
 
     def commit(self, job: Commit) -> dict[str, Any]:
@@ -143,7 +126,7 @@ class Writer:
         begun = time.perf_counter()
 
         def run() -> None:
-            timings = {f"write_{n}": max(r.seconds.get(n, 0.0) for r in results) for n in results[0].seconds}
+            timings = {n: max(r.seconds.get(n, 0.0) for r in results) for n in results[0].seconds}
             manifest = Manifest(
                 save_id=SaveId.parse(request.save_id),
                 step=request.step,
@@ -205,11 +188,10 @@ def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int 
     if isinstance(error, AsyncCkptError):
         facts = {"save_id": save_id, "rank": rank, "step": step, "path": path, **error.facts()}
         return type(error)(error.message, **{n: v for n, v in facts.items() if n in error.fields})
+    if isinstance(error, OSError):
+        return save_failure(error, save_id=save_id, rank=rank, step=step, path=path)
     if isinstance(error, SlotError):
         code, advice = "slot_reused", "the trainer wrote to the slot before the save had ended: report this as a bug"
-    elif isinstance(error, OSError):
-        code = errno.errorcode.get(error.errno or 0, "EIO")
-        advice = ADVICE.get(code, "look at the worker's log")
     else:
         code, advice = "internal", "this is a bug in asyncckpt: report it with the worker's log"
         _logger.error("unexpected error", exc_info=error, extra={"save_id": save_id})

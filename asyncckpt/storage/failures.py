@@ -6,7 +6,7 @@ import errno
 
 from asyncckpt.errors import SaveFailedError
 
-_ADVICE = {
+ADVICE = {
     "ENOSPC": "free space or inodes, or save to another file system",
     "EDQUOT": "the quota is used up: free space, or save to another file system",
     "EACCES": "give this user the right to write there, or save elsewhere",
@@ -22,7 +22,7 @@ _ADVICE = {
     "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
     "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",
 }
-_NO_ADVICE = "earlier checkpoints are untouched, and the next save tries anew"
+_NOADVICE = "earlier checkpoints are untouched, and the next save tries anew"
 
 
 def save_failure(
@@ -39,7 +39,7 @@ def save_failure(
     detail = str(error) or type(error).__name__
     what = f"save {save_id} (step {step}, rank {rank}) to {path}" if save_id else f"looking beside {path}"
     return SaveFailedError(
-        f"{what} failed: {detail}; nothing was published; {_ADVICE.get(code, _NO_ADVICE)}",
+        f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _NOADVICE)}",
         code=code,
         rank=rank,
         path=path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import sys
 import threading
@@ -96,7 +97,7 @@ def test_a_result_is_set_once() -> None:
 @pytest.mark.parametrize("look", ["result", "exception"])
 def test_looking_at_an_outcome_counts_as_fetching(look: str) -> None:
     handle = a_handle()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         getattr(handle.written, look)(timeout=0)
     assert not handle.written.fetched
     handle.fail(an_error())

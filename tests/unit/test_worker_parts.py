@@ -16,13 +16,14 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.storage.failures import ADVICE
 from asyncckpt_worker import logs
 from asyncckpt_worker.events import Tick
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.scheduler import LANES, Scheduler
 from asyncckpt_worker.slots import SlotStore
-from asyncckpt_worker.writer import ADVICE, wrap
+from asyncckpt_worker.writer import wrap
 
 # ---- slots
 

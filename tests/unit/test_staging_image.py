@@ -1,0 +1,157 @@
+"""The image of the shard files in a slot: what is copied where, and by whom."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.memory.mapping import Mapping  # noqa: E402
+from asyncckpt.planning.planner import PlanCache  # noqa: E402
+from asyncckpt.staging import copy_cpu  # noqa: E402
+from asyncckpt.staging.copy_cpu import LARGE_NBYTES, PIECE_NBYTES, SlotImage  # noqa: E402
+
+SAVE_ID = SaveId(3, 7, "0123456789ab")
+DIRTY = 0xA5
+
+
+class Staged:
+    """A state in private memory that was dirty before."""
+
+    def __init__(self, files_per_rank: int = 1) -> None:
+        self.plans = PlanCache(files_per_rank=files_per_rank)
+        self.memory: Mapping | None = None
+
+    def stage(self, state: dict[str, Any]) -> list[bytes]:
+        """Return the bytes of every tensor as they lie in the image."""
+        self.plan, self.flat = self.plans.take(state)
+        if self.memory is None:
+            self.memory = Mapping(-1, PAGE_NBYTES + self.plan.body_nbytes)
+            self.memory.view()[:] = bytes([DIRTY]) * self.memory.nbytes
+            self.image = SlotImage(self.memory.address, self.plan)
+        self.image.fill(self.flat.tensors, SAVE_ID)
+        ranges = self.plan.part_ranges()
+        view = self.memory.view()
+        starts = [(ranges[c.part].offset + c.offset_bytes, c.nbytes) for c in self.plan.layout.chunks]
+        return [bytes(view[at : at + nbytes]) for at, nbytes in starts]
+
+    def close(self) -> None:
+        self.image = None  # type: ignore[assignment]
+        if self.memory is not None:
+            self.memory.close()
+
+
+@pytest.fixture
+def staged() -> Iterator[Staged]:
+    one = Staged()
+    yield one
+    one.close()
+
+
+def bits(tensor: Any) -> bytes:
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist())
+
+
+def test_views_of_larger_storages_store_only_their_own_elements(staged: Staged) -> None:
+    storage = torch.arange(1 << 16, dtype=torch.float32)
+    state = {"row": storage.view(256, 256)[3], "column": storage.view(256, 256)[:, 5], "few": storage[10:20:2]}
+    found = staged.stage(state)
+    assert found == [bits(t) for t in state.values()]
+    assert staged.plan.tensor_nbytes == (256 + 256 + 5) * 4
+
+
+def test_small_and_large_contiguous_and_strided_tensors_are_copied(staged: Staged, rng: random.Random) -> None:
+    torch.manual_seed(rng.getrandbits(32))
+    side = 384  # 590 kB: moved by a thread when contiguous, by torch when not
+    state = {
+        "small": torch.randn(7, 3),
+        "large": torch.randn(side, side),
+        "transposed": torch.randn(side, side).t(),
+        "pieces": torch.randint(0, 255, (2 * PIECE_NBYTES + 12345,), dtype=torch.uint8),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+        "every other": torch.randn(2 * LARGE_NBYTES)[::2],
+    }
+    assert staged.stage(state) == [bits(t) for t in state.values()]
+
+
+def test_a_second_fill_replaces_every_byte_of_the_first(staged: Staged) -> None:
+    first = {"a": torch.zeros(LARGE_NBYTES), "b": torch.zeros(3)}
+    staged.stage(first)
+    second = {"a": torch.full((LARGE_NBYTES,), -1.0), "b": torch.full((3,), 2.0)}
+    assert staged.stage(second) == [bits(t) for t in second.values()]
+
+
+def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    movers, real = set(), copy_cpu._move
+    both = threading.Barrier(2, timeout=30)
+
+    def noted(moves: Any) -> None:
+        movers.add(threading.current_thread())
+        if len(moves) > 2:
+            both.wait()  # each has begun before any can have finished
+        real(moves)
+
+    monkeypatch.setattr(copy_cpu, "MAX_THREADS", 2)
+    monkeypatch.setattr(copy_cpu, "_move", noted)
+    state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
+    assert staged.stage(state) == [bits_of_large(state["a"])]
+    assert len(movers) == 2
+
+
+def bits_of_large(tensor: Any) -> bytes:
+    import ctypes
+
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def test_no_thread_is_left_when_torch_cannot_copy(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.zeros(8 << 20), "b": torch.zeros(3)}
+    staged.stage(state)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("cannot copy")
+
+    monkeypatch.setattr(copy_cpu.torch, "_foreach_copy_", broken)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="cannot copy"):
+        staged.stage(state)
+    assert set(threading.enumerate()) == before
+
+
+def test_parameters_hang_no_autograd_history_on_the_slot(staged: Staged) -> None:
+    parameter = torch.nn.Parameter(torch.randn(16))
+    for _ in range(3):
+        assert staged.stage({"p": parameter}) == [bits(parameter)]
+    assert all(t.grad_fn is None and not t.requires_grad for t in staged.image._targets)
+
+
+def test_headers_carry_the_save_id_and_the_bytes_behind_a_file_are_zero() -> None:
+    staged = Staged(files_per_rank=3)
+    try:
+        staged.stage({str(n): torch.full((n + 1,), n, dtype=torch.int16) for n in range(7)})
+        assert staged.memory is not None and len(staged.plan.layout.parts) == 3
+        view = staged.memory.view()
+        for where, part in zip(staged.plan.part_ranges(), staged.plan.layout.parts, strict=True):
+            mark = where.offset + SAVE_ID_OFFSET
+            assert bytes(view[mark : mark + 28]) == str(SAVE_ID).encode()
+            end = where.offset + part.nbytes
+            assert not any(view[end : where.offset + part.padded_nbytes])
+    finally:
+        staged.close()
+
+
+def test_dtypes_that_torch_copies_badly_keep_their_bits(staged: Staged) -> None:
+    names = ("float8_e8m0fnu", "float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex32")
+    dtypes = [getattr(torch, name) for name in names if hasattr(torch, name)]
+    raw = torch.arange(256, dtype=torch.uint8)
+    state = {str(d): raw.view(d) for d in dtypes}
+    assert staged.stage(state) == [bits(raw)] * len(dtypes)
