@@ -57,6 +57,7 @@ class SlotStager(CheckpointStager):
         plan, flat = self.plans.take(state_dict)
         leaves = encode_leaves(flat)
         planned = time.perf_counter()
+        self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path))
         umask = current_umask()
         request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, kw))

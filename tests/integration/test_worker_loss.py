@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -128,9 +129,33 @@ def test_a_worker_that_was_drained_is_replaced(default_dir: pathlib.Path, tmp_pa
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         first = worker_of(checkpointer)
+        session = checkpointer._process._session  # type: ignore[attr-defined]
         first.stop()
+        wait_until(lambda: session.error is not None, "the loss is noticed")
         checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
         assert worker_of(checkpointer).pid != first.pid
+
+
+def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the_dead_worker_s_slots(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        process: Any = checkpointer._process
+        go_on, orphan_all, session = threading.Event(), process.pool.orphan_all, process._session
+
+        def late() -> None:
+            go_on.wait(DEADLINE_S)
+            orphan_all()
+
+        monkeypatch.setattr(process.pool, "orphan_all", late)
+        worker_of(checkpointer).kill()
+        wait_until(lambda: session.error is not None, "the loss is noticed")
+        timer = threading.Timer(0.1, go_on.set)
+        timer.start()
+        handle = checkpointer.save(STATE, tmp_path / "1")
+        timer.join()
+        handle.written.result(DEADLINE_S)
 
 
 def test_a_worker_at_a_given_endpoint_is_replaced_too(worker: RealWorker, tmp_path: pathlib.Path) -> None:
