@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from conftest import LeakGuard
 
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.protocol.endpoint import acquire_lock
+from tests.leak_guard import LeakGuard
 
 
 @contextmanager
