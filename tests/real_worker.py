@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import time
@@ -114,15 +115,13 @@ def stop_whoever_serves(endpoint: str, known: RealWorker | None = None) -> None:
     """End the worker at `endpoint`, `known` or another."""
     if known is not None and known.alive:
         known.stop()
-    elif os.path.exists(socket_path(endpoint)) and _lock_is_held(endpoint):
+    elif _lock_is_held(endpoint):  # taken before the socket is bound: it may be starting
         RealWorker(endpoint).stop()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(socket_path(endpoint))  # a killed worker leaves it
 
 
 def _lock_is_held(endpoint: str) -> bool:
-    import fcntl
-
     try:
         fd = os.open(f"{socket_path(endpoint)}.lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
