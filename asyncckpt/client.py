@@ -32,9 +32,9 @@ from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 RESTART_GRACE_S = 2.0
 """After a loss at an endpoint that the user named, its own supervisor may bring the worker back for so long."""
 
-RETRY_AFTER_S = 60.0
 RETRY_BUDGET_S = 1.0
-"""While no worker could be reached for the last minute, a save tries for a second only: training goes on."""
+"""After a worker could not be reached, or fell silent, a save tries for a second only: training goes on. A worker that
+is started meanwhile is found by the next save."""
 
 GOODBYE_TIMEOUT_S = 2.0
 SUBMIT_TIMEOUT_S = 1e6
@@ -62,7 +62,7 @@ class WorkerProcess(CheckpointProcess):
         self._opening = threading.Lock()
         self.lineage = Lineage(self._ask_epoch)
         self._had_session = False
-        self._failed_at = float("-inf")
+        self._unreachable = False
         self._opening_session: Session | None = None
         self._connecting: threading.Thread | None = None
         self._closed = False
@@ -95,7 +95,7 @@ class WorkerProcess(CheckpointProcess):
             )
             grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
             now = time.monotonic()
-            brief = now - self._failed_at < RETRY_AFTER_S
+            brief = self._unreachable
             budget_s = self.config.worker_start_timeout_s
             deadline = now + (min(RETRY_BUDGET_S, budget_s) if brief else budget_s)
             self._opening_session = session
@@ -104,12 +104,12 @@ class WorkerProcess(CheckpointProcess):
                     raise CheckpointerClosedError("the checkpointer is closed")
                 session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
             except AsyncCkptError:
-                self._failed_at = time.monotonic()
+                self._unreachable = True
                 session.close()
                 raise
             finally:
                 self._opening_session = None
-            self._session, self._had_session, self._failed_at = session, True, float("-inf")
+            self._session, self._had_session, self._unreachable = session, True, False
             return session
 
     def connect_soon(self) -> None:
@@ -213,6 +213,10 @@ class WorkerProcess(CheckpointProcess):
                 field="checkpoint_process",
             )
         snapshot, future, session = staging_result, WriteFuture(), self._session
+        if (self._lost(snapshot.slot) or self._pending.early_error(snapshot.save_id)) is not None:
+            # While the pool still counts it as being staged, nobody else unmaps it. Sealed, it would be taken up when
+            # this process dies, and a save that was reported as failed would be committed.
+            snapshot.slot.memory.control.discard()
         self.pool.staged(snapshot.slot)
         if self._pending.staged(snapshot, future, self._lost(snapshot.slot)) and session is not None:
             rung = session.request(
@@ -252,6 +256,8 @@ class WorkerProcess(CheckpointProcess):
 
     def _on_lost(self, error: WorkerUnavailableError) -> None:
         _log.warning("%s", error)
+        if error.detail == "silent":
+            self._unreachable = True  # it may hang for long, and holds the endpoint
         self.pool.orphan_all()
         self._pending.lose_all(error)
 

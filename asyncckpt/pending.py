@@ -98,6 +98,12 @@ class PendingSaves:
             self._rows.pop(str(save_id), None)
         self._free(save_id)
 
+    def early_error(self, save_id: SaveId) -> AsyncCkptError | None:
+        """Return why the save has failed while it was being staged, or None."""
+        with self._lock:
+            row = self._rows.get(str(save_id))
+            return row.early_error if row else None
+
     def staged(self, snapshot: StagedSnapshot, future: WriteFuture, lost: AsyncCkptError | None) -> bool:
         """The slot is sealed; from here the worker's news reach `future`.
 

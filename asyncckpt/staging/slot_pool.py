@@ -28,6 +28,9 @@ from asyncckpt.planning.plan import SavePlan
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
 
+SPARE_SAVES = 8
+"""After so many saves in turn that found all other slots free, one of these is given back. Chosen, not measured."""
+
 
 class Views(Protocol):
     """Views into a slot's memory, made for `plan`. The pool drops them before it unmaps the slot."""
@@ -78,6 +81,7 @@ class SlotPool:
         self._slots: list[LentSlot] = []
         self._changed = threading.Condition()
         self._closed = False
+        self._apart = 0
 
     def acquire(
         self, nbytes: int, plan: SavePlan, save_id: SaveId, *, step: int, path: str, spare_nbytes: int = 0
@@ -119,6 +123,7 @@ class SlotPool:
                 slot = self._free_slot(nbytes, plan)
                 if slot is not None:
                     slot.user, slot.staging = save_id, True
+                    self._return_spare()
                     return slot
                 may_allocate = self._make_room(wanted)
                 if not may_allocate:
@@ -132,6 +137,17 @@ class SlotPool:
                     return slot
                 if any(s.user is not None for s in self._slots):  # the machine has no room for one more: wait for one
                     self._wait(deadline, save_id, step, path)
+
+    def _return_spare(self) -> None:
+        """Give a second slot back once saves have not overlapped for a while."""
+        spare = [s for s in self._slots if s.user is None]
+        if len(spare) < len(self._slots) - 1 or not spare:
+            self._apart = 0
+            return
+        self._apart += 1
+        if self._apart >= SPARE_SAVES:
+            self._apart = 0
+            self._drop(spare[0], tell=True)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -155,8 +155,8 @@ def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
     """
     temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
     try:
+        refuse_existing_other(path, manifest.save_id, files)  # first: the winner of a race removes the loser's files
         check_rank_files(path, manifest, files=files)
-        refuse_existing_other(path, manifest.save_id, files)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(temporary)  # of an earlier try of this very save
         write_new_file(files, temporary, encode_manifest(manifest), mode=MODE_FILE & ~umask, fsync=manifest.fsync)

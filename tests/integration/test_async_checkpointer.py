@@ -41,7 +41,9 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import STATE_EMPTY
 from asyncckpt.protocol.request import decode_request
+from asyncckpt.staging.copy_cpu import SlotImage
 
 STATE = {"w": torch.arange(100_000.0), "n": {"lr": 0.1}}
 
@@ -470,6 +472,39 @@ def test_a_worker_that_is_silent_for_worker_timeout_s_is_lost(worker: RealWorker
             assert slots_of(checkpointer) == []
         written(checkpointer.save(STATE, tmp_path / "2"))
     wait_until((tmp_path / "1" / "manifest.json").exists, "what was sealed is committed when it wakes up")
+
+
+def test_a_worker_that_hangs_holds_up_no_later_save(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    with AsyncCheckpointer(
+        endpoint=worker.endpoint, worker_timeout_s=1.0, worker_start_timeout_s=60.0, worker_shutdown_timeout_s=1.0
+    ) as checkpointer:
+        written(checkpointer.save(STATE, tmp_path / "0"))
+        with worker.frozen():
+            assert checkpointer.save(STATE, tmp_path / "1").written.exception(DEADLINE_S) is not None
+            for n in range(2):
+                began = time.monotonic()
+                assert isinstance(checkpointer.save(STATE, tmp_path / str(n)).written.exception(0), AsyncCkptError)
+                assert time.monotonic() - began < 30.0, "not the 60 s that a first connection may take"
+        written(checkpointer.save(STATE, tmp_path / "2"))
+
+
+def test_a_save_that_failed_while_it_was_staged_is_not_taken_up_later(
+    worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = SlotImage.fill
+    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+        written(checkpointer.save(STATE, tmp_path / "0"))
+        pending = checkpointer._process._pending  # type: ignore[attr-defined]
+
+        def fill_late(self: SlotImage, *arguments: Any) -> None:
+            fill(self, *arguments)
+            wait_until(lambda: pending.early_error(arguments[1]), "the worker has refused the directory")
+
+        monkeypatch.setattr(SlotImage, "fill", fill_late)
+        handle = checkpointer.save(STATE, tmp_path / "0")
+        assert isinstance(handle.written.exception(DEADLINE_S), CheckpointExistsError)
+        [slot] = slots_of(checkpointer)
+        assert slot.memory.control.state == STATE_EMPTY
 
 
 def test_on_error_raise_raises_what_nobody_fetched(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:

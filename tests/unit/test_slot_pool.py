@@ -25,7 +25,7 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.slot_pool import LentSlot, SlotPool
+from asyncckpt.staging.slot_pool import SPARE_SAVES, LentSlot, SlotPool
 
 KIB = 1024
 SMALL, LARGE = 64 * KIB, 128 * KIB
@@ -254,3 +254,19 @@ def test_freeing_an_unknown_save_is_ignored(make: Make, plan: SavePlan) -> None:
     acquire(pool, plan, 0)
     pool.free(name(99))
     assert pool._slots[0].user == name(0)
+
+
+def test_a_second_slot_is_given_back_when_saves_overlap_no_longer(make: Make, plan: SavePlan) -> None:
+    pool, lender = make()
+    overlapping = [SaveId(1, n, "a" * 12) for n in range(2)]
+    for save_id in overlapping:
+        pool.acquire(SMALL, plan, save_id, step=0, path="/x")
+    for save_id in overlapping:
+        pool.free(save_id)
+    for n in range(2, 2 + SPARE_SAVES):
+        assert lender.released == []
+        save_id = SaveId(1, n, "a" * 12)
+        pool.acquire(SMALL, plan, save_id, step=0, path="/x")
+        pool.free(save_id)
+    assert len(lender.released) == 1
+    assert pool.nbytes == SMALL
