@@ -24,6 +24,7 @@ from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, CheckpointerConfig, RankInfo, SaveHandle, cli
 from asyncckpt.errors import (
+    AsyncCkptError,
     CheckpointerClosedError,
     CheckpointExistsError,
     CommitTimeoutError,
