@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT, TRANSITIONS
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.events import Action, Log, Peer, SaveKey, Wire
+from asyncckpt_worker.actions import Action, Log
+from asyncckpt_worker.events import Peer, SaveKey, Wire
 
 MAX_SESSIONS = 4096
 MAX_SLOTS_PER_SESSION = 64
