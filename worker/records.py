@@ -33,6 +33,9 @@ class Session:
     world_size: int
     package: str
     hello: int | None
+    replaces: str = ""
+    """The session to end once this one's process has been seen."""
+
     granted: dict[int, int] = field(default_factory=dict)
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
 

@@ -47,7 +47,7 @@ class SessionBook:
                 peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank")
             )
         self._t.sessions[m.session] = Session(
-            m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, hello=m.id
+            m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, hello=m.id, replaces=m.replaces
         )
         self._t.peers[peer] = m.session
         self._t.actions.append(Watch(session=m.session, pid=m.pid, pid_start=m.pid_start))
@@ -63,6 +63,7 @@ class SessionBook:
             self._lending.send(session.peer, self._welcome(id))
             text = f"session opened by process {session.pid}, rank {session.rank} of {session.world_size}"
             self._t.log("info", text, session=session.name, count="sessions_opened")
+            self._replace(session)
             return
         text = f"the worker sees no process {session.pid} with that start time; both must share a PID namespace"
         self._lending.refuse(session.peer, id, WorkerUnavailableError(text, detail="pid"))
@@ -80,6 +81,14 @@ class SessionBook:
         self._t.log("info", "session closed", session=session.name, count="sessions_closed")
         self._t.actions.append(Unwatch(session=session.name))
         self._forget(session)
+
+    def _replace(self, session: Session) -> None:
+        """End the session that this one's client gave up: nobody else would, as long as the process lives."""
+        old = self._t.sessions.get(session.replaces)
+        if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
+            self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")
+            self._t.actions.append(Unwatch(session=old.name))
+            self._forget(old)
 
     def _forget(self, session: Session) -> None:
         self._t.sessions.pop(session.name, None)

@@ -226,7 +226,14 @@ class World:
         trainer = Trainer(name, run, rank, world_size)
         self.trainers[name.encode()] = trainer
         hello = m.Hello(
-            id=trainer.id(), session=name, package="sim", pid=7, pid_start=7, rank=rank, world_size=world_size
+            id=trainer.id(),
+            session=name,
+            replaces="",
+            package="sim",
+            pid=7,
+            pid_start=7,
+            rank=rank,
+            world_size=world_size,
         )
         self.post(name.encode(), trainer.ask(hello))
 

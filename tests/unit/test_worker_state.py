@@ -69,7 +69,15 @@ class Bench:
     def hello(
         self, peer: bytes = b"p", session: str = "1" * 16, rank: int = 0, world_size: int = 1, **changes: Any
     ) -> Any:
-        fields = {"session": session, "package": "t", "pid": 7, "pid_start": 8, "rank": rank, "world_size": world_size}
+        fields = {
+            "session": session,
+            "replaces": "",
+            "package": "t",
+            "pid": 7,
+            "pid_start": 8,
+            "rank": rank,
+            "world_size": world_size,
+        }
         reply = self.say(m.Hello, peer, **{**fields, **changes})
         if self.of(ac.Watch):
             self.feed(ev.Watched, session=session, alive=True)
@@ -148,7 +156,7 @@ def code(reply: Any) -> str:
 
 def test_hello_is_answered_once_the_process_is_watched() -> None:
     bench = Bench()
-    bench.say(m.Hello, session="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
     assert bench.of(ac.Watch) == [ac.Watch(session="1" * 16, pid=7, pid_start=8)] and not bench.of(ac.Send)
     bench.feed(ev.Watched, session="1" * 16, alive=True)
     (send,) = bench.of(ac.Send)
@@ -157,7 +165,7 @@ def test_hello_is_answered_once_the_process_is_watched() -> None:
 
 def test_hello_of_an_invisible_process_is_refused_and_forgotten() -> None:
     bench = Bench()
-    bench.say(m.Hello, session="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
     bench.feed(ev.Watched, session="1" * 16, alive=False)
     assert code(bench.of(ac.Send)[0].message) == "worker_unavailable"
     assert not bench.brain.tables.sessions and not bench.brain.tables.peers
@@ -203,6 +211,41 @@ def test_hello_with_a_rank_beyond_its_world_is_refused() -> None:
 )
 def test_request_without_a_session_is_refused(kind: Any, fields: dict[str, Any]) -> None:
     assert code(Bench().say(kind, **fields)) == "unknown_save"
+
+
+def test_hello_ends_the_session_that_it_replaces(bench: Bench) -> None:
+    sealed, begun, empty = bench.slot(), bench.slot(), bench.slot()
+    bench.begin(begun, SECOND, path="/ckpt/b")
+    bench.feed(ev.Prepared, key=(SECOND, 0))
+    assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), type(None))
+    assert set(bench.brain.tables.sessions) == {"2" * 16}
+    assert bench.of(ac.Unwatch) == [ac.Unwatch(session="1" * 16)]
+    assert {a.slot for a in bench.of(ac.ReadSlot)} == {sealed, begun, empty}
+    bench.read(sealed)
+    assert bench.phase() == "submitted", "what was sealed is taken up"
+    bench.feed(ev.SlotRead, slot=begun, reason="OPEN")
+    bench.feed(ev.SlotRead, slot=empty, reason="EMPTY")
+    assert bench.phase(SECOND) == "abandoned" and set(bench.brain.tables.slots) == {sealed}
+    assert code(bench.say(m.Allocate, b"p", nbytes=12288, populate=False)) == "unknown_save"
+    assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), m.Welcome)
+
+
+@pytest.mark.parametrize("changes", [{"pid": 9}, {"pid_start": 9}])
+def test_hello_cannot_replace_the_session_of_another_process(bench: Bench, changes: dict[str, int]) -> None:
+    bench.hello(b"q", "2" * 16, replaces="1" * 16, **changes)
+    assert set(bench.brain.tables.sessions) == {"1" * 16, "2" * 16}
+
+
+@pytest.mark.parametrize("replaces", ["9" * 16, "2" * 16])
+def test_hello_that_replaces_nobody_changes_nothing(bench: Bench, replaces: str) -> None:
+    bench.hello(b"q", "2" * 16, replaces=replaces)
+    assert set(bench.brain.tables.sessions) == {"1" * 16, "2" * 16}
+
+
+def test_hello_of_an_invisible_process_replaces_nobody(bench: Bench) -> None:
+    bench.say(m.Hello, b"q", session="2" * 16, replaces="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    bench.feed(ev.Watched, session="2" * 16, alive=False)
+    assert set(bench.brain.tables.sessions) == {"1" * 16}
 
 
 def test_status_and_drain_need_no_session() -> None:
