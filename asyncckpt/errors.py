@@ -36,6 +36,7 @@
     +-- MissingKeysError             (RuntimeError)       strict=True and keys are absent: all of them
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
+    +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
 `fields` are attributes of the instance; one that was not given is None.
@@ -234,6 +235,10 @@ class LeafTypeMismatchError(
     AsyncCkptError, TypeError, code="leaf_type_mismatch", fields=("path", "fqn", "saved", "wanted")
 ):
     """A leaf is a tensor on one side and an object or container on the other; nothing was changed."""
+
+
+class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
+    """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
 
 
 def _subclasses(cls: type[AsyncCkptError]) -> list[type[AsyncCkptError]]:

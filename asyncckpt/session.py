@@ -177,14 +177,21 @@ class Session(SessionThread):
                     os.eventfd_write(self._wake, 1)
 
 
-def greeting(rank: int, world_size: int, package: str) -> Callable[[int, str], messages.Hello]:
-    """Return what builds this process's Hello."""
+def greeting(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:
+    """Return what builds this process's Hello; `replaces`: the name of its session before, which the worker ends."""
     pid = os.getpid()
     started = start_ticks(pid) or 0
 
     def build(number: int, session: str) -> messages.Hello:
         return messages.Hello(
-            id=number, session=session, package=package, pid=pid, pid_start=started, rank=rank, world_size=world_size
+            id=number,
+            session=session,
+            replaces=replaces,
+            package=package,
+            pid=pid,
+            pid_start=started,
+            rank=rank,
+            world_size=world_size,
         )
 
     return build

@@ -12,6 +12,7 @@ import random
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -196,7 +197,7 @@ class Client:
         """Open the session."""
         pid = os.getpid()
         fields: dict[str, Any] = {
-            "session": self.session, "package": "test", "pid": pid, "pid_start": start_ticks(pid) or 0,
+            "session": self.session, "replaces": "", "package": "test", "pid": pid, "pid_start": start_ticks(pid) or 0,
             "rank": self.rank, "world_size": self.world_size, **changes,
         }  # fmt: skip
         welcome: m.Welcome = self.call(m.Hello(id=self.next_id(), **fields), resend_s=0.05)
@@ -211,12 +212,16 @@ class Client:
         self.slots.append(slot)
         return slot
 
+    def reopen(self, slot: ClientSlot) -> None:
+        """Open the next generation of `slot`, and tell nobody."""
+        slot.generation += 1
+        slot.memory.control.open(slot.generation)
+
     def begin(
         self, slot: ClientSlot, save_id: SaveId, path: str, *, step: int = 0, nbytes: int, umask: int = 0o022
     ) -> None:
         """Open the next generation of `slot` and announce the save."""
-        slot.generation += 1
-        slot.memory.control.open(slot.generation)
+        self.reopen(slot)
         message = m.Begin(
             id=self.next_id(),
             save_id=str(save_id),
@@ -287,8 +292,12 @@ class Order:
     """What one forked client does, and where SIGKILL meets it.
 
     Attributes:
-        die: "before_seal" (after Begin was acknowledged, when `progress` of the body is written), "sealed" (before the
-            doorbell is sent), "submitted" (`delay_s` after it was sent), or "never".
+        die: "before_seal" (when `progress` of the body is written), "around_seal" (`delay_s` after it set about
+            sealing, wherever that meets it), "sealed" (before the doorbell is sent), "submitted" (`delay_s` after it
+            was sent), or "never".
+        announced: Whether Begin was sent and answered before the body is written.
+        first: The path and id of a save in another slot that is submitted, and not waited for, ahead of the seal.
+        mark: A file that is made once the seal is done, as proof of it.
     """
 
     endpoint: str
@@ -299,6 +308,9 @@ class Order:
     progress: float = 1.0
     delay_s: float = 0.0
     seed: int = 0
+    announced: bool = True
+    first: tuple[str, str] | None = None
+    mark: str = ""
 
 
 def obey(order: Order) -> None:
@@ -307,22 +319,44 @@ def obey(order: Order) -> None:
     client = Client(order.endpoint)
     client.hello()
     slot = client.allocate(snapshot.slot_nbytes(), populate=True)
-    client.begin(slot, save_id, order.path, step=order.seed, nbytes=snapshot.nbytes)
+    other = client.allocate(snapshot.slot_nbytes(), populate=True) if order.first else None
+    if order.announced:
+        client.begin(slot, save_id, order.path, step=order.seed, nbytes=snapshot.nbytes)
+    else:
+        client.reopen(slot)
     if order.die == "before_seal":
         snapshot.fill(slot.memory, save_id, fraction=order.progress)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die(0)
+    if order.first and other:
+        path, first_id = order.first[0], SaveId.parse(order.first[1])
+        client.stage(other, snapshot, first_id, path, step=order.seed)
     snapshot.fill(slot.memory, save_id)
+    if order.first and other:
+        client.send(_submit(client, other, order.first[1]))
+    if order.die == "around_seal":
+        threading.Thread(target=_die, args=(order.delay_s,)).start()
     client.seal(slot, snapshot, save_id, order.path, step=order.seed)
+    if order.mark:
+        os.close(os.open(order.mark, os.O_CREAT))
     if order.die == "sealed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    message = m.Submit(id=client.next_id(), save_id=order.save_id, slot=slot.number, generation=slot.generation)
-    client.send(message)
+        _die(0)
+    if order.die == "around_seal":
+        time.sleep(60)
+    client.send(_submit(client, slot, order.save_id))
     if order.die == "submitted":
-        time.sleep(order.delay_s)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die(order.delay_s)
     client.wait(save_id)
     client.goodbye()
     client.close()
+
+
+def _submit(client: Client, slot: ClientSlot, save_id: str) -> m.Submit:
+    return m.Submit(id=client.next_id(), save_id=save_id, slot=slot.number, generation=slot.generation)
+
+
+def _die(delay_s: float) -> None:
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def encode_order(order: Order) -> str:

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 from asyncckpt.checkpoints import latest_checkpoint
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE
 from asyncckpt.format.layout import PAGE_NBYTES
 
 HELP = "show on this machine that a killed training loses nothing"
@@ -23,6 +24,10 @@ EXAMPLE = "asyncckpt demo"
 STEPS, EVERY, CRASH_AT = 40, 10, 20
 COMMIT_TIMEOUT_S = 30.0
 RUN_TIMEOUT_S = 300.0
+"""For one training, and for one look at the checkpoints; on two cores they take 5 s and 1 s."""
+DRAIN_TIMEOUT_S = 60.0
+_TRAINING = (sys.executable, "-m", "asyncckpt.examples.train_gpt")
+_ASYNCCKPT = (sys.executable, "-m", "asyncckpt")
 
 
 class DemoFailedError(Exception):
@@ -41,18 +46,31 @@ def run(args: argparse.Namespace) -> int:
     # A job of its own: the trainings start their own worker and meet no other.
     environment = {**os.environ, "ASYNCCKPT_JOB": f"demo-{secrets.token_hex(4)}", "PYTHONUNBUFFERED": "1"}
     environment.pop("ASYNCCKPT_ENDPOINT", None)
+    code = EXIT_OK
     try:
         _play(directory, environment)
     except DemoFailedError as error:
         print(f"\nDEMO FAILED: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        code = EXIT_FAILED
     finally:
-        subprocess.run(
-            [sys.executable, "-m", "asyncckpt", "worker", "drain"], env=environment, capture_output=True, check=False
-        )
+        if not _drain(environment):
+            stop = f"ASYNCCKPT_JOB={environment['ASYNCCKPT_JOB']} asyncckpt worker stop"
+            print(f"\nDEMO FAILED: its worker did not end within {DRAIN_TIMEOUT_S:g} s; try {stop}", file=sys.stderr)
+            code = EXIT_FAILED
         if not args.dir:
             shutil.rmtree(directory, ignore_errors=True)
-    return EXIT_OK
+    return code
+
+
+def _drain(environment: dict[str, str]) -> bool:
+    """Let the worker finish and exit; whether it has. One that does not answer never was, or has ended before."""
+    command = [*_ASYNCCKPT, "worker", "drain", "--timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
+    try:
+        # Twice the time: the command starts Python and may wait for an answer before it waits for the exit.
+        done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=2 * DRAIN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode in (EXIT_OK, EXIT_UNREACHABLE)
 
 
 def _play(directory: Path, environment: dict[str, str]) -> None:
@@ -91,18 +109,32 @@ def _play(directory: Path, environment: dict[str, str]) -> None:
 
 
 def _train(directory: Path, environment: dict[str, str], crash_at: int = -1) -> list[str]:
-    command = [sys.executable, "-m", "asyncckpt.examples.train_gpt", "--dir", str(directory)]
-    command += ["--steps", str(STEPS), "--every", str(EVERY), "--crash-at", str(crash_at)]
-    lines = []
+    """Run a training to its end, and return the lines that it printed. One that takes too long is killed."""
+    command = [*_TRAINING, "--dir", str(directory), "--steps", str(STEPS), "--every", str(EVERY)]
+    command += ["--crash-at", str(crash_at)]
+    lines, late = [], threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        process.kill()
+
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        for line in process.stdout:
-            print(f"   | {line}", end="", flush=True)
-            lines.append(line.rstrip("\n"))
-            if time.monotonic() > deadline:
-                process.kill()
-                raise DemoFailedError(f"the training took longer than {RUN_TIMEOUT_S:g} s")
+        timer = threading.Timer(RUN_TIMEOUT_S, give_up)
+        timer.start()
+        try:
+            for line in process.stdout:
+                print(f"   | {line}", end="", flush=True)
+                lines.append(line.rstrip("\n"))
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
+            timer.join()
+    if late.is_set():  # looked at first: a crash that was ordered is a SIGKILL too
+        raise DemoFailedError(f"the training took longer than {RUN_TIMEOUT_S:g} s, and was killed")
     wanted = -signal.SIGKILL if crash_at >= 0 else 0
     if process.returncode != wanted:
         raise DemoFailedError(f"the training ended with {process.returncode}, expected {wanted}")
@@ -122,9 +154,12 @@ def _wait_for_commit(checkpoint: Path) -> None:
 
 
 def _verify(paths: list[str], code: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncckpt", "verify", *paths], capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            [*_ASYNCCKPT, "verify", *paths], capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DemoFailedError(f"verify took longer than {RUN_TIMEOUT_S:g} s, and was killed") from error
     if done.returncode != code:
         raise DemoFailedError(f"verify ended with {done.returncode}, expected {code}:\n{done.stdout}{done.stderr}")
     return done.stdout

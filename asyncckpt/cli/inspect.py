@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.tree import fqn_of, leaves
-from asyncckpt.storage.contents import Contents, read_contents, read_objects
+from asyncckpt.storage.contents import Contents, corrupt, read_contents, read_objects
 from asyncckpt.storage.files import Files
 
 HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit codes 3 and 4 for a damaged or absent checkpoint."""
+    """Run the command; exit codes 3 for a damaged or incomplete checkpoint, 4 for none, 1 for an unreadable one."""
     files = Files()
     contents = read_contents(os.path.abspath(args.path), files)
     described = _describe(contents, files)
@@ -55,7 +56,12 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
         values = read_objects(contents, rank, files)
         for path, node in leaves(rank_contents.structure.tree):
             if node[0] == "O":
-                objects.append({"rank": rank, "fqn": fqn_of(path), "value": repr(decode_value(values[node[1]]))})
+                try:
+                    shown = _shown(values[node[1]])
+                except ValueError as error:
+                    name = rank_contents.index.objects.name
+                    raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error
+                objects.append({"rank": rank, "fqn": fqn_of(path), "value": shown})
     return {
         "path": contents.path,
         "step": manifest.step,
@@ -75,6 +81,19 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
         "tensors": tensors,
         "objects": objects,
     }
+
+
+def _shown(raw: Any) -> str:
+    """Return a value as Python writes it; one with an integer of thousands of digits as the file has it.
+
+    Raises:
+        ValueError: It does not decode.
+    """
+    value = decode_value(raw)
+    try:
+        return repr(value)
+    except ValueError:  # the interpreter's limit for decimal digits, sys.set_int_max_str_digits
+        return json.dumps(raw)
 
 
 def _print(described: dict[str, Any]) -> None:

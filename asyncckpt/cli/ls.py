@@ -6,7 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_NOT_FOUND, EXIT_OK, human, print_json, print_table
+from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.files import Files
@@ -23,11 +24,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 4 when there is no such directory."""
-    if not os.path.isdir(args.root):
-        print(f"asyncckpt ls: {args.root} is no directory")
-        return EXIT_NOT_FOUND
-    found = sorted(scan(os.path.abspath(args.root), Files(), recursive=args.recursive), key=_order)
+    """Run the command; exit code 4 when there is no such directory, 1 when it cannot be read."""
+    files, root = Files(), os.path.abspath(args.root)
+    try:
+        files.listdir(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"{args.root} is no directory", path=root) from error
+    found = sorted(scan(root, files, recursive=args.recursive), key=_order)
     rows = [_row(f) for f in found]
     if args.json:
         print_json(rows)

@@ -6,15 +6,19 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_NOT_FOUND, EXIT_OK, human, print_json
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, human, print_json
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
+from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED
+from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.verification import Verdict, leftovers, verify_checkpoint
+from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers, verify_checkpoint
 
 HELP = "check every checksum, size and shape of checkpoints; names what is damaged"
 EXAMPLE = "asyncckpt verify runs/a/step-300"
 MAX_SHOWN = 20
+_CODES = {OK: EXIT_OK, ABSENT: EXIT_NOT_FOUND, UNSUPPORTED: EXIT_FAILED, UNREADABLE: EXIT_FAILED}
+_GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,33 +30,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 3 when any is damaged or incomplete, 4 when one is not there."""
-    files, code, rows = Files(), EXIT_OK, []
+    """Run the command.
+
+    Returns:
+        Of the paths' codes the gravest: 3 damaged or incomplete, then 1 not to be judged (unreadable, or of a newer
+        version), then 4 not there.
+    """
+    files, codes, rows = Files(), set(), []
     for path in args.paths:
         verdict = verify_checkpoint(os.path.abspath(path), files, fast=args.fast, threads=max(1, args.threads))
         rows.append(_row(verdict, files))
+        codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
         if not args.json:
             _print(rows[-1], args.fast)
-        if verdict.faults:
-            code = max(code, EXIT_NOT_FOUND) if verdict.is_absent else EXIT_CORRUPT if code == EXIT_OK else code
     if args.json:
         print_json(rows)
-    return code
+    return next(code for code in _GRAVEST_FIRST if code in codes)
 
 
 def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
     sound = verdict.contents
-    state = "ok" if not verdict.faults else "absent" if verdict.is_absent else "corrupt"
     return {
         "path": verdict.path,
-        "state": "incomplete" if verdict.is_uncommitted else state,
+        "state": verdict.state,
         "step": sound.manifest.step if sound else None,
         "save_id": str(sound.manifest.save_id) if sound else None,
         "tensors": len(sound.tensors) if sound else None,
         "read_nbytes": verdict.read_nbytes,
         "faults": [_fault(f) for f in verdict.faults],
-        "other_files": leftovers(verdict.path, files, sound) if sound else [],
+        "other_files": _other_files(verdict.path, files, sound) if sound else [],
     }
+
+
+def _other_files(path: str, files: Files, sound: Contents) -> list[str] | None:
+    """None where the directory may be searched and not listed: no reason to doubt the checkpoint."""
+    try:
+        return leftovers(path, files, sound)
+    except OSError:
+        return None
 
 
 def _fault(fault: AsyncCkptError | OSError) -> dict[str, Any]:
@@ -61,7 +76,7 @@ def _fault(fault: AsyncCkptError | OSError) -> dict[str, Any]:
 
 
 def _print(row: dict[str, Any], fast: bool) -> None:
-    if row["state"] == "ok":
+    if row["state"] == OK:
         depth = "sizes and indexes" if fast else f"{human(row['read_nbytes'])} compared"
         print(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
         return

@@ -50,6 +50,7 @@ def load(
         MissingKeysError: `strict` and keys are missing; lists all of them.
         ShapeMismatchError: A tensor was saved with another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
+        AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
         UnsupportedPathError: A URL, or no path at all.
         ConfigError: An argument that makes no sense.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
+from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, Selection, kind_of, prefixes
 from asyncckpt.planning.state_dict import flatten
@@ -52,12 +52,13 @@ def match(
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
         ShapeMismatchError: A tensor was saved with another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
+        AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         ConfigError: A target tensor whose elements share memory, so that it cannot be filled.
     """
     flat = flatten(state_dict)
     rename = _renamer(key_map)
     matches = Matches()
-    filled: set[int] = set()
+    filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
     for leaf_path, node in leaves(flat.tree):
         fqn = fqn_of(leaf_path)
         if fqn not in selection:
@@ -71,11 +72,16 @@ def match(
             raise _leaf_mismatch(fqn, kind_of(found), kind_of(node), path)
         elif node[0] != "T":
             matches.objects.append((leaf_path, found))
-        elif node[1] not in filled:
-            filled.add(node[1])
-            target = _value_at(state_dict, leaf_path)
-            tensor = saved.tensors[found[1]]
+        else:
+            first, number = filled.setdefault(node[1], (fqn, found[1]))
+            if first != fqn and number == found[1]:
+                continue
+            target, tensor = _value_at(state_dict, leaf_path), saved.tensors[found[1]]
             _check_target(fqn, tensor, target, path)
+            if first != fqn:
+                if target.numel():
+                    raise _alias_mismatch(first, fqn, path)
+                continue
             if target.dtype != torch_dtype(tensor.dtype):
                 matches.converted.append(fqn)
             matches.tensors.append((tensor, target))
@@ -133,6 +139,16 @@ def _leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMism
         fqn=fqn,
         saved=saved,
         wanted=wanted,
+    )
+
+
+def _alias_mismatch(first: str, fqn: str, path: str) -> AliasMismatchError:
+    return AliasMismatchError(
+        f"{path}: {first!r} and {fqn!r} are one tensor in the target and were saved as two, whose values may differ; "
+        "nothing was changed. Untie them in the target, or leave one of them out by keys",
+        path=path,
+        fqn=first,
+        other_fqn=fqn,
     )
 
 

@@ -12,13 +12,25 @@ from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    UnsupportedFormatError,
 )
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
+from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, UNREADABLE, UNSUPPORTED
 from asyncckpt.storage.contents import Contents, RankContents, read_contents, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 from asyncckpt.storage.shard_reader import ShardReader
+
+OK = "ok"
+ABSENT = "absent"
+_STATES: tuple[tuple[type[AsyncCkptError], str], ...] = (
+    (CheckpointNotFoundError, ABSENT),
+    (CheckpointNotCommittedError, INCOMPLETE),
+    (CorruptCheckpointError, CORRUPT),
+    (UnsupportedFormatError, UNSUPPORTED),
+)
+"""What weighs most comes first. The first two are a verdict's only fault."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,14 +50,12 @@ class Verdict:
     read_nbytes: int = 0
 
     @property
-    def is_absent(self) -> bool:
-        """Whether there is nothing to verify at all."""
-        return any(isinstance(f, CheckpointNotFoundError) for f in self.faults)
-
-    @property
-    def is_uncommitted(self) -> bool:
-        """Whether it was begun and never committed."""
-        return any(isinstance(f, CheckpointNotCommittedError) for f in self.faults)
+    def state(self) -> str:
+        """`ok`; or of its faults what weighs most: absent, incomplete, corrupt, unsupported, unreadable."""
+        for kind, state in _STATES:
+            if any(isinstance(fault, kind) for fault in self.faults):
+                return state
+        return UNREADABLE if self.faults else OK
 
 
 def verify_checkpoint(path: str, files: Files, *, fast: bool = False, threads: int = DEFAULT_THREADS) -> Verdict:
@@ -111,7 +121,7 @@ def _verify_shard(
 def _attempt(action: Callable[[], object], report: Callable[[AsyncCkptError | OSError], None]) -> bool:
     try:
         action()
-    except (CorruptCheckpointError, AsyncCkptError, OSError) as error:
+    except (AsyncCkptError, OSError) as error:
         report(error)
         return False
     return True

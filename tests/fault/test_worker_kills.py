@@ -132,13 +132,15 @@ def kill_all(nursery: Nursery, orders: list[Order]) -> None:
         assert ended["signal"] == signal.SIGKILL, f"{order} ended with {ended}"
 
 
-def orders_of(endpoint: str, root: pathlib.Path, die: str, rng: random.Random) -> list[Order]:
+def orders_of(endpoint: str, root: pathlib.Path, moment: str, rng: random.Random) -> list[Order]:
+    """Orders of the kind `moment`: how far the client comes, and whether it announces its save ahead."""
     return [
         Order(
             endpoint=endpoint,
-            path=str(root / die / f"step-{n}"),
+            path=str(root / moment / f"step-{n}"),
             save_id=str(new_save_id(n)),
-            die=die,
+            die="sealed" if moment == "sealed_unannounced" else moment,
+            announced=moment != "sealed_unannounced",
             nbytes=rng.randrange(20_000, 1_500_000),
             progress=rng.random(),
             delay_s=rng.random() * 0.01,
@@ -148,24 +150,48 @@ def orders_of(endpoint: str, root: pathlib.Path, die: str, rng: random.Random) -
     ]
 
 
-@pytest.mark.parametrize("die", ["sealed", "submitted"])
+@pytest.mark.parametrize("moment", ["sealed_unannounced", "sealed", "submitted"])
 def test_trainer_killed_after_the_seal_is_committed_and_verifies(
-    die: str,
+    moment: str,
     worker: subprocess.Popen[bytes],
     nursery: Nursery,
     endpoint: str,
     tmp_path: pathlib.Path,
     rng: random.Random,
 ) -> None:
-    orders = orders_of(endpoint, tmp_path, die, rng)
+    orders = orders_of(endpoint, tmp_path, moment, rng)
     with Client(endpoint) as client:
         kill_all(nursery, orders)
         report = settled_status(client)
     for order in orders:
         verify(order.path, order.save_id)
     assert report["counters"]["saves_committed"] == KILLS
-    if die == "sealed":
+    if moment != "submitted":
         assert report["counters"]["saves_rescued"] == KILLS
+
+
+def test_trainer_killed_about_the_seal_with_another_save_in_flight_loses_nothing_that_was_sealed(
+    worker: subprocess.Popen[bytes], nursery: Nursery, endpoint: str, tmp_path: pathlib.Path, rng: random.Random
+) -> None:
+    orders = orders_of(endpoint, tmp_path, "around_seal", rng)
+    for n, order in enumerate(orders):
+        order.first = (order.path + "-first", str(new_save_id(n)))
+        order.mark, order.announced, order.delay_s = order.path + ".sealed", n % 2 == 0, rng.random() ** 3 * 0.001
+    (tmp_path / "around_seal").mkdir()
+    with Client(endpoint) as client:
+        kill_all(nursery, orders)
+        report = settled_status(client)
+    committed = 0
+    for order in orders:
+        assert order.first
+        verify(*order.first)
+        if os.path.exists(os.path.join(order.path, MANIFEST_NAME)):
+            verify(order.path, order.save_id)
+            committed += 1
+        else:
+            assert not os.path.exists(order.mark), "it was sealed, and is lost"
+    assert report["counters"]["saves_committed"] == KILLS + committed
+    assert "internal_errors" not in report["counters"]
 
 
 def test_trainer_killed_before_the_seal_lists_nothing(
@@ -191,7 +217,8 @@ def test_many_killed_trainers_leave_no_memory_no_fd_no_socket(
     tmp_path: pathlib.Path,
     rng: random.Random,
 ) -> None:
-    orders = [o for die in ("before_seal", "sealed", "submitted") for o in orders_of(endpoint, tmp_path, die, rng)]
+    moments = ("before_seal", "sealed_unannounced", "sealed", "submitted")
+    orders = [order for moment in moments for order in orders_of(endpoint, tmp_path, moment, rng)]
     rng.shuffle(orders)
     with Client(endpoint) as client:
         kill_all(nursery, orders[: len(orders) // 3])
@@ -204,7 +231,7 @@ def test_many_killed_trainers_leave_no_memory_no_fd_no_socket(
     assert after <= before + 2, f"{before} fds became {after}"
     with open(f"/proc/{worker.pid}/maps") as maps:
         assert "memfd:asyncckpt" not in maps.read()
-    assert report["counters"]["saves_committed"] == 2 * KILLS
+    assert report["counters"]["saves_committed"] == 3 * KILLS
     assert "internal_errors" not in report["counters"]
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(10) == 0

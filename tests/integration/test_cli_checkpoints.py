@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from real_worker import DEADLINE_S, RealWorker, running
+from storage_samples import failing
 
 import asyncckpt
 from asyncckpt import SyncCheckpointer, cli
@@ -84,7 +86,21 @@ def test_ls_lists_by_lineage_and_shows_what_is_not_committed(
 def test_ls_of_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}\n")
     assert run_json(capsys, "ls", tmp_path) == (0, [])
-    assert run(capsys, "ls", tmp_path / "nothing")[0] == 4
+    (tmp_path / "file").write_text("x")
+    for name in ("nothing", "file", "file/below"):
+        for more in ((), ("--json",)):
+            code, out, err = run(capsys, "ls", tmp_path / name, *more)
+            assert (code, out) == (4, "")
+            assert "is no directory" in err
+
+
+def test_ls_of_a_directory_that_cannot_be_read_is_exit_code_1(
+    root: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.cli.ls.Files", lambda: failing("listdir", errno.EACCES))
+    code, out, err = run(capsys, "ls", root)
+    assert (code, out) == (1, "")
+    assert os.strerror(errno.EACCES) in err
 
 
 def test_ls_of_a_checkpoint_itself_and_of_any_depth(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +136,16 @@ def test_inspect_says_by_exit_code_what_is_wrong(
     shutil.copytree(root / "b", tmp_path / "b")
     next((tmp_path / "b").glob("*.index")).write_bytes(b"x")
     assert run(capsys, "inspect", tmp_path / "b")[0] == 3
+
+
+def test_inspect_shows_an_integer_of_more_digits_than_python_prints(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"n": 1 << 20_000, "x": torch.ones(1)}, tmp_path / "c")
+    code, found = run_json(capsys, "inspect", tmp_path / "c")
+    assert code == 0
+    assert found["objects"][0]["value"] == json.dumps({"$": "int", "v": hex(1 << 20_000)})
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -193,6 +219,73 @@ def test_verify_of_several_gives_the_gravest_code_and_says_all(
     code, rows = run_json(capsys, "verify", root / "b", tmp_path / "bad")
     assert (code, [r["state"] for r in rows]) == (3, ["ok", "corrupt"])
     assert run(capsys, "verify", root / "b", root / "nothing")[0] == 4
+
+
+@pytest.fixture
+def one_of_each_state(root: pathlib.Path, tmp_path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """A path for each state but unreadable."""
+    damaged(root, tmp_path / "bad")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "manifest.json").write_text('{\n "asyncckpt_manifest": 99,\n}')
+    return {
+        "ok": root / "b", "absent": root / "nothing", "incomplete": root / "incomplete",
+        "corrupt": tmp_path / "bad", "unsupported": tmp_path / "newer",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("states", "gravest"),
+    [
+        (["unsupported"], 1), (["unsupported", "corrupt"], 3), (["unsupported", "absent"], 1), (["absent", "ok"], 4),
+        (["absent", "corrupt"], 3), (["absent", "incomplete", "unsupported", "ok"], 3), (["ok", "unsupported"], 1),
+    ],
+)  # fmt: skip
+def test_verify_weighs_corrupt_over_failed_over_absent_in_any_order(
+    one_of_each_state: dict[str, pathlib.Path], capsys: pytest.CaptureFixture[str], states: list[str], gravest: int
+) -> None:
+    for order in (states, states[::-1]):
+        code, rows = run_json(capsys, "verify", *(one_of_each_state[state] for state in order))
+        assert (code, [r["state"] for r in rows]) == (gravest, order)
+
+
+def test_a_newer_version_is_unsupported_and_not_corrupt_for_every_command(
+    one_of_each_state: dict[str, pathlib.Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = one_of_each_state["unsupported"]
+    code, out, _ = run(capsys, "verify", path)
+    assert code == 1
+    assert out.startswith(f"{path}: UNSUPPORTED\n")
+    assert "upgrade asyncckpt" in out
+    code, out, err = run(capsys, "inspect", path)
+    assert (code, out) == (1, "")
+    assert "upgrade asyncckpt" in err
+    assert [r["state"] for r in run_json(capsys, "ls", path)[1]] == ["unsupported"]
+
+
+@pytest.mark.parametrize("at", ["manifest.json", ".index", ".objects.json", ".safetensors"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_refusal_by_the_file_system_is_unreadable_and_not_corrupt(
+    root: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at: str, number: int
+) -> None:
+    monkeypatch.setattr("asyncckpt.cli.verify.Files", lambda: failing("open", number, at=at))
+    code, rows = run_json(capsys, "verify", root / "b")
+    assert (code, rows[0]["state"]) == (1, "unreadable")
+    assert os.strerror(number) in rows[0]["faults"][0]["message"]
+    code, out, _ = run(capsys, "verify", root / "b")
+    assert (code, out.splitlines()[0]) == (1, f"{root / 'b'}: UNREADABLE")
+    monkeypatch.setattr("asyncckpt.cli.inspect.Files", lambda: failing("open", number, at=at))
+    if at != ".safetensors":
+        code, _, err = run(capsys, "inspect", root / "b")
+        assert code == 1
+        assert os.strerror(number) in err
+
+
+def test_verify_of_a_directory_that_cannot_be_listed_is_no_fault(
+    root: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.cli.verify.Files", lambda: failing("listdir", errno.EACCES))
+    code, rows = run_json(capsys, "verify", root / "b")
+    assert (code, rows[0]["state"], rows[0]["other_files"]) == (0, "ok", None)
 
 
 # ---- worker ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from storage_samples import RecordingFiles, flip_byte, shard_paths
 import asyncckpt
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import (
+    AliasMismatchError,
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     ConfigError,
@@ -218,11 +219,47 @@ def test_an_expanded_target_is_refused(tmp_path: Path) -> None:
         load(path, {"w": torch.zeros(1).expand(3)})
 
 
-def test_one_target_under_two_names_is_filled(tmp_path: Path) -> None:
-    path = save(tmp_path / "c", {"a": torch.ones(3), "b": torch.ones(3)})
+def test_one_target_under_two_names_is_filled_from_one_saved_tensor(tmp_path: Path) -> None:
+    saved = torch.ones(3)
+    path = save(tmp_path / "c", {"a": saved, "b": saved})
     tied = torch.zeros(3)
     load(path, {"a": tied, "b": tied})
     assert bool(tied.all())
+
+
+@pytest.mark.parametrize("second", ["the same", "a view", "a parameter"])
+def test_one_target_for_two_saved_tensors_is_refused_and_nothing_changes(tmp_path: Path, second: str) -> None:
+    path = save(tmp_path / "c", {"first": torch.ones(2), "x": torch.ones(3), "y": torch.zeros(3)})
+    tied = torch.full((3,), 7.0)
+    other = {"the same": tied, "a view": tied.view(3), "a parameter": torch.nn.Parameter(tied)}[second]
+    target = {"first": torch.zeros(2), "x": tied, "y": other}
+    with pytest.raises(AliasMismatchError, match=r"'x' and 'y'.*nothing was changed") as caught:
+        load(path, target)
+    assert (caught.value.path, caught.value.fqn, caught.value.other_fqn) == (path, "x", "y")
+    assert not bool(target["first"].any()) and tied.tolist() == [7, 7, 7]
+    load(path, target, keys=["first", "x"])
+    assert tied.tolist() == [1, 1, 1]
+
+
+def test_one_target_for_two_saved_tensors_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"x": torch.ones(3), "y": torch.ones(4)})
+    tied = torch.zeros(3)
+    with pytest.raises(ShapeMismatchError, match="'y'"):
+        load(path, {"x": tied, "y": tied})
+    assert not bool(tied.any())
+
+
+def test_one_empty_target_for_two_saved_tensors_has_nothing_to_lose(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"x": torch.ones(0), "y": torch.zeros(0)})
+    empty = torch.zeros(0)
+    load(path, {"x": empty, "y": empty}, strict=True)
+
+
+def test_key_map_may_join_two_names_of_one_target(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"x": torch.ones(3), "y": torch.zeros(3)})
+    tied = torch.zeros(3)
+    load(path, {"x": tied, "y": tied}, key_map={"y": "x"})
+    assert tied.tolist() == [1, 1, 1]
 
 
 def test_one_saved_tensor_fills_two_targets(tmp_path: Path) -> None:
