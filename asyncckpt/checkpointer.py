@@ -16,9 +16,7 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
-    DuplicateNameError,
     ForkedError,
-    UnsupportedLeafError,
     UnsupportedPlatformError,
 )
 from asyncckpt.format.names import SaveId
@@ -30,12 +28,8 @@ from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.request import check_metadata
 from asyncckpt.sync_writer import SyncWriter
 
-EXIT_WAIT_S = 5.0
-"""GUARANTEES P13: interpreter exit, and leaving by an exception, take no longer."""
-
 MAX_STEP = (1 << 63) - 1
 _log = logging.getLogger("asyncckpt")
-_ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
 
 class Checkpointer(ABC):
