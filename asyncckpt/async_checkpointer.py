@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -12,9 +14,10 @@ from types import TracebackType
 from typing import Any
 
 from asyncckpt import __version__, ends
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpointer import Checkpointer, refuse_unknown
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig, endpoint_from_environment
+from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
@@ -22,6 +25,7 @@ from asyncckpt.errors import (
     ReentrantCallError,
     UnsupportedLeafError,
 )
+from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
@@ -30,9 +34,6 @@ from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
-
-EXIT_WAIT_S = 5.0
-"""GUARANTEES P13: interpreter exit, and leaving by an exception, take no longer."""
 
 _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
@@ -69,6 +70,8 @@ class AsyncCheckpointer(Checkpointer):
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
         self._process: CheckpointProcess
         self._stager: CheckpointStager
+        if checkpoint_process is not None and endpoint is not None:
+            raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
         if checkpoint_process is None:
             process = self._connect(endpoint or endpoint_from_environment())
             self._process = process
@@ -76,6 +79,7 @@ class AsyncCheckpointer(Checkpointer):
         else:
             self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
         self._tracker = SaveTracker(on_error=self.config.on_error)
+        self._saving = threading.Lock()
         ends.remember(self)
 
     def _connect(self, named: str | None) -> WorkerProcess:
@@ -122,20 +126,47 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         if self._in_callback():
             raise ReentrantCallError("save() was called by a future's callback, in the thread that completes saves")
-        save_id = self._next_save_id()
+        if not self._saving.acquire(blocking=False):
+            raise ReentrantCallError(
+                "save() was called while another save() runs: by a signal handler, or from a second thread. Set a flag "
+                "there, and save from the training loop"
+            )
+        try:
+            return self._save(state_dict, self._next_save_id(), path, step, metadata, kw)
+        finally:
+            self._saving.release()
+
+    def _save(
+        self,
+        state_dict: Mapping[str, Any],
+        save_id: SaveId,
+        path: str | os.PathLike[str],
+        step: int | None,
+        metadata: Mapping[str, Any] | None,
+        kw: dict[str, Any],
+    ) -> SaveHandle:
         arguments = self._arguments(state_dict, path, step, metadata, save_id)
+        if isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess):
+            refuse_unknown(kw)
         handle = SaveHandle(step=arguments["step"], path=arguments["path"], save_id=save_id)
         try:
-            result = self._stager.stage(state_dict, **arguments, **kw)
-        except _ARGUMENT_ERRORS:
-            raise
-        except Exception as error:
+            try:
+                result = self._stager.stage(state_dict, **arguments, **kw)
+            except _ARGUMENT_ERRORS:
+                raise
+            except Exception as error:
+                self._tracker.add(handle)
+                handle.fail(error)
+                return handle
             self._tracker.add(handle)
-            handle.fail(error)
+            self._hand_over(handle, result, arguments, kw)
             return handle
-        self._tracker.add(handle)
-        self._hand_over(handle, result, arguments, kw)
-        return handle
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
+                if isinstance(self._process, WorkerProcess):
+                    self._process.give_up(save_id)
+                handle.fail(error)
+            raise
 
     def _hand_over(self, handle: SaveHandle, result: Any, arguments: dict[str, Any], kw: Mapping[str, Any]) -> None:
         if isinstance(result, StagedSnapshot):
@@ -214,17 +245,18 @@ class AsyncCheckpointer(Checkpointer):
     def _in_callback(self) -> bool:
         return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
 
-    def leave(self) -> None:
+    def leave(self, timeout_s: float = EXIT_WAIT_S) -> None:
         """End without waiting for writes: by an exception, or at interpreter exit. What is staged is safe.
 
-        Blocks at most `EXIT_WAIT_S`. Twice is fine; does nothing in a forked child.
+        Blocks at most `timeout_s`. Twice is fine; does nothing in a forked child.
         """
         if self._closed or os.getpid() != self._owner_pid:
             return
         self._closed = True
+        deadline = time.monotonic() + timeout_s
         if isinstance(self._process, WorkerProcess):
-            self._process.flush(EXIT_WAIT_S - 2.0)
-            self._process.close(goodbye_timeout_s=1.0)
+            self._process.flush(timeout_s / 2)
+            self._process.close(max(0.0, deadline - time.monotonic()))
         self._close_parts()
 
     def __del__(self) -> None:
@@ -232,7 +264,12 @@ class AsyncCheckpointer(Checkpointer):
             warnings.warn(
                 "an AsyncCheckpointer was dropped without close()", ResourceWarning, source=self, stacklevel=2
             )
-            self.leave()
+            self._closed = True
+            # A collector may run this in any thread, under any lock: nothing here waits.
+            if isinstance(self._process, WorkerProcess):
+                self._process.abandon()
+            else:
+                self._close_parts()
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""

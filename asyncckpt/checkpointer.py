@@ -17,6 +17,7 @@ from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
     ForkedError,
+    MissingKeysError,
     UnsupportedPlatformError,
 )
 from asyncckpt.format.names import SaveId
@@ -30,6 +31,31 @@ from asyncckpt.sync_writer import SyncWriter
 
 MAX_STEP = (1 << 63) - 1
 _log = logging.getLogger("asyncckpt")
+
+
+_WORKER_FIELDS = frozenset(
+    {
+        "slots",
+        "on_busy",
+        "slot_timeout_s",
+        "on_worker_loss",
+        "on_error",
+        "commit_timeout_s",
+        "worker_timeout_s",
+        "worker_start_timeout_s",
+        "worker_shutdown_timeout_s",
+    }
+)
+
+
+def refuse_unknown(kw: Mapping[str, Any]) -> None:
+    """Refuse arguments of `save()` that no part takes: own parts get them, the default ones have no use for them.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    if kw:
+        raise ConfigError(f"save() has no argument called {min(kw)!r}", field=min(kw))
 
 
 class Checkpointer(ABC):
@@ -80,9 +106,16 @@ class Checkpointer(ABC):
                 `asyncckpt.load`.
         """
         self._check_usable()
-        found, _ = self._reader.read(
-            absolute_path(path), state_dict, map_location=default_map_location, strict=strict, **kw
+        directory = absolute_path(path)
+        found, missing = self._reader.read(
+            directory, state_dict, map_location=default_map_location, strict=strict, **kw
         )
+        if strict and missing:  # an own reader need not know `strict`
+            raise MissingKeysError(
+                f"{directory}: {len(missing)} keys are not in the checkpoint: {', '.join(map(str, missing))}",
+                path=directory,
+                keys=list(missing),
+            )
         return found
 
     @abstractmethod
@@ -149,6 +182,11 @@ class SyncCheckpointer(Checkpointer):
         config: CheckpointerConfig | None = None,
         **fields: Any,
     ) -> None:
+        misplaced = sorted(set(fields) & _WORKER_FIELDS)
+        if misplaced:
+            raise ConfigError(
+                f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
+            )
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
         self._writer = writer or SyncWriter(self.config, find_rank_info(self.config.rank_info))
 
@@ -170,6 +208,8 @@ class SyncCheckpointer(Checkpointer):
         """
         self._check_usable()
         arguments = self._arguments(state_dict, path, step, metadata, self._next_save_id())
+        if isinstance(self._writer, SyncWriter):
+            refuse_unknown(kw)
         path_text = arguments.pop("path")
         report = self._writer.write(state_dict, path_text, **arguments, **kw)
         if isinstance(report, SaveReport):

@@ -6,17 +6,14 @@ another session, starting a worker if none answers.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
-from asyncckpt import launcher
 from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.lineage import Lineage
@@ -25,18 +22,10 @@ from asyncckpt.memory.slot import SlotError
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
 from asyncckpt.protocol import messages
-from asyncckpt.session import START_AFTER_S, Session, greeting
+from asyncckpt.session import Session, greeting
 from asyncckpt.session_thread import Rows
 from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 
-RESTART_GRACE_S = 2.0
-"""After a loss at an endpoint that the user named, its own supervisor may bring the worker back for so long."""
-
-RETRY_BUDGET_S = 1.0
-"""After a worker could not be reached, or fell silent, a save tries for a second only: training goes on. A worker that
-is started meanwhile is found by the next save."""
-
-GOODBYE_TIMEOUT_S = 2.0
 SUBMIT_TIMEOUT_S = 1e6
 """A doorbell is repeated as long as the session lives; the session's own deadlines end it."""
 
@@ -56,80 +45,35 @@ class WorkerProcess(CheckpointProcess):
 
     def __init__(self, config: CheckpointerConfig, rank: RankInfo, *, endpoint: str, named: bool, package: str) -> None:
         self.config, self.rank, self.endpoint = config, rank, endpoint
-        self._named = named
-        self._hello = greeting(rank.rank, rank.world_size, package)
-        self._session: Session | None = None
-        self._opening = threading.Lock()
+        self._connection = Connection(
+            endpoint,
+            named=named,
+            config=config,
+            hello=greeting(rank.rank, rank.world_size, package),
+            pending=self._asked_for,
+            on_rows=self._on_rows,
+            on_lost=self._on_lost,
+        )
         self.lineage = Lineage(self._ask_epoch)
-        self._had_session = False
-        self._unreachable = False
-        self._opening_session: Session | None = None
-        self._connecting: threading.Thread | None = None
-        self._closed = False
         self.pool = SlotPool(config, self._allocate, self._release)
         self._pending = PendingSaves(commit_timeout_s=config.commit_timeout_s, free=self.pool.free)
 
-    # -- the session
-
     def connect(self, *, start: bool = True) -> Session:
-        """Return the live session, opening one when there is none. Blocks up to `worker_start_timeout_s`.
-
-        Raises:
-            WorkerUnavailableError: Nobody answers. CheckpointerClosedError: After `close`.
-        """
-        with self._opening:
-            if self._closed:
-                raise CheckpointerClosedError("the checkpointer is closed")
-            session = self._session
-            if session is not None and session.error is None:
-                return session
-            if session is not None:
-                session.close()
-            session = Session(
-                self.endpoint,
-                hello=self._hello,
-                worker_timeout_s=self.config.worker_timeout_s,
-                pending=self._asked_for,
-                on_rows=self._on_rows,
-                on_lost=self._on_lost,
-            )
-            grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
-            now = time.monotonic()
-            brief = self._unreachable
-            budget_s = self.config.worker_start_timeout_s
-            deadline = now + (min(RETRY_BUDGET_S, budget_s) if brief else budget_s)
-            self._opening_session = session
-            try:
-                if self._closed:  # set before `close` looked for a session to give up
-                    raise CheckpointerClosedError("the checkpointer is closed")
-                session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
-            except AsyncCkptError:
-                self._unreachable = True
-                session.close()
-                raise
-            finally:
-                self._opening_session = None
-            self._session, self._had_session, self._unreachable = session, True, False
-            return session
+        """Return the live session, opening one when there is none; see `Connection.connect`."""
+        return self._connection.connect(start=start)
 
     def connect_soon(self) -> None:
-        """Begin to connect in the background, so that the constructor does not wait for a worker to start."""
-
-        def run() -> None:
-            with contextlib.suppress(AsyncCkptError):
-                self.connect()
-
-        self._connecting = threading.Thread(target=run, name="asyncckpt-connect", daemon=True)
-        self._connecting.start()
+        """Begin to connect in the background."""
+        self._connection.connect_soon()
 
     def in_client_thread(self) -> bool:
         """Whether the caller runs in the thread that completes futures."""
-        session = self._session
+        session = self._connection.session
         return session is not None and threading.current_thread() is session.thread
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the worker has answered every request, at most `timeout_s`."""
-        session = self._session
+        session = self._connection.session
         if session is not None:
             session.flush(timeout_s)
 
@@ -160,7 +104,7 @@ class WorkerProcess(CheckpointProcess):
         return LentSlot(number=reply.slot, memory=memory, session=session.name)
 
     def _release(self, number: int) -> None:
-        session = self._session
+        session = self._connection.session
         if session is not None and session.error is None:
             session.request(lambda n: messages.Release(id=n, slot=number), SUBMIT_TIMEOUT_S)
 
@@ -172,7 +116,7 @@ class WorkerProcess(CheckpointProcess):
         Raises:
             WorkerUnavailableError: The worker was lost since the slot was acquired.
         """
-        session, lost = self._session, self._lost(slot)
+        session, lost = self._connection.session, self._lost(slot)
         if lost is not None or session is None:
             slot.orphaned = True  # it may have been lent by a session that was lost before the pool knew of it
             raise lost or WorkerUnavailableError("there is no worker", endpoint=self.endpoint)
@@ -194,11 +138,19 @@ class WorkerProcess(CheckpointProcess):
 
     def withdraw(self, save_id: SaveId, reason: str) -> None:
         """Take back a save that will not be sealed; its slot is free at once."""
-        session = self._session
+        session = self._connection.session
         if session is not None and session.error is None:
             reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
             session.request(lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason), SUBMIT_TIMEOUT_S)
         self._pending.withdraw(save_id)
+        self.pool.give_up(save_id)
+
+    def give_up(self, save_id: SaveId) -> None:
+        """`save()` was interrupted: take its save back if it is still ours. Its epoch need not be known."""
+        tail = f"-{save_id.sequence:08d}-{save_id.run_id}"
+        for name in self._pending.names():
+            if name.endswith(tail) and self._pending.is_staging(name):
+                self.withdraw(SaveId.parse(name), "save() was interrupted")
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:
         """Ring the doorbell for a sealed slot. Does not wait.
@@ -212,7 +164,7 @@ class WorkerProcess(CheckpointProcess):
                 "checkpoint_stager with other results needs its own checkpoint_process",
                 field="checkpoint_process",
             )
-        snapshot, future, session = staging_result, WriteFuture(), self._session
+        snapshot, future, session = staging_result, WriteFuture(), self._connection.session
         if (self._lost(snapshot.slot) or self._pending.early_error(snapshot.save_id)) is not None:
             # While the pool still counts it as being staged, nobody else unmaps it. Sealed, it would be taken up when
             # this process dies, and a save that was reported as failed would be committed.
@@ -229,7 +181,7 @@ class WorkerProcess(CheckpointProcess):
         return future
 
     def _lost(self, slot: LentSlot) -> AsyncCkptError | None:
-        session = self._session
+        session = self._connection.session
         if session is not None and session.error is None and session.name == slot.session and not slot.orphaned:
             return None
         return (session.error if session else None) or WorkerUnavailableError(
@@ -237,9 +189,10 @@ class WorkerProcess(CheckpointProcess):
         )
 
     def _answered(self, save_id: SaveId, done: Future[messages.Message]) -> None:
-        error = done.exception()
-        if error is None or isinstance(error, WorkerUnavailableError):
-            return  # a lost session ends every pending save itself
+        error, session = done.exception(), self._connection.session
+        lost = isinstance(error, WorkerUnavailableError) and (session is None or session.error is not None)
+        if error is None or lost:
+            return  # a lost session ends every pending save itself; a worker that drains refuses this one only
         self._pending.end(
             str(save_id), error if isinstance(error, AsyncCkptError) else AsyncCkptError(repr(error)), None
         )
@@ -256,40 +209,31 @@ class WorkerProcess(CheckpointProcess):
 
     def _on_lost(self, error: WorkerUnavailableError) -> None:
         _log.warning("%s", error)
-        if error.detail == "silent":
-            self._unreachable = True  # it may hang for long, and holds the endpoint
         self.pool.orphan_all()
         self._pending.lose_all(error)
 
     # -- the end
 
-    def close(self, goodbye_timeout_s: float = GOODBYE_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Say goodbye, end the session, unmap the slots. Saves that are pending are left to the worker.
 
-        Blocks: for the answer to the goodbye, at most `goodbye_timeout_s`; a connection in the making is given up.
+        Blocks: at most `timeout_s`, in all; a connection in the making is given up.
         """
-        was_closed, self._closed = self._closed, True
-        if was_closed:
-            return
-        opening = self._opening_session
-        if opening is not None:
-            opening.close()
-        with self._opening:
-            session, self._session = self._session, None
-        if session is not None:
-            if session.error is None:
-                try:
-                    session.call(lambda n: messages.Goodbye(id=n), goodbye_timeout_s)
-                except AsyncCkptError as error:
-                    _log.debug("goodbye was not answered: %s", error)
-            session.close()
-        if self._connecting is not None:
-            self._connecting.join(goodbye_timeout_s)
+        if self._connection.close(timeout_s):
+            self._end()
+
+    def abandon(self) -> None:
+        """As `close`, from a destructor: waits for nothing; the session's thread says goodbye and frees everything."""
+        if self._connection.abandon(self._end):
+            self._end()
+
+    def _end(self) -> None:
         self._pending.close(CheckpointerClosedError("the checkpointer was closed; the worker goes on with this save"))
         self.pool.close()
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds."""
         self.pool.close_inherited_fds()
-        if self._session is not None:
-            self._session.close_inherited_fds()
+        session = self._connection.session
+        if session is not None:
+            session.close_inherited_fds()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import time
 import weakref
 from typing import Protocol
+
+EXIT_WAIT_S = 5.0
+"""GUARANTEES P13: interpreter exit, and leaving by an exception, take no longer, all checkpointers together."""
+
+_log = logging.getLogger("asyncckpt")
 
 
 class Ending(Protocol):
     """What is remembered here."""
 
-    def leave(self) -> None:
-        """Called at interpreter exit."""
+    def leave(self, timeout_s: float) -> None:
+        """Called at interpreter exit; may take `timeout_s`."""
 
     def close_inherited_fds(self) -> None:
         """Called in a forked child."""
@@ -32,8 +39,12 @@ def forget(checkpointer: Ending) -> None:
 
 
 def _at_exit() -> None:
+    deadline = time.monotonic() + EXIT_WAIT_S
     for checkpointer in list(_living):
-        checkpointer.leave()
+        try:
+            checkpointer.leave(max(0.1, deadline - time.monotonic()))
+        except Exception:
+            _log.exception("a checkpointer did not end in order")
 
 
 def _in_child() -> None:

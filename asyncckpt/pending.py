@@ -84,7 +84,7 @@ class PendingSaves:
 
     def __init__(self, *, commit_timeout_s: float, free: Callable[[SaveId], None]) -> None:
         self._timeout_s, self._free = commit_timeout_s, free
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._rows: dict[str, _Row] = {}
 
     def begin(self, save_id: SaveId) -> None:
@@ -96,7 +96,12 @@ class PendingSaves:
         """Staging failed: the save will never be sealed."""
         with self._lock:
             self._rows.pop(str(save_id), None)
-        self._free(save_id)
+
+    def is_staging(self, name: str) -> bool:
+        """Whether the save was begun and not yet handed over."""
+        with self._lock:
+            row = self._rows.get(name)
+            return row is not None and row.future is None
 
     def early_error(self, save_id: SaveId) -> AsyncCkptError | None:
         """Return why the save has failed while it was being staged, or None."""

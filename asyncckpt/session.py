@@ -23,6 +23,10 @@ from asyncckpt.session_thread import SessionThread
 LATE_S = 1.0
 """How late the session's thread may set an error before the caller gives up by itself."""
 
+CLOSE_TIMEOUT_S = 5.0
+START_AGAIN_S = 1.0
+"""A worker that is on its way out still holds the endpoint: starting another is tried again after this."""
+
 START_AFTER_S = 0.15
 """How long a running worker has to answer Hello before another is started; a second one exits by itself."""
 
@@ -49,7 +53,8 @@ class Session(SessionThread):
 
         Args:
             deadline: `time.monotonic()` at which to give up.
-            start: Starts a worker at this endpoint; called once when none answers within `start_after_s`.
+            start: Starts a worker at this endpoint; called when none answers within `start_after_s`, and
+                again every `START_AGAIN_S`.
             start_after_s: See `start`.
 
         Raises:
@@ -59,10 +64,10 @@ class Session(SessionThread):
         try:
             if start is not None:
                 exists = os.path.exists(socket_path(self.endpoint))
-                with contextlib.suppress(concurrent.futures.TimeoutError):
-                    self._welcome.result(min(start_after_s if exists else 0.0, max(0.0, deadline - time.monotonic())))
-                if not self._welcome.done():
+                self._await_welcome(min(time.monotonic() + (start_after_s if exists else 0.0), deadline))
+                while not self._welcome.done() and time.monotonic() < deadline:
                     start()
+                    self._await_welcome(min(time.monotonic() + START_AGAIN_S, deadline))
             self._welcome.result(max(0.0, deadline - time.monotonic()))
         except BaseException as error:
             self.close()
@@ -75,6 +80,10 @@ class Session(SessionThread):
                     detail="no answer to hello",
                 ) from None
             raise
+
+    def _await_welcome(self, until: float) -> None:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self._welcome.result(max(0.0, until - time.monotonic()))
 
     def request(self, build: Callable[[int], messages.Message], timeout_s: float) -> Future[messages.Message]:
         """Send a request; it is repeated until it is answered.
@@ -98,8 +107,10 @@ class Session(SessionThread):
             self._ring()
         return future
 
-    def call(self, build: Callable[[int], messages.Message], timeout_s: float) -> messages.Message:
-        """Send a request and wait for its reply.
+    def call(
+        self, build: Callable[[int], messages.Message], timeout_s: float, *, late_s: float = LATE_S
+    ) -> messages.Message:
+        """Send a request and wait for its reply, at most `timeout_s` + `late_s`.
 
         Raises:
             WorkerUnavailableError: No answer in time, or the worker is lost.
@@ -107,7 +118,7 @@ class Session(SessionThread):
         """
         try:
             # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
-            return self.request(build, timeout_s).result(timeout_s + LATE_S)
+            return self.request(build, timeout_s).result(timeout_s + late_s)
         except concurrent.futures.TimeoutError as error:
             if isinstance(error, AsyncCkptError):
                 raise
@@ -123,14 +134,30 @@ class Session(SessionThread):
         while self._error is None and (self._queue or self._outstanding) and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def close(self) -> None:
-        """End the thread and close the socket. Outstanding requests fail. Twice is fine; nothing in a forked child."""
+    def abandon(self, on_end: Callable[[], None]) -> bool:
+        """End without waiting: the thread says goodbye once everything is answered, and calls `on_end` at its end.
+
+        Returns:
+            False when the thread has ended already; `on_end` will not be called.
+        """
+        with self._lock:
+            if self._error is not None or not self.thread.is_alive():
+                return False
+            self._on_end = on_end
+        self._ring()
+        return True
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the thread and close the socket. Outstanding requests fail. Twice is fine; nothing in a forked child.
+
+        Blocks: at most `timeout_s`, for the thread, which may be in a callback of the user's.
+        """
         if os.getpid() != self._owner_pid:
             return
         self._stopping = True
         self._ring()
         if self.thread.ident is not None and threading.current_thread() is not self.thread:
-            self.thread.join(5.0)
+            self.thread.join(timeout_s)
         with self._lock:
             if not self.thread.is_alive() and self._wake >= 0:
                 os.close(self._wake)
@@ -150,14 +177,21 @@ class Session(SessionThread):
                     os.eventfd_write(self._wake, 1)
 
 
-def greeting(rank: int, world_size: int, package: str) -> Callable[[int, str], messages.Hello]:
-    """Return what builds this process's Hello."""
+def greeting(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:
+    """Return what builds this process's Hello; `replaces`: the name of its session before, which the worker ends."""
     pid = os.getpid()
     started = start_ticks(pid) or 0
 
     def build(number: int, session: str) -> messages.Hello:
         return messages.Hello(
-            id=number, session=session, package=package, pid=pid, pid_start=started, rank=rank, world_size=world_size
+            id=number,
+            session=session,
+            replaces=replaces,
+            package=package,
+            pid=pid,
+            pid_start=started,
+            rank=rank,
+            world_size=world_size,
         )
 
     return build

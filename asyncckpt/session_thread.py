@@ -25,6 +25,11 @@ RESEND_S = 1.0
 HELLO_RESEND_S = 0.05
 POLL_S = 0.2
 LAST_WORDS_MS = 50
+LATE_TURN_S = 1.0
+"""A turn of the loop takes `POLL_S`; one that took so much longer says something about us, not about the worker."""
+
+LEAVE_S = 3.0
+GOODBYE_LINGER_MS = 200
 HIGH_WATER_MARK = 1000
 _log = logging.getLogger("asyncckpt.session")
 
@@ -39,6 +44,33 @@ class Outstanding:
     def __init__(self, frames: list[bytes], future: Future[messages.Message], deadline: float) -> None:
         self.frames, self.future, self.deadline = frames, future, deadline
         self.sent = 0.0
+
+
+class _Wire:
+    """The socket and its context, closed together."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.linger_ms = 0
+        self._context = zmq.Context(io_threads=1)
+        try:
+            self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            self.socket.setsockopt(zmq.IDENTITY, name.encode())
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, HIGH_WATER_MARK),
+                (zmq.RCVHWM, HIGH_WATER_MARK),
+                (zmq.MAXMSGSIZE, codec.MAX_FRAME_NBYTES),
+                (zmq.RECONNECT_IVL, 20),
+            ):
+                self.socket.setsockopt(option, value)
+            self.socket.connect(endpoint)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+
+    def close(self) -> None:
+        """Close both; what is on its way gets `linger_ms`."""
+        self._context.destroy(self.linger_ms)
 
 
 class SessionThread:
@@ -61,7 +93,10 @@ class SessionThread:
         self._queue: deque[tuple[int, list[bytes], Future[messages.Message], float]] = deque()
         self._outstanding: dict[int, Outstanding] = {}
         self._ids = iter(range(1, 1 << 62))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save or close in the middle of a request
+        self._on_end: Callable[[], None] | None = None
+        self._leaving_since: float | None = None
+        self._turned = time.monotonic()
         self._error: WorkerUnavailableError | None = None
         self._stopping = False
         self._welcome: Future[messages.Welcome] = Future()
@@ -79,51 +114,56 @@ class SessionThread:
         return self._welcome.result(0)
 
     def _run(self) -> None:
-        context = zmq.Context(io_threads=1)
-        socket = context.socket(zmq.DEALER)
         error = WorkerUnavailableError("the session was closed", endpoint=self.endpoint, detail="closed")
         lost = False
         try:
-            socket.setsockopt(zmq.IDENTITY, self.name.encode())
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.SNDHWM, HIGH_WATER_MARK),
-                (zmq.RCVHWM, HIGH_WATER_MARK),
-                (zmq.MAXMSGSIZE, codec.MAX_FRAME_NBYTES),
-                (zmq.RECONNECT_IVL, 20),
-            ):
-                socket.setsockopt(option, value)
-            socket.connect(self.endpoint)
-            self._loop(socket)
+            with contextlib.closing(_Wire(self.endpoint, self.name)) as wire:
+                self._loop(wire)
         except WorkerUnavailableError as caught:
             error, lost = caught, True
         except Exception as caught:
             _log.exception("the client thread failed")
             error, lost = WorkerUnavailableError(f"the client thread failed: {caught!r}", endpoint=self.endpoint), True
         finally:
-            with self._lock:
-                self._error = error
-                waiting = [item[2] for item in self._queue] + [o.future for o in self._outstanding.values()]
-                self._queue.clear()
-            socket.close(0)
-            context.term()
+            self._finish(error, lost)
+
+    def _finish(self, error: WorkerUnavailableError, lost: bool) -> None:
+        with self._lock:
+            self._error = error
+            waiting = [item[2] for item in self._queue] + [o.future for o in self._outstanding.values()]
+            self._queue.clear()
             if self._pidfd >= 0:
                 os.close(self._pidfd)
                 self._pidfd = -1
-            for future in waiting:
-                future.set_exception(error)
-            if not self._welcome.done():
-                self._welcome.set_exception(error)
-            elif lost:
-                self._on_lost(error)
+            abandoned = self._on_end
+            if abandoned is not None and self._wake >= 0:  # nobody else will close it
+                os.close(self._wake)
+                self._wake = -1
+        for future in waiting:
+            future.set_exception(error)
+        if not self._welcome.done():
+            self._welcome.set_exception(error)
+        elif lost:
+            self._on_lost(error)
+        if abandoned is not None:
+            abandoned()
 
-    def _loop(self, socket: zmq.Socket[bytes]) -> None:
+    def _loop(self, wire: _Wire) -> None:
+        socket = wire.socket
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         greeted, next_hello = False, 0.0
         while not self._stopping:
             now = time.monotonic()
+            if now - self._turned > LATE_TURN_S and self._silent_since is not None:
+                # We were stopped, or starved, ourselves: the answer may be waiting. Ask again, and judge by that.
+                self._silent_since, self._next_heartbeat = now, now
+            self._turned = now
+            if self._on_end is not None and self._may_leave(now):
+                self._send(socket, codec.encode(messages.Goodbye(id=0)))
+                wire.linger_ms = GOODBYE_LINGER_MS
+                return
             if not greeted and now >= next_hello:
                 self._send(socket, codec.encode(self._hello(0, self.name)))
                 next_hello = now + HELLO_RESEND_S
@@ -147,6 +187,11 @@ class SessionThread:
             if greeted:
                 self._beat(socket)
                 self._flush(socket)
+
+    def _may_leave(self, now: float) -> bool:
+        """Abandoned: whether everything was answered, or waited for long enough."""
+        self._leaving_since = now if self._leaving_since is None else self._leaving_since
+        return not (self._queue or self._outstanding) or now - self._leaving_since > LEAVE_S
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         now = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import AsyncCkptError, InsufficientMemoryError
+from asyncckpt.errors import AsyncCkptError, InsufficientMemoryError, StagingError
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
@@ -73,7 +73,15 @@ class SyncWriter(CheckpointWriter):
             umask = current_umask()
             commit.prepare_directory(path, files=self._files, umask=umask, fsync=self._config.fsync)
             image = self._image_for(plan)
-            image.fill(flat.tensors, save_id)
+            try:
+                image.fill(flat.tensors, save_id)
+            except RuntimeError as error:
+                raise StagingError(
+                    f"step {kw['step']}: copying the state into memory failed: {error}",
+                    save_id=str(save_id),
+                    step=kw["step"],
+                    path=path,
+                ) from error
             copied = time.perf_counter()
             job = self._job(plan, path, save_id, encode_objects(save_id, leaves), umask)
             result = self._write(job)

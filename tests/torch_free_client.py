@@ -197,7 +197,7 @@ class Client:
         """Open the session."""
         pid = os.getpid()
         fields: dict[str, Any] = {
-            "session": self.session, "package": "test", "pid": pid, "pid_start": start_ticks(pid) or 0,
+            "session": self.session, "replaces": "", "package": "test", "pid": pid, "pid_start": start_ticks(pid) or 0,
             "rank": self.rank, "world_size": self.world_size, **changes,
         }  # fmt: skip
         welcome: m.Welcome = self.call(m.Hello(id=self.next_id(), **fields), resend_s=0.05)

@@ -10,19 +10,20 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.errors import AsyncCkptError, CommitUnknownError, SaveFailedError, to_wire
-from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
+from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
+from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, StatusReport
-from asyncckpt.protocol.request import decode_request
 from asyncckpt.storage.files import Files
+from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.jobs import Jobs
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.preflight import check_memory
@@ -67,8 +68,9 @@ class Daemon:
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
         self._writer = Writer(files or Files(), self._slots, config.roots, config.threads)
+        self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
         self._started = time.monotonic()
-        self._exit: ev.Exit | None = None
+        self._exit: ac.Exit | None = None
         self._closed = False
         self.brain = Brain(
             BrainConfig(
@@ -159,52 +161,35 @@ class Daemon:
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
-    def _perform(self, action: ev.Action) -> ev.Event | None:
+    def _perform(self, action: ac.Action) -> ev.Event | None:
         match action:
-            case ev.Send():
+            case ac.Send():
                 self._server.send(action.peer, action.message)
-            case ev.Log():
+            case ac.Log():
                 self._log(action)
-            case ev.SendStatus():
+            case ac.SendStatus():
                 self._server.send(action.peer, StatusReport(id=action.id, report=self._report(action.report)))
-            case ev.Watch():
+            case ac.Watch():
                 alive = self._liveness.watch(action.session, action.pid, action.pid_start)
                 return ev.Watched(now=time.monotonic(), session=action.session, alive=alive)
-            case ev.Unwatch():
+            case ac.Unwatch():
                 self._liveness.unwatch(action.session)
-            case ev.CreateSlot():
+            case ac.CreateSlot():
                 return self._create_slot(action)
-            case ev.FreeSlot():
+            case ac.FreeSlot():
                 self._slots.free(action.slot)
-            case ev.Exit():
+            case ac.Exit():
                 self._exit = action
             case _:
-                self._submit(action)
+                self._jobs.submit(action)
         return None
 
-    def _submit(self, action: ev.Action) -> None:
-        match action:
-            case ev.ReadSlot():
-                self._scheduler.submit("memory", lambda: self._read_slot(action.slot))
-            case ev.Prepare():
-                self._scheduler.submit("prepare", lambda: self._prepare(action))
-            case ev.Write():
-                self._scheduler.submit("write", lambda: self._write(action))
-            case ev.Commit():
-                self._scheduler.submit("commit", lambda: self._commit(action))
-            case ev.Remove():
-                self._scheduler.submit("commit", lambda: self._remove(action))
-            case ev.ScanLineage():
-                self._scheduler.submit("prepare", lambda: self._lineage(action))
-            case _:
-                raise AssertionError(f"no performer for {action}")
-
-    def _log(self, action: ev.Log) -> None:
+    def _log(self, action: ac.Log) -> None:
         if action.count is not None:
             self.metrics.count(action.count)
         logs.write(action.level, action.text, save_id=action.save_id, session=action.session, facts=dict(action.facts))
 
-    def _create_slot(self, action: ev.CreateSlot) -> ev.SlotCreated:
+    def _create_slot(self, action: ac.CreateSlot) -> ev.SlotCreated:
         try:
             check_memory(action.nbytes, self._slots.fds())
             memory = self._slots.create(action.slot, action.nbytes)
@@ -212,7 +197,7 @@ class Daemon:
             wrapped = error if isinstance(error, AsyncCkptError) else _slot_refused(error, action.nbytes)
             return ev.SlotCreated(now=time.monotonic(), slot=action.slot, error=to_wire(wrapped))
         if action.populate:
-            self._scheduler.submit("populate", lambda: self._populate(action.slot))
+            self._jobs.populate(action.slot)
         return ev.SlotCreated(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
 
     def _report(self, brains: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,69 +213,6 @@ class Daemon:
             "process": dict(self.metrics.process()),
             **brains,
         }
-
-    # ---- jobs: in the scheduler's threads; they return events and never raise ---------------------------------------
-
-    def _read_slot(self, number: int) -> ev.SlotRead:
-        try:
-            with self._slots.use(number) as memory:
-                generation, data = memory.control.read_request()
-            request = decode_request(data, memory.nbytes - PAGE_NBYTES)
-        except Exception as error:
-            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error))
-        return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
-
-    def _populate(self, number: int) -> None:
-        try:
-            self._slots.populate(number)
-        except OSError as error:  # the trainer's own first touch then pays, or fails, for the pages
-            logs.write("warning", f"cannot fault in the pages of slot {number}: {error}")
-
-    def _prepare(self, action: ev.Prepare) -> ev.Prepared:
-        error = _error_of(lambda: self._writer.prepare(action))
-        return ev.Prepared(now=time.monotonic(), key=action.key, error=None if error is None else to_wire(error))
-
-    def _write(self, action: ev.Write) -> ev.Written:
-        begun = time.perf_counter()
-        try:
-            result = self._writer.write(action)
-        except BaseException as error:
-            return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
-        report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
-        report |= {
-            "seconds_write": time.perf_counter() - begun,  # all of it, not only the shards
-            "nbytes": result.nbytes,
-            "direct": result.direct,
-        }
-        self.metrics.count("written_nbytes", result.nbytes)
-        return ev.Written(now=time.monotonic(), key=action.key, result=result, report=report)
-
-    def _commit(self, action: ev.Commit) -> ev.Published:
-        try:
-            report = self._writer.commit(action)
-        except BaseException as error:
-            unknown = isinstance(error, CommitUnknownError)
-            return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
-        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report)
-
-    def _remove(self, action: ev.Remove) -> ev.Removed:
-        _error_of(lambda: self._writer.remove(action.save_id, action.path))
-        return ev.Removed(now=time.monotonic(), save_id=action.save_id)
-
-    def _lineage(self, action: ev.ScanLineage) -> ev.LineageScanned:
-        try:
-            epoch = self._writer.lineage(action.path)
-        except BaseException as error:
-            return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, error=to_wire(error))
-        return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, epoch=epoch)
-
-
-def _error_of(call: Callable[[], None]) -> BaseException | None:
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
 
 
 def _slot_refused(error: BaseException, nbytes: int) -> AsyncCkptError:

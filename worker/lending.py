@@ -1,4 +1,4 @@
-"""The brain's sessions and slots: who holds which memory, and when it may be freed.
+"""The brain's slots: who holds which memory, and when it may be freed.
 
 Two rules: memory is freed only after a release, a goodbye or the proof of its holder's death, never by a timeout; and
 only when no save reads it any more. Before it is freed it is read once more, so that a sealed snapshot whose doorbell
@@ -7,25 +7,12 @@ was lost is taken up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from asyncckpt.errors import AsyncCkptError, ProtocolError, UnknownSaveError, WorkerUnavailableError, from_wire, to_wire
 from asyncckpt.protocol.lifecycle import BEGUN, IN_FLIGHT
-from asyncckpt.protocol.messages import Allocate, Begin, Granted, Hello, Message, Ok, Refused, Release, Submit, Welcome
-from asyncckpt_worker.events import (
-    CreateSlot,
-    Died,
-    FreeSlot,
-    Peer,
-    ReadSlot,
-    Send,
-    SlotCreated,
-    SlotRead,
-    Unwatch,
-    Watch,
-    Watched,
-)
-from asyncckpt_worker.records import MAX_JOBS, MAX_SESSIONS, MAX_SLOTS_PER_SESSION, Session, Slot, Tables, Waiter
+from asyncckpt.protocol.messages import Allocate, Begin, Granted, Message, Ok, Refused, Release, Submit
+from asyncckpt_worker.actions import CreateSlot, FreeSlot, ReadSlot, Send
+from asyncckpt_worker.events import Peer, SlotCreated, SlotRead
+from asyncckpt_worker.records import MAX_JOBS, MAX_SLOTS_PER_SESSION, Session, Slot, Tables, Waiter
 from asyncckpt_worker.saves import SaveBook
 
 MAX_WAITERS = 16
@@ -33,12 +20,11 @@ MAX_WAITERS = 16
 
 
 class Lending:
-    """Changes `tables.sessions` and `tables.slots` and adds the actions that follow."""
+    """Changes `tables.slots` and adds the actions that follow."""
 
-    def __init__(self, tables: Tables, saves: SaveBook, welcome: Callable[[int], Welcome]) -> None:
+    def __init__(self, tables: Tables, saves: SaveBook) -> None:
         self._t = tables
         self._saves = saves
-        self._welcome = welcome
 
     def send(self, peer: Peer, message: Message) -> None:
         """Add a Send action."""
@@ -48,69 +34,6 @@ class Lending:
         """Answer a request with an error."""
         self._t.log("debug", f"refused: {error}", session=self._t.peers.get(peer), count="requests_refused")
         self.send(peer, Refused(id=id, error=to_wire(error)))
-
-    # ---- sessions ---------------------------------------------------------------------------------------------------
-
-    def hello(self, peer: Peer, m: Hello) -> None:
-        """Open a session, or find it again: a repeated Hello, or one over a new connection."""
-        known = self._t.sessions.get(m.session)
-        if self._t.peers.get(peer, m.session) != m.session:
-            return self.refuse(
-                peer, m.id, ProtocolError("this connection belongs to another session", detail="session")
-            )
-        if known is not None:
-            if (known.pid, known.pid_start, known.rank) != (m.pid, m.pid_start, m.rank):
-                return self.refuse(peer, m.id, ProtocolError("another process has this session", detail="session"))
-            self._t.peers.pop(known.peer, None)
-            self._t.peers[peer], known.peer = known.name, peer
-            if known.hello is None:
-                self.send(peer, self._welcome(m.id))
-            return None
-        if self._t.draining or len(self._t.sessions) >= MAX_SESSIONS:
-            why = "is shutting down" if self._t.draining else f"serves {MAX_SESSIONS} sessions already"
-            return self.refuse(peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why))
-        if not m.rank < m.world_size:
-            return self.refuse(peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank"))
-        self._t.sessions[m.session] = Session(
-            m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, hello=m.id
-        )
-        self._t.peers[peer] = m.session
-        self._t.actions.append(Watch(session=m.session, pid=m.pid, pid_start=m.pid_start))
-        return None
-
-    def watched(self, event: Watched) -> None:
-        """Answer the Hello: the process is there and watched, or it is not."""
-        session = self._t.sessions.get(event.session)
-        if session is None or session.hello is None:
-            return
-        id, session.hello = session.hello, None
-        if event.alive:
-            self.send(session.peer, self._welcome(id))
-            text = f"session opened by process {session.pid}, rank {session.rank} of {session.world_size}"
-            self._t.log("info", text, session=session.name, count="sessions_opened")
-            return
-        text = f"the worker sees no process {session.pid} with that start time; both must share a PID namespace"
-        self.refuse(session.peer, id, WorkerUnavailableError(text, detail="pid"))
-        self._forget(session)
-
-    def died(self, event: Died) -> None:
-        """Take up what the dead process had sealed, free the rest."""
-        session = self._t.sessions.get(event.session)
-        if session is not None:
-            self._t.log("info", "process died", session=session.name, count="sessions_died", pid=session.pid)
-            self._forget(session)
-
-    def goodbye(self, session: Session) -> None:
-        """End a session in order."""
-        self._t.log("info", "session closed", session=session.name, count="sessions_closed")
-        self._t.actions.append(Unwatch(session=session.name))
-        self._forget(session)
-
-    def _forget(self, session: Session) -> None:
-        self._t.sessions.pop(session.name, None)
-        self._t.peers.pop(session.peer, None)
-        for number in sorted(session.slots):
-            self._close(self._t.slots[number])
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -167,7 +90,7 @@ class Lending:
         """Take a slot back; one that was freed before is as good."""
         if m.slot in session.slots:
             session.slots.discard(m.slot)
-            self._close(self._t.slots[m.slot])
+            self.close(self._t.slots[m.slot])
         elif not 0 < m.slot < self._t.next_slot or (m.slot in self._t.slots and not self._was_of(session, m.slot)):
             return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
         self.send(session.peer, Ok(id=m.id))
@@ -176,7 +99,8 @@ class Lending:
     def _was_of(self, session: Session, number: int) -> bool:
         return self._t.slots[number].session == session.name
 
-    def _close(self, slot: Slot) -> None:
+    def close(self, slot: Slot) -> None:
+        """Take a slot back; it is read once more, then freed when nothing needs it."""
         slot.closing = True
         self._read(slot)
 

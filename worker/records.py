@@ -8,7 +8,8 @@ from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT, TRANSITIONS
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.events import Action, Log, Peer, SaveKey, Wire
+from asyncckpt_worker.actions import Action, Log
+from asyncckpt_worker.events import Peer, SaveKey, Wire
 
 MAX_SESSIONS = 4096
 MAX_SLOTS_PER_SESSION = 64
@@ -32,6 +33,9 @@ class Session:
     world_size: int
     package: str
     hello: int | None
+    replaces: str = ""
+    """The session to end once this one's process has been seen."""
+
     granted: dict[int, int] = field(default_factory=dict)
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
 

@@ -6,7 +6,6 @@ A save is keyed by its id and has one entry per rank. Its phases are those of `a
 
 from __future__ import annotations
 
-from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
 from asyncckpt.protocol.lifecycle import (
     ABANDONED,
     BEGUN,
@@ -20,9 +19,11 @@ from asyncckpt.protocol.lifecycle import (
 )
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.actions import Commit, Prepare, Remove, Write
 from asyncckpt_worker.agreement import disagreement
-from asyncckpt_worker.events import Commit, Prepare, Prepared, Published, Remove, Removed, Wire, Write, Written
+from asyncckpt_worker.events import Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
+from asyncckpt_worker.verdicts import failed, timed_out
 
 _OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
 """Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
@@ -91,7 +92,7 @@ class SaveBook:
         self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
         problem = disagreement(save, entry, slot)
         if problem:
-            self.end(save, FAILED, _failed(save, entry, "disagree", problem))
+            self.end(save, FAILED, failed(save, entry, "disagree", problem))
         elif entry.prepared:
             self._write(save, entry)
         elif not entry.preparing:
@@ -116,7 +117,7 @@ class SaveBook:
 
     def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
         """End a save because one of its ranks will never seal it."""
-        self.end(save, ABANDONED, _failed(save, entry, code, detail))
+        self.end(save, ABANDONED, failed(save, entry, code, detail))
 
     def _open(self, save_id: str, world_size: int) -> Save:
         save = self._t.saves.get(save_id)
@@ -127,7 +128,7 @@ class SaveBook:
     def _add(self, save: Save, entry: RankSave) -> None:
         save.ranks[entry.rank] = entry
         if save.outcome is not None:  # another rank has ended it already
-            self._move(save, entry, "fail", save.error or _failed(save, entry, "disagree", "it has ended before"))
+            self._move(save, entry, "fail", save.error or failed(save, entry, "disagree", "it has ended before"))
 
     # ---- what its jobs report ---------------------------------------------------------------------------------------
 
@@ -194,17 +195,7 @@ class SaveBook:
             if save.outcome is not None or save.committing or since is None:
                 continue
             if self._t.now - since >= self._commit_timeout_s:
-                missing = [r for r in range(save.world_size) if r not in save.ranks or save.ranks[r].phase != DURABLE]
-                path = next(iter(save.ranks.values())).path
-                error = CommitTimeoutError(
-                    f"save {save.save_id} to {path}: ranks {missing[:20]} were not durable "
-                    f"{self._commit_timeout_s:g} s after the first one; nothing was published",
-                    missing_ranks=missing,
-                    timeout_s=self._commit_timeout_s,
-                    save_id=save.save_id,
-                    path=path,
-                )
-                self.end(save, FAILED, to_wire(error))
+                self.end(save, FAILED, timed_out(save, self._commit_timeout_s))
 
     # ---- how it ends ------------------------------------------------------------------------------------------------
 
@@ -278,18 +269,3 @@ class SaveBook:
             entry.request = None
         if entry.phase in ENDED or entry.phase == DURABLE:
             self._t.changed[(save.save_id, entry.rank)] = None
-
-
-def _failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
-    return to_wire(
-        SaveFailedError(
-            f"save {save.save_id} (step {entry.step}, rank {entry.rank}) to {entry.path or 'an unknown path'}: "
-            f"{detail}; nothing was published",
-            code=code,
-            rank=entry.rank,
-            path=entry.path,
-            detail=detail,
-            save_id=save.save_id,
-            step=entry.step,
-        )
-    )

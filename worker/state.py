@@ -27,7 +27,6 @@ repeated, or overtake each other; a message that makes no sense is refused and c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +50,15 @@ from asyncckpt.protocol.messages import (
     Welcome,
     Withdraw,
 )
+from asyncckpt_worker.actions import Action, Exit, ScanLineage, SendStatus
 from asyncckpt_worker.events import (
-    Action,
     Died,
     Event,
-    Exit,
     LineageScanned,
     Prepared,
     Published,
     Received,
     Removed,
-    ScanLineage,
-    SendStatus,
     SlotCreated,
     SlotRead,
     StopRequested,
@@ -72,10 +68,9 @@ from asyncckpt_worker.events import (
 )
 from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.records import MAX_JOBS, Session, Tables, row_of
+from asyncckpt_worker.report import report
 from asyncckpt_worker.saves import SaveBook
-
-MAX_STATUS_SAVES = 100
-"""Newest saves in a status report: it must fit into one frame."""
+from asyncckpt_worker.sessions import SessionBook
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +95,8 @@ class Brain:
         self._config = config
         self.tables = Tables(now=now)
         self._saves = SaveBook(self.tables, config.commit_timeout_s)
-        self._lending = Lending(self.tables, self._saves, self._welcome)
+        self._lending = Lending(self.tables, self._saves)
+        self._sessions = SessionBook(self.tables, self._lending, self._welcome)
         self._idle_since: float | None = now
         self._drain_deadline: float | None = None
         self._grace_deadline = now
@@ -133,9 +129,9 @@ class Brain:
             case Received():
                 self._received(event)
             case Watched():
-                self._lending.watched(event)
+                self._sessions.watched(event)
             case Died():
-                self._lending.died(event)
+                self._sessions.died(event)
             case SlotCreated():
                 self._lending.created(event)
             case SlotRead():
@@ -159,9 +155,11 @@ class Brain:
         peer, m = event.peer, event.message
         match m:
             case Hello():
-                return self._lending.hello(peer, m)
+                return self._sessions.hello(peer, m)
             case Status():
-                return self.tables.actions.append(SendStatus(peer=peer, id=m.id, report=self.report()))
+                return self.tables.actions.append(
+                    SendStatus(peer=peer, id=m.id, report=report(self.tables, self._config.instance))
+                )
             case Drain():
                 self._lending.send(peer, Ok(id=m.id))
                 return self._drain(m.now, "asked to drain")
@@ -189,7 +187,7 @@ class Brain:
                 self._lending.send(session.peer, Ok(id=m.id))
             case Goodbye():
                 self._lending.send(session.peer, Ok(id=m.id))
-                self._lending.goodbye(session)
+                self._sessions.goodbye(session)
             case Lineage():
                 if self.tables.jobs >= MAX_JOBS:
                     return self._lending.refuse(session.peer, m.id, busy())
@@ -265,27 +263,3 @@ class Brain:
     def _exit(self, complete: bool, reason: str) -> None:
         self._exiting = True
         self.tables.actions.append(Exit(complete=complete, reason=reason))
-
-    # ---- status -----------------------------------------------------------------------------------------------------
-
-    def report(self) -> Mapping[str, Any]:
-        """Return the brain's part of the status report: plain values."""
-        t = self.tables
-        saves = sorted(t.entries(), key=lambda pair: pair[1].begun_at)[-MAX_STATUS_SAVES:]
-        return {
-            "draining": t.draining,
-            "instance": self._config.instance,
-            "sessions": [
-                {"session": s.name, "pid": s.pid, "rank": s.rank, "world_size": s.world_size, "slots": sorted(s.slots)}
-                for s in list(t.sessions.values())[:MAX_STATUS_SAVES]
-            ],
-            "slots": [
-                {"slot": s.number, "nbytes": s.nbytes, "state": s.state, "save_id": s.key[0] if s.key else None}
-                for s in list(t.slots.values())[:MAX_STATUS_SAVES]
-            ],
-            "saves": [
-                {"save_id": save.save_id, "rank": e.rank, "phase": e.phase, "step": e.step, "path": e.path[:1000]}
-                for save, e in saves
-            ],
-            "jobs": t.jobs,
-        }

@@ -24,7 +24,7 @@ from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
-from asyncckpt_worker.events import Commit, Prepare, Write
+from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.slots import SlotStore

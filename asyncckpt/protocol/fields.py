@@ -60,6 +60,11 @@ def hex16(value: Any) -> bool:
     return type(value) is str and _HEX16.match(value) is not None
 
 
+def hex16_or_none(value: Any) -> bool:
+    """16 hex digits, or the empty text: no session."""
+    return value == "" or hex16(value)
+
+
 def path(value: Any) -> bool:
     """An absolute path that has a UTF-8 form."""
     if type(value) is not str or not value.startswith("/") or "\0" in value or not _is_utf8(value):

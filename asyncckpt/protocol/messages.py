@@ -35,10 +35,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello(Message):
-    """A trainer opens a session. `pid_start`: its start time in clock ticks since boot (proc(5), field 22)."""
+    """A trainer opens a session. `pid_start`: its start time in clock ticks since boot (proc(5), field 22).
+
+    `replaces`: its session before this one, which ends as by a Goodbye; "" when there was none.
+    """
 
     id: int
     session: str
+    replaces: str
     package: str
     pid: int
     pid_start: int
@@ -48,6 +52,7 @@ class Hello(Message):
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
         "session": check.hex16,
+        "replaces": check.hex16_or_none,
         "package": check.text,
         "pid": check.uint,
         "pid_start": check.uint,

@@ -55,6 +55,8 @@ class SlotImage:
 
     def __init__(self, address: int, plan: SavePlan) -> None:
         self.plan = plan
+        self._moves: deque[tuple[int, int, int]] = deque()
+        self._movers: list[threading.Thread] = []
         self._headers: list[int] = []
         ranges = plan.part_ranges()
         bases: list[torch.Tensor] = []
@@ -89,24 +91,54 @@ class SlotImage:
         mark = save_id_bytes(save_id)
         for address in self._headers:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
-        moves: deque[tuple[int, int, int]] = deque()
         others = list(self._small)
         for number, target, nbytes in self._large:
             tensor = tensors[number]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 source = tensor.data_ptr()
                 for at in range(0, nbytes, PIECE_NBYTES):
-                    moves.append((target + at, source + at, min(PIECE_NBYTES, nbytes - at)))
+                    self._moves.append((target + at, source + at, min(PIECE_NBYTES, nbytes - at)))
             else:
                 others.append(number)
-        helpers = _start_movers(moves)
         try:
+            self._start_movers()
             self._copy_by_torch(tensors, others)
-            _move(moves)
+            _move(self._moves)
         finally:
-            moves.clear()
-            for helper in helpers:
-                helper.join()
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until nothing moves into the image any more; whatever was not begun is dropped.
+
+        Blocks for one piece at most. An interrupt is raised only when every thread has ended.
+
+        IMPORTANT: a slot may be reused or unmapped only after this; a thread left behind would write old values into
+        the next snapshot.
+        """
+        interrupt: BaseException | None = None
+        while self._movers:
+            try:
+                self._moves.clear()
+                if self._movers[-1].ident is not None:  # None: it was never started, or finds nothing to do
+                    self._movers[-1].join()
+                self._movers.pop()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _start_movers(self) -> None:
+        """Start threads that help with the moves; fewer, or none, when no more can be started."""
+        nbytes = sum(m[2] for m in self._moves)
+        wanted = min(MAX_THREADS, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
+        for _ in range(wanted - 1):
+            mover = threading.Thread(target=_move, args=(self._moves,), name="asyncckpt-copy", daemon=True)
+            self._movers.append(mover)
+            try:
+                mover.start()
+            except RuntimeError:  # can't start new thread: the others do its share
+                self._movers.remove(mover)
+                return
 
     def _copy_by_torch(self, tensors: Sequence[torch.Tensor], numbers: list[int]) -> None:
         if not numbers:
@@ -118,15 +150,6 @@ class SlotImage:
         # the slot's views that grows with every save.
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
-
-
-def _start_movers(moves: deque[tuple[int, int, int]]) -> list[threading.Thread]:
-    """Start threads that help with `moves`; the caller works too, and joins them."""
-    wanted = min(MAX_THREADS, len(os.sched_getaffinity(0)), sum(m[2] for m in moves) // THREAD_NBYTES)
-    helpers = [threading.Thread(target=_move, args=(moves,), name="asyncckpt-copy") for _ in range(wanted - 1)]
-    for helper in helpers:
-        helper.start()
-    return helpers
 
 
 def _move(moves: deque[tuple[int, int, int]]) -> None:

@@ -207,6 +207,14 @@ class SlotPool:
                     self._drop(slot, tell=False)
             self._changed.notify_all()
 
+    def give_up(self, save_id: SaveId) -> None:
+        """Staging has failed: what the save's slot holds is void, and the slot may be used again."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.user == save_id:
+                    slot.memory.control.discard()
+            self.free(save_id)
+
     def orphan_all(self) -> None:
         """The worker is lost: close every slot but one that the training thread is copying into."""
         with self._changed:
@@ -228,7 +236,11 @@ class SlotPool:
         with self._changed:
             self._closed = True
             for slot in list(self._slots):
-                self._drop(slot, tell=False)
+                # IMPORTANT: another thread may be copying into it (an exit while a daemon thread saves); unmapped under
+                # the copy, it would end the process with SIGSEGV. `free` drops it.
+                slot.orphaned = True
+                if not slot.staging:
+                    self._drop(slot, tell=False)
             self._changed.notify_all()
 
     def close_inherited_fds(self) -> None:

@@ -62,10 +62,11 @@ class SlotStager(CheckpointStager):
         umask = current_umask()
         request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, kw))
         wanted = slot_nbytes(plan.body_nbytes, len(request))
-        slot = self._process.pool.acquire(
-            wanted, plan, save_id, step=step, path=path, spare_nbytes=REQUEST_SLACK_NBYTES
-        )
+        slot: LentSlot | None = None
         try:
+            slot = self._process.pool.acquire(
+                wanted, plan, save_id, step=step, path=path, spare_nbytes=REQUEST_SLACK_NBYTES
+            )
             acquired = time.perf_counter()
             slot.generation += 1
             self._process.begin(
@@ -77,7 +78,8 @@ class SlotStager(CheckpointStager):
             copied = time.perf_counter()
             slot.memory.control.seal(request, image.body_end)
         except BaseException as error:
-            slot.memory.control.discard()
+            if slot is not None and isinstance(slot.views, SlotImage):
+                slot.views.settle()
             self._process.withdraw(save_id, f"staging failed: {error!r}")
             if isinstance(error, AsyncCkptError) or not isinstance(error, Exception):
                 raise

@@ -668,7 +668,7 @@ def test_a_callback_that_raises_harms_nobody(
             handle = checkpointer.save(STATE, tmp_path / "1")
             handle.written.add_done_callback(callback)
         written(handle)
-        thread = checkpointer._process._session.thread  # type: ignore[attr-defined]
+        thread = checkpointer._process._connection.session.thread  # type: ignore[attr-defined]
         written(checkpointer.save(STATE, tmp_path / "2"))
         assert thread.is_alive()
     assert any("callback" in m for m in caplog.messages)

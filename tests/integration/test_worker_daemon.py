@@ -323,6 +323,17 @@ def test_death_of_a_process_is_noticed(endpoint: str, tmp_path: pathlib.Path, us
             eventually(lambda: not status(client)["slots"])
 
 
+def test_session_that_was_given_up_costs_no_memory(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint), session(endpoint) as (client, slot, snapshot):
+        client.stage(slot, snapshot, new_save_id(), str(tmp_path / "a"))
+        client.allocate(1 << 20)
+        with Client(endpoint) as after:
+            after.hello(replaces=client.session)
+            eventually(lambda: not status(after)["slots"])
+            assert [s["session"] for s in status(after)["sessions"]] == [after.session]
+            assert status(after)["counters"]["saves_committed"] == 1
+
+
 def test_hello_with_a_false_start_time_is_refused(endpoint: str) -> None:
     with running(endpoint), Client(endpoint) as client, pytest.raises(WorkerUnavailableError, match="PID namespace"):
         client.hello(pid_start=1)

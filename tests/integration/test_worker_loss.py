@@ -129,7 +129,7 @@ def test_a_worker_that_was_drained_is_replaced(default_dir: pathlib.Path, tmp_pa
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         first = worker_of(checkpointer)
-        session = checkpointer._process._session  # type: ignore[attr-defined]
+        session = checkpointer._process._connection.session  # type: ignore[attr-defined]
         first.stop()
         wait_until(lambda: session.error is not None, "the loss is noticed")
         checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
@@ -142,7 +142,7 @@ def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         process: Any = checkpointer._process
-        go_on, orphan_all, session = threading.Event(), process.pool.orphan_all, process._session
+        go_on, orphan_all, session = threading.Event(), process.pool.orphan_all, process._connection.session
 
         def late() -> None:
             go_on.wait(DEADLINE_S)
@@ -174,7 +174,7 @@ def test_a_worker_that_dies_while_it_lends_a_slot_costs_that_save_only(
 
         def attach_and_lose(cls: type[SlotMemory], *arguments: Any) -> SlotMemory:
             memory: SlotMemory = attach(cls, *arguments)
-            session = process._session  # type: ignore[attr-defined]
+            session = process._connection.session  # type: ignore[attr-defined]
             worker_of(checkpointer).kill()
             wait_until(lambda: session.error is not None, "the loss is noticed")
             return memory
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
 
         def lose_and_fill(self: SlotImage, *arguments: Any) -> None:
-            session = checkpointer._process._session  # type: ignore[attr-defined]
+            session = checkpointer._process._connection.session  # type: ignore[attr-defined]
             worker_of(checkpointer).kill()
             wait_until(lambda: session.error is not None, "the loss is noticed")
             fill(self, *arguments)

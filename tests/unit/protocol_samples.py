@@ -9,7 +9,7 @@ from asyncckpt.protocol.request import PartRange, SaveRequest
 SAVE_ID = "000003-00000014-0123456789ab"
 HEX = "0123456789abcdef"
 MESSAGES: tuple[m.Message, ...] = (
-    m.Hello(id=1, session=HEX, package="0.1.0", pid=4242, pid_start=987654, rank=0, world_size=1),
+    m.Hello(id=1, session=HEX, replaces="", package="0.1.0", pid=4242, pid_start=987654, rank=0, world_size=1),
     m.Allocate(id=2, nbytes=1 << 30, populate=True),
     m.Release(id=3, slot=1),
     m.Lineage(id=4, path="/runs/a/step-300"),

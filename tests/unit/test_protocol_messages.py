@@ -62,6 +62,7 @@ BAD_VALUES = {
     "umask": [-1, 0o1000, True],
     "save_id": ["", SAVE_ID + "\n", SAVE_ID.upper(), SAVE_ID.encode(), None],
     "hex16": [HEX[:-1], HEX + "0", HEX.upper(), HEX + "\n", HEX.encode()],
+    "hex16_or_none": [" ", HEX[:-1], HEX.upper(), None, 0, b""],
     "path": ["", "relative", "/a\0b", "/" + "x" * 4000, "/\ud800", "/" + "\u20ac" * 1400, b"/a", None],
     "text": ["x" * 201, "\ud800", b"x", None],
     "seconds": [-1, float("nan"), float("inf"), 1e9, "1", True, None],

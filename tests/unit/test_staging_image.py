@@ -155,3 +155,37 @@ def test_dtypes_that_torch_copies_badly_keep_their_bits(staged: Staged) -> None:
     raw = torch.arange(256, dtype=torch.uint8)
     state = {str(d): raw.view(d) for d in dtypes}
     assert staged.stage(state) == [bits(raw)] * len(dtypes)
+
+
+def test_where_no_thread_can_be_started_the_caller_copies_alone(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
+    assert staged.stage(state) == [bits_of_large(state["a"])]
+
+
+def test_an_interrupt_is_raised_only_when_nothing_moves_any_more(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    state = {"a": torch.zeros(16 << 20, dtype=torch.int32)}
+    staged.stage(state)
+    join, interrupts = threading.Thread.join, []
+
+    def interrupted_join(self: threading.Thread, timeout: float | None = None) -> None:
+        if len(interrupts) < 3:
+            interrupts.append(self)
+            raise KeyboardInterrupt
+        join(self, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted_join)
+        with pytest.raises(KeyboardInterrupt):
+            staged.stage(state)
+    assert len(interrupts) == 3
+    assert not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]

@@ -16,6 +16,7 @@ from asyncckpt.errors import SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.lifecycle import ABANDONED, COMMITTED, ENDED, FAILED, IN_FLIGHT
 from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.state import Brain, BrainConfig
 
@@ -90,7 +91,7 @@ class World:
         self.commits: set[str] = set()
         self.rejected: set[str] = set()
         self.removed: set[str] = set()
-        self.exit: ev.Exit | None = None
+        self.exit: ac.Exit | None = None
 
     def luck(self, share: float) -> bool:
         return self.random.random() < share
@@ -104,41 +105,41 @@ class World:
                 todo += self.perform(action)
             self.check_slots()
 
-    def perform(self, action: ev.Action) -> list[ev.Event]:
+    def perform(self, action: ac.Action) -> list[ev.Event]:
         match action:
-            case ev.Send():
+            case ac.Send():
                 if not self.luck(self.chaos):
                     self.deliver(action.peer, action.message)
-            case ev.Watch():
+            case ac.Watch():
                 alive = any(t.name == action.session and t.alive for t in self.trainers.values())
                 return [ev.Watched(now=self.now, session=action.session, alive=alive)]
-            case ev.CreateSlot():
+            case ac.CreateSlot():
                 if self.luck(self.chaos / 4):
                     return [ev.SlotCreated(now=self.now, slot=action.slot, error=ERROR)]
                 self.memory[action.slot] = Memory()
                 return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.slot, token=b"t" * 16)]
-            case ev.FreeSlot():
-                running = [j for j in self.jobs if isinstance(j, (ev.Write, ev.ReadSlot)) and j.slot == action.slot]
+            case ac.FreeSlot():
+                running = [j for j in self.jobs if isinstance(j, (ac.Write, ac.ReadSlot)) and j.slot == action.slot]
                 assert not running, f"slot {action.slot} is freed under {running}"
                 self.memory.pop(action.slot).freed = True
-            case ev.Exit():
+            case ac.Exit():
                 self.exit = action
-            case ev.Commit():
+            case ac.Commit():
                 self.check_commit(action)
                 self.jobs.append(action)
-            case ev.ReadSlot():
+            case ac.ReadSlot():
                 memory = self.memory[action.slot]
                 self.seen_early[action.slot] = (memory.generation, memory.sealed)
                 self.jobs.append(action)
-            case ev.Remove():
-                rivals = [j for j in self.jobs if isinstance(j, (ev.Write, ev.Prepare)) and j.key[0] == action.save_id]
+            case ac.Remove():
+                rivals = [j for j in self.jobs if isinstance(j, (ac.Write, ac.Prepare)) and j.key[0] == action.save_id]
                 assert not rivals, f"files of {action.save_id} are removed while {rivals} are under way"
                 self.jobs.append(action)
-            case ev.Prepare() | ev.Write() | ev.ScanLineage():
+            case ac.Prepare() | ac.Write() | ac.ScanLineage():
                 self.jobs.append(action)
         return []
 
-    def check_commit(self, action: ev.Commit) -> None:
+    def check_commit(self, action: ac.Commit) -> None:
         world_size = action.requests[0].world_size
         assert self.written.get(action.save_id, set()) == set(range(world_size)), "commit without every rank durable"
         assert action.save_id not in self.commits, "committed twice"
@@ -157,16 +158,16 @@ class World:
         job = self.jobs.pop(self.random.randrange(len(self.jobs)))
         fails = self.luck(self.chaos / 3)
         match job:
-            case ev.ReadSlot():
+            case ac.ReadSlot():
                 memory = self.memory[job.slot]
                 if memory.sealed is None:
                     return self.feed(ev.SlotRead(now=self.now, slot=job.slot, reason="OPEN"))
                 event = ev.SlotRead(now=self.now, slot=job.slot, generation=memory.generation, request=memory.sealed)
                 return self.feed(event)
-            case ev.Prepare():
+            case ac.Prepare():
                 self.injected |= {job.key[0]} if fails else set()
                 return self.feed(ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
-            case ev.Write():
+            case ac.Write():
                 memory = self.memory[job.slot]  # KeyError: it was freed while it was written
                 intact = memory.sealed is job.request and memory.generation == job.generation
                 if fails or not intact:
@@ -174,18 +175,18 @@ class World:
                     return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
                 self.written.setdefault(job.key[0], set()).add(job.key[1])
                 return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
-            case ev.Commit():
+            case ac.Commit():
                 unknown = self.luck(0.5)
                 if fails:
                     self.injected.add(job.save_id)
                     return self.feed(ev.Published(now=self.now, save_id=job.save_id, error=ERROR, unknown=unknown))
                 self.commits.add(job.save_id)
                 return self.feed(ev.Published(now=self.now, save_id=job.save_id))
-            case ev.Remove():
+            case ac.Remove():
                 assert job.save_id not in self.commits, "the files of a committed checkpoint were removed"
                 self.removed.add(job.save_id)
                 return self.feed(ev.Removed(now=self.now, save_id=job.save_id))
-            case ev.ScanLineage():
+            case ac.ScanLineage():
                 return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, epoch=1))
 
     # ---- the network
@@ -225,7 +226,14 @@ class World:
         trainer = Trainer(name, run, rank, world_size)
         self.trainers[name.encode()] = trainer
         hello = m.Hello(
-            id=trainer.id(), session=name, package="sim", pid=7, pid_start=7, rank=rank, world_size=world_size
+            id=trainer.id(),
+            session=name,
+            replaces="",
+            package="sim",
+            pid=7,
+            pid_start=7,
+            rank=rank,
+            world_size=world_size,
         )
         self.post(name.encode(), trainer.ask(hello))
 
@@ -364,7 +372,7 @@ class World:
             assert not left or save.save_id in self.removed, f"files of {save} are left"
         self.check_nothing_lost()
         self.feed(ev.StopRequested(now=self.now))
-        assert self.exit == ev.Exit(complete=True, reason="drained")
+        assert self.exit == ac.Exit(complete=True, reason="drained")
 
     def check_nothing_lost(self) -> None:
         """P5: what all ranks sealed is committed, unless its disk failed or it was refused or taken back."""

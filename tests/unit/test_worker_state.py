@@ -10,8 +10,10 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import records
+from asyncckpt_worker.report import report as brains_report
 from asyncckpt_worker.state import Brain, BrainConfig
 
 CONFIG = BrainConfig(
@@ -43,7 +45,7 @@ class Bench:
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
         """Feed one event and return the actions, logs left out."""
-        self.actions = [a for a in self.brain.handle(kind(now=self.now, **fields)) if not isinstance(a, ev.Log)]
+        self.actions = [a for a in self.brain.handle(kind(now=self.now, **fields)) if not isinstance(a, ac.Log)]
         return self.actions
 
     def say(self, kind: Any, peer: bytes = b"p", **fields: Any) -> Any:
@@ -51,7 +53,7 @@ class Bench:
         self.ids += 1
         message = kind(**{"id": self.ids, **fields})
         self.feed(ev.Received, peer=peer, message=message)
-        replies = [a.message for a in self.of(ev.Send) if getattr(a.message, "id", 0) == message.id and a.peer == peer]
+        replies = [a.message for a in self.of(ac.Send) if getattr(a.message, "id", 0) == message.id and a.peer == peer]
         return replies[0] if replies else None
 
     def of(self, kind: type[T]) -> list[T]:
@@ -61,21 +63,29 @@ class Bench:
     def pushed(self) -> list[Any]:
         """Return the rows that were pushed last."""
         return [
-            r for a in self.of(ev.Send) if isinstance(a.message, m.Saves) and a.message.id == 0 for r in a.message.saves
+            r for a in self.of(ac.Send) if isinstance(a.message, m.Saves) and a.message.id == 0 for r in a.message.saves
         ]
 
     def hello(
         self, peer: bytes = b"p", session: str = "1" * 16, rank: int = 0, world_size: int = 1, **changes: Any
     ) -> Any:
-        fields = {"session": session, "package": "t", "pid": 7, "pid_start": 8, "rank": rank, "world_size": world_size}
+        fields = {
+            "session": session,
+            "replaces": "",
+            "package": "t",
+            "pid": 7,
+            "pid_start": 8,
+            "rank": rank,
+            "world_size": world_size,
+        }
         reply = self.say(m.Hello, peer, **{**fields, **changes})
-        if self.of(ev.Watch):
+        if self.of(ac.Watch):
             self.feed(ev.Watched, session=session, alive=True)
         return reply
 
     def slot(self, peer: bytes = b"p") -> int:
         self.say(m.Allocate, peer, nbytes=12288, populate=True)
-        (create,) = self.of(ev.CreateSlot)
+        (create,) = self.of(ac.CreateSlot)
         self.feed(ev.SlotCreated, slot=create.slot, fd=100 + create.slot, token=b"t" * 16)
         return create.slot
 
@@ -146,18 +156,18 @@ def code(reply: Any) -> str:
 
 def test_hello_is_answered_once_the_process_is_watched() -> None:
     bench = Bench()
-    bench.say(m.Hello, session="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
-    assert bench.of(ev.Watch) == [ev.Watch(session="1" * 16, pid=7, pid_start=8)] and not bench.of(ev.Send)
+    bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    assert bench.of(ac.Watch) == [ac.Watch(session="1" * 16, pid=7, pid_start=8)] and not bench.of(ac.Send)
     bench.feed(ev.Watched, session="1" * 16, alive=True)
-    (send,) = bench.of(ev.Send)
+    (send,) = bench.of(ac.Send)
     assert isinstance(send.message, m.Welcome) and (send.message.id, send.message.instance) == (1, "ab" * 8)
 
 
 def test_hello_of_an_invisible_process_is_refused_and_forgotten() -> None:
     bench = Bench()
-    bench.say(m.Hello, session="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
     bench.feed(ev.Watched, session="1" * 16, alive=False)
-    assert code(bench.of(ev.Send)[0].message) == "worker_unavailable"
+    assert code(bench.of(ac.Send)[0].message) == "worker_unavailable"
     assert not bench.brain.tables.sessions and not bench.brain.tables.peers
 
 
@@ -203,17 +213,52 @@ def test_request_without_a_session_is_refused(kind: Any, fields: dict[str, Any])
     assert code(Bench().say(kind, **fields)) == "unknown_save"
 
 
+def test_hello_ends_the_session_that_it_replaces(bench: Bench) -> None:
+    sealed, begun, empty = bench.slot(), bench.slot(), bench.slot()
+    bench.begin(begun, SECOND, path="/ckpt/b")
+    bench.feed(ev.Prepared, key=(SECOND, 0))
+    assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), type(None))
+    assert set(bench.brain.tables.sessions) == {"2" * 16}
+    assert bench.of(ac.Unwatch) == [ac.Unwatch(session="1" * 16)]
+    assert {a.slot for a in bench.of(ac.ReadSlot)} == {sealed, begun, empty}
+    bench.read(sealed)
+    assert bench.phase() == "submitted", "what was sealed is taken up"
+    bench.feed(ev.SlotRead, slot=begun, reason="OPEN")
+    bench.feed(ev.SlotRead, slot=empty, reason="EMPTY")
+    assert bench.phase(SECOND) == "abandoned" and set(bench.brain.tables.slots) == {sealed}
+    assert code(bench.say(m.Allocate, b"p", nbytes=12288, populate=False)) == "unknown_save"
+    assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), m.Welcome)
+
+
+@pytest.mark.parametrize("changes", [{"pid": 9}, {"pid_start": 9}])
+def test_hello_cannot_replace_the_session_of_another_process(bench: Bench, changes: dict[str, int]) -> None:
+    bench.hello(b"q", "2" * 16, replaces="1" * 16, **changes)
+    assert set(bench.brain.tables.sessions) == {"1" * 16, "2" * 16}
+
+
+@pytest.mark.parametrize("replaces", ["9" * 16, "2" * 16])
+def test_hello_that_replaces_nobody_changes_nothing(bench: Bench, replaces: str) -> None:
+    bench.hello(b"q", "2" * 16, replaces=replaces)
+    assert set(bench.brain.tables.sessions) == {"1" * 16, "2" * 16}
+
+
+def test_hello_of_an_invisible_process_replaces_nobody(bench: Bench) -> None:
+    bench.say(m.Hello, b"q", session="2" * 16, replaces="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
+    bench.feed(ev.Watched, session="2" * 16, alive=False)
+    assert set(bench.brain.tables.sessions) == {"1" * 16}
+
+
 def test_status_and_drain_need_no_session() -> None:
     bench = Bench()
     bench.say(m.Status)
-    assert bench.of(ev.SendStatus)
+    assert bench.of(ac.SendStatus)
     assert isinstance(bench.say(m.Drain, now=False), m.Ok)
 
 
 def test_drain_over_the_wire_answers_before_it_exits() -> None:
     bench = Bench()
     bench.say(m.Drain, now=False)
-    assert [type(a) for a in bench.actions] == [ev.Send, ev.Exit]
+    assert [type(a) for a in bench.actions] == [ac.Send, ac.Exit]
 
 
 # ---- slots
@@ -221,29 +266,29 @@ def test_drain_over_the_wire_answers_before_it_exits() -> None:
 
 def test_allocate_is_granted_with_fd_and_token(bench: Bench) -> None:
     slot = bench.slot()
-    assert bench.of(ev.Send)[0].message == m.Granted(id=2, slot=slot, fd=100 + slot, nbytes=12288, token=b"t" * 16)
+    assert bench.of(ac.Send)[0].message == m.Granted(id=2, slot=slot, fd=100 + slot, nbytes=12288, token=b"t" * 16)
 
 
 def test_repeated_allocate_gets_the_same_slot(bench: Bench) -> None:
     slot = bench.slot()
     again = bench.say(m.Allocate, id=2, nbytes=12288, populate=True)
-    assert again.slot == slot and not bench.of(ev.CreateSlot)
+    assert again.slot == slot and not bench.of(ac.CreateSlot)
 
 
 def test_late_repeat_of_allocate_after_the_release_makes_no_slot(bench: Bench) -> None:
     slot = bench.slot()
     bench.say(m.Release, slot=slot)
     assert code(bench.say(m.Allocate, id=2, nbytes=12288, populate=True)) == "unknown_save"
-    assert not bench.of(ev.CreateSlot)
+    assert not bench.of(ac.CreateSlot)
 
 
 def test_allocate_without_memory_is_refused_and_may_be_tried_again(bench: Bench) -> None:
     bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
-    bench.feed(ev.SlotCreated, slot=bench.of(ev.CreateSlot)[0].slot, error=ERROR)
-    assert code(bench.of(ev.Send)[0].message) == "save_failed"
+    bench.feed(ev.SlotCreated, slot=bench.of(ac.CreateSlot)[0].slot, error=ERROR)
+    assert code(bench.of(ac.Send)[0].message) == "save_failed"
     assert not bench.brain.tables.slots
     bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
-    assert bench.of(ev.CreateSlot)
+    assert bench.of(ac.CreateSlot)
 
 
 def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
@@ -255,9 +300,9 @@ def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
 def test_released_slot_is_read_once_more_then_freed(bench: Bench) -> None:
     slot = bench.slot()
     assert isinstance(bench.say(m.Release, slot=slot), m.Ok)
-    assert bench.of(ev.ReadSlot) and not bench.of(ev.FreeSlot)
+    assert bench.of(ac.ReadSlot) and not bench.of(ac.FreeSlot)
     bench.feed(ev.SlotRead, slot=slot, reason="EMPTY")
-    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=slot)]
+    assert bench.of(ac.FreeSlot) == [ac.FreeSlot(slot=slot)]
 
 
 def test_release_may_be_repeated_but_not_for_slots_of_others(bench: Bench) -> None:
@@ -277,11 +322,11 @@ def test_slot_is_kept_while_its_save_is_in_flight_though_released(bench: Bench) 
     bench.at_writing(slot)
     bench.say(m.Release, slot=slot)
     bench.feed(ev.SlotRead, slot=slot, generation=1, request=REQUEST)
-    assert not bench.of(ev.FreeSlot)
+    assert not bench.of(ac.FreeSlot)
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
-    assert not bench.of(ev.FreeSlot), "a durable save may need a rewrite until it is committed"
+    assert not bench.of(ac.FreeSlot), "a durable save may need a rewrite until it is committed"
     bench.feed(ev.Published, save_id=FIRST)
-    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=slot)]
+    assert bench.of(ac.FreeSlot) == [ac.FreeSlot(slot=slot)]
 
 
 def test_slot_of_a_session_that_lives_is_never_freed(bench: Bench) -> None:
@@ -299,14 +344,14 @@ def test_slot_of_a_session_that_lives_is_never_freed(bench: Bench) -> None:
 
 def test_begin_prepares_the_directory_and_is_acknowledged_at_once(bench: Bench) -> None:
     assert isinstance(bench.begin(bench.slot()), m.Ok)
-    (prepare,) = bench.of(ev.Prepare)
+    (prepare,) = bench.of(ac.Prepare)
     assert (prepare.path, prepare.umask, prepare.step) == (PATH, 0o22, 5)
 
 
 def test_repeated_begin_prepares_once(bench: Bench) -> None:
     slot = bench.slot()
     bench.begin(slot)
-    assert isinstance(bench.begin(slot), m.Ok) and not bench.of(ev.Prepare)
+    assert isinstance(bench.begin(slot), m.Ok) and not bench.of(ac.Prepare)
 
 
 def test_begin_in_a_slot_that_is_not_the_sessions_is_refused(bench: Bench) -> None:
@@ -361,9 +406,9 @@ def test_submit_reads_the_slot_and_is_answered_after_that(bench: Bench) -> None:
     slot = bench.slot()
     bench.begin(slot)
     assert bench.submit(slot) is None
-    assert bench.of(ev.ReadSlot) == [ev.ReadSlot(slot=slot)]
+    assert bench.of(ac.ReadSlot) == [ac.ReadSlot(slot=slot)]
     bench.read(slot)
-    assert [type(a.message) for a in bench.of(ev.Send)] == [m.Ok]
+    assert [type(a.message) for a in bench.of(ac.Send)] == [m.Ok]
     assert bench.phase() == "submitted"
 
 
@@ -371,19 +416,19 @@ def test_submit_before_the_directory_is_ready_waits_for_it(bench: Bench) -> None
     slot = bench.slot()
     bench.begin(slot)
     bench.submit(slot)
-    assert not [a for a in bench.read(slot) if isinstance(a, (ev.Write, ev.Prepare))]
+    assert not [a for a in bench.read(slot) if isinstance(a, (ac.Write, ac.Prepare))]
     bench.feed(ev.Prepared, key=(FIRST, 0))
-    assert len(bench.of(ev.Write)) == 1
+    assert len(bench.of(ac.Write)) == 1
 
 
 def test_submit_without_begin_takes_everything_from_the_slot(bench: Bench) -> None:
     slot = bench.slot()
     bench.submit(slot)
     bench.read(slot)
-    (prepare,) = bench.of(ev.Prepare)
+    (prepare,) = bench.of(ac.Prepare)
     assert prepare.path == PATH
     bench.feed(ev.Prepared, key=(FIRST, 0))
-    assert bench.of(ev.Write)[0].request == REQUEST
+    assert bench.of(ac.Write)[0].request == REQUEST
 
 
 def test_late_begin_after_submit_changes_nothing(bench: Bench) -> None:
@@ -391,7 +436,7 @@ def test_late_begin_after_submit_changes_nothing(bench: Bench) -> None:
     bench.submit(slot)
     bench.read(slot)
     assert isinstance(bench.begin(slot), m.Ok)
-    assert bench.phase() == "submitted" and not bench.of(ev.Prepare)
+    assert bench.phase() == "submitted" and not bench.of(ac.Prepare)
 
 
 def test_repeated_submits_are_all_answered_and_write_once(bench: Bench) -> None:
@@ -401,9 +446,9 @@ def test_repeated_submits_are_all_answered_and_write_once(bench: Bench) -> None:
     bench.submit(slot)
     bench.submit(slot)
     bench.read(slot)
-    assert [type(a.message) for a in bench.of(ev.Send)] == [m.Ok, m.Ok] and len(bench.of(ev.Write)) == 1
+    assert [type(a.message) for a in bench.of(ac.Send)] == [m.Ok, m.Ok] and len(bench.of(ac.Write)) == 1
     assert bench.read(slot) == []
-    assert isinstance(bench.submit(slot), m.Ok) and not bench.of(ev.ReadSlot)
+    assert isinstance(bench.submit(slot), m.Ok) and not bench.of(ac.ReadSlot)
 
 
 def test_submit_of_an_unsealed_slot_is_refused_and_the_save_goes_on(bench: Bench) -> None:
@@ -411,7 +456,7 @@ def test_submit_of_an_unsealed_slot_is_refused_and_the_save_goes_on(bench: Bench
     bench.begin(slot)
     bench.submit(slot)
     bench.feed(ev.SlotRead, slot=slot, reason="the slot is OPEN, not SEALED")
-    reply = bench.of(ev.Send)[0].message
+    reply = bench.of(ac.Send)[0].message
     assert code(reply) == "unknown_save" and "OPEN" in reply.error["text"]
     assert bench.phase() == "begun"
 
@@ -420,7 +465,7 @@ def test_submit_naming_another_save_than_the_slot_holds_is_refused(bench: Bench)
     slot = bench.slot()
     bench.submit(slot, SECOND)
     bench.read(slot, FIRST)
-    assert code(bench.of(ev.Send)[-1].message) == "unknown_save"
+    assert code(bench.of(ac.Send)[-1].message) == "unknown_save"
 
 
 def test_submit_of_a_generation_that_is_over_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +491,7 @@ def test_sealed_request_that_contradicts_its_begin_fails_the_save(bench: Bench, 
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.submit(slot)
     bench.read(slot, **changes)
-    assert not bench.of(ev.Write)
+    assert not bench.of(ac.Write)
     save = bench.brain.tables.saves[FIRST]
     assert save.outcome == "failed" and save.error is not None and save.error["fields"]["code"] == "disagree"
 
@@ -459,7 +504,7 @@ def test_forgotten_save_is_not_written_again_from_its_old_slot(bench: Bench, mon
     bench.brain.tables.saves.clear()
     bench.feed(ev.Died, session="1" * 16)
     bench.read(slot)
-    assert not bench.of(ev.Prepare) and bench.of(ev.FreeSlot)
+    assert not bench.of(ac.Prepare) and bench.of(ac.FreeSlot)
 
 
 # ---- the life of a save
@@ -470,7 +515,7 @@ def test_whole_save_pushes_durable_and_committed(bench: Bench) -> None:
     bench.at_writing(slot)
     bench.feed(ev.Written, key=(FIRST, 0), result="r", report={"nbytes": 9})
     assert [r["phase"] for r in bench.pushed()] == ["durable"]
-    assert bench.of(ev.Commit) == [ev.Commit(save_id=FIRST, requests=(REQUEST,), results=("r",))]
+    assert bench.of(ac.Commit) == [ac.Commit(save_id=FIRST, requests=(REQUEST,), results=("r",))]
     bench.feed(ev.Published, save_id=FIRST, report={"seconds_commit": 0.5})
     assert bench.pushed() == [{"save_id": FIRST, "phase": "committed", "report": {"nbytes": 9, "seconds_commit": 0.5}}]
 
@@ -483,14 +528,14 @@ def test_failed_prepare_fails_the_save_while_it_is_staged(bench: Bench) -> None:
     assert [(r["phase"], r["error"]["code"]) for r in bench.pushed()] == [("failed", "checkpoint_exists")]
     bench.submit(slot)
     bench.read(slot)
-    assert not bench.of(ev.Write) and bench.phase() == "failed"
+    assert not bench.of(ac.Write) and bench.phase() == "failed"
 
 
 def test_failed_write_publishes_nothing_and_the_next_save_works(bench: Bench) -> None:
     slot = bench.slot()
     bench.at_writing(slot)
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    assert bench.row()["error"]["fields"]["code"] == "ENOSPC" and not bench.of(ev.Commit)
+    assert bench.row()["error"]["fields"]["code"] == "ENOSPC" and not bench.of(ac.Commit)
     bench.at_writing(slot, SECOND, generation=2)
 
 
@@ -498,14 +543,14 @@ def test_failed_commit_removes_the_files(bench: Bench) -> None:
     bench.at_writing(bench.slot())
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
     bench.feed(ev.Published, save_id=FIRST, error=ERROR)
-    assert bench.phase() == "failed" and bench.of(ev.Remove) == [ev.Remove(save_id=FIRST, path=PATH)]
+    assert bench.phase() == "failed" and bench.of(ac.Remove) == [ac.Remove(save_id=FIRST, path=PATH)]
 
 
 def test_unknown_commit_removes_nothing(bench: Bench) -> None:
     bench.at_writing(bench.slot())
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
     bench.feed(ev.Published, save_id=FIRST, error=ERROR, unknown=True)
-    assert bench.phase() == "unknown" and not bench.of(ev.Remove)
+    assert bench.phase() == "unknown" and not bench.of(ac.Remove)
 
 
 def test_results_that_come_twice_or_for_nothing_are_ignored(bench: Bench) -> None:
@@ -544,7 +589,7 @@ def test_withdraw_that_overtakes_begin_keeps_the_save_from_beginning(bench: Benc
     slot = bench.slot()
     bench.say(m.Withdraw, save_id=FIRST, reason="")
     assert isinstance(bench.begin(slot), m.Ok)
-    assert bench.phase() == "abandoned" and not bench.of(ev.Prepare)
+    assert bench.phase() == "abandoned" and not bench.of(ac.Prepare)
 
 
 def test_heartbeat_leaves_out_unknown_saves(bench: Bench) -> None:
@@ -566,10 +611,10 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
 def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
     assert bench.say(m.Lineage, id=70, path=PATH) is None
     bench.feed(ev.LineageScanned, peer=b"p", id=70, epoch=4)
-    assert bench.of(ev.Send)[0].message == m.LineageFound(id=70, epoch=4)
+    assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=4)
     bench.say(m.Lineage, id=71, path=PATH)
     bench.feed(ev.LineageScanned, peer=b"p", id=71, error=ERROR)
-    assert code(bench.of(ev.Send)[0].message) == "save_failed"
+    assert code(bench.of(ac.Send)[0].message) == "save_failed"
 
 
 # ---- death
@@ -578,13 +623,13 @@ def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
 def test_death_after_the_seal_commits_though_no_message_came(bench: Bench) -> None:
     slot = bench.slot()
     bench.feed(ev.Died, session="1" * 16)
-    assert bench.of(ev.ReadSlot) == [ev.ReadSlot(slot=slot)]
+    assert bench.of(ac.ReadSlot) == [ac.ReadSlot(slot=slot)]
     bench.read(slot)
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
-    assert bench.of(ev.Commit)
+    assert bench.of(ac.Commit)
     bench.feed(ev.Published, save_id=FIRST)
-    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=slot)] and bench.phase() == "committed"
+    assert bench.of(ac.FreeSlot) == [ac.FreeSlot(slot=slot)] and bench.phase() == "committed"
 
 
 def test_death_before_the_seal_abandons_and_frees(bench: Bench) -> None:
@@ -592,9 +637,9 @@ def test_death_before_the_seal_abandons_and_frees(bench: Bench) -> None:
     bench.begin(slot)
     bench.feed(ev.Died, session="1" * 16)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
-    assert bench.phase() == "abandoned" and bench.of(ev.FreeSlot)
+    assert bench.phase() == "abandoned" and bench.of(ac.FreeSlot)
     bench.feed(ev.Prepared, key=(FIRST, 0))
-    assert not bench.of(ev.Write)
+    assert not bench.of(ac.Write)
 
 
 def test_death_during_a_read_reads_again(bench: Bench) -> None:
@@ -602,9 +647,9 @@ def test_death_during_a_read_reads_again(bench: Bench) -> None:
     bench.begin(slot)
     bench.submit(slot)
     bench.feed(ev.Died, session="1" * 16)
-    assert not bench.of(ev.ReadSlot)
+    assert not bench.of(ac.ReadSlot)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN: the read was faster than the seal")
-    assert bench.of(ev.ReadSlot) and not bench.of(ev.FreeSlot)
+    assert bench.of(ac.ReadSlot) and not bench.of(ac.FreeSlot)
     bench.read(slot)
     assert bench.phase() == "submitted"
 
@@ -614,15 +659,15 @@ def test_death_of_a_session_with_a_save_being_written_finishes_it(bench: Bench) 
     bench.at_writing(slot)
     bench.feed(ev.Died, session="1" * 16)
     bench.read(slot)
-    assert not bench.of(ev.FreeSlot)
+    assert not bench.of(ac.FreeSlot)
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    assert bench.of(ev.FreeSlot)
+    assert bench.of(ac.FreeSlot)
 
 
 def test_goodbye_takes_up_what_is_sealed_and_unwatches(bench: Bench) -> None:
     slot = bench.slot()
     assert isinstance(bench.say(m.Goodbye), m.Ok)
-    assert bench.of(ev.Unwatch) and bench.of(ev.ReadSlot)
+    assert bench.of(ac.Unwatch) and bench.of(ac.ReadSlot)
     bench.read(slot)
     assert bench.phase() == "submitted"
 
@@ -649,12 +694,12 @@ def test_save_of_two_ranks_commits_when_both_are_durable(pair: tuple[Bench, int,
     bench, first, second = pair
     bench.at_writing(first)
     bench.feed(ev.Written, key=(FIRST, 0), result="r0")
-    assert not bench.of(ev.Commit)
+    assert not bench.of(ac.Commit)
     bench.at_writing(second, peer=b"q", rank=1)
     bench.feed(ev.Written, key=(FIRST, 1), result="r1")
-    assert bench.of(ev.Commit)[0].results == ("r0", "r1")
+    assert bench.of(ac.Commit)[0].results == ("r0", "r1")
     bench.feed(ev.Published, save_id=FIRST)
-    assert sorted(a.peer for a in bench.of(ev.Send)) == [b"p", b"q"]
+    assert sorted(a.peer for a in bench.of(ac.Send)) == [b"p", b"q"]
 
 
 def test_failure_of_one_rank_ends_the_save_on_all(pair: tuple[Bench, int, int]) -> None:
@@ -663,7 +708,7 @@ def test_failure_of_one_rank_ends_the_save_on_all(pair: tuple[Bench, int, int]) 
     bench.begin(second, peer=b"q")
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     assert (bench.phase(rank=0), bench.phase(rank=1)) == ("failed", "failed")
-    assert {a.peer for a in bench.of(ev.Send)} == {b"p", b"q"}
+    assert {a.peer for a in bench.of(ac.Send)} == {b"p", b"q"}
 
 
 def test_rank_that_comes_after_the_failure_fails_too(pair: tuple[Bench, int, int]) -> None:
@@ -679,9 +724,9 @@ def test_files_of_a_failed_save_are_removed_once_nobody_writes(pair: tuple[Bench
     bench.at_writing(first)
     bench.at_writing(second, peer=b"q", rank=1)
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    assert not bench.of(ev.Remove)
+    assert not bench.of(ac.Remove)
     bench.feed(ev.Written, key=(FIRST, 1), result="r1")
-    assert len(bench.of(ev.Remove)) == 1
+    assert len(bench.of(ac.Remove)) == 1
 
 
 def test_slot_is_kept_for_a_writer_that_outlives_its_save(pair: tuple[Bench, int, int]) -> None:
@@ -691,9 +736,9 @@ def test_slot_is_kept_for_a_writer_that_outlives_its_save(pair: tuple[Bench, int
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     bench.feed(ev.Died, session="2" * 16)
     bench.read(second, rank=1, world_size=2)
-    assert not bench.of(ev.FreeSlot)
+    assert not bench.of(ac.FreeSlot)
     bench.feed(ev.Written, key=(FIRST, 1), result="r1")
-    assert bench.of(ev.FreeSlot) == [ev.FreeSlot(slot=second)]
+    assert bench.of(ac.FreeSlot) == [ac.FreeSlot(slot=second)]
 
 
 def test_ranks_that_disagree_never_commit(pair: tuple[Bench, int, int]) -> None:
@@ -731,7 +776,7 @@ def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Ben
 
 def test_drain_without_saves_exits_at_once(bench: Bench) -> None:
     bench.feed(ev.StopRequested)
-    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="drained")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
 def test_drain_finishes_what_is_in_flight(bench: Bench) -> None:
@@ -739,9 +784,9 @@ def test_drain_finishes_what_is_in_flight(bench: Bench) -> None:
     bench.feed(ev.StopRequested)
     bench.feed(ev.SlotRead, slot=1, generation=1, request=REQUEST)
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
-    assert not bench.of(ev.Exit)
+    assert not bench.of(ac.Exit)
     bench.feed(ev.Published, save_id=FIRST)
-    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="drained")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
 def test_drain_takes_up_what_is_sealed_though_its_doorbell_is_under_way(bench: Bench) -> None:
@@ -751,7 +796,7 @@ def test_drain_takes_up_what_is_sealed_though_its_doorbell_is_under_way(bench: B
     bench.read(slot)
     bench.now = 11.0
     bench.feed(ev.Tick)
-    assert bench.phase() == "submitted" and not bench.of(ev.Exit)
+    assert bench.phase() == "submitted" and not bench.of(ac.Exit)
 
 
 def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
@@ -760,10 +805,10 @@ def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.feed(ev.StopRequested)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
-    assert not bench.of(ev.Exit) and bench.brain.wakes_at == CONFIG.staging_grace_s
+    assert not bench.of(ac.Exit) and bench.brain.wakes_at == CONFIG.staging_grace_s
     bench.now = CONFIG.staging_grace_s
     bench.feed(ev.Tick)
-    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="drained")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
 def test_drain_gives_up_after_its_timeout_and_says_so(bench: Bench) -> None:
@@ -772,14 +817,14 @@ def test_drain_gives_up_after_its_timeout_and_says_so(bench: Bench) -> None:
     bench.feed(ev.SlotRead, slot=1, reason="")
     bench.now = CONFIG.drain_timeout_s
     bench.feed(ev.Tick)
-    assert bench.of(ev.Exit) == [ev.Exit(complete=False, reason="drain timeout")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=False, reason="drain timeout")]
 
 
 def test_second_stop_exits_at_once(bench: Bench) -> None:
     bench.at_writing(bench.slot())
     bench.feed(ev.StopRequested)
     bench.feed(ev.StopRequested, immediately=True)
-    assert bench.of(ev.Exit) == [ev.Exit(complete=False, reason="drain timeout")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=False, reason="drain timeout")]
 
 
 def test_draining_worker_refuses_sessions_slots_and_saves(bench: Bench) -> None:
@@ -795,15 +840,15 @@ def test_idle_worker_exits_and_a_session_keeps_it() -> None:
     bench = Bench()
     bench.now = 599.0
     bench.feed(ev.Tick)
-    assert not bench.of(ev.Exit) and bench.brain.wakes_at == 600.0
+    assert not bench.of(ac.Exit) and bench.brain.wakes_at == 600.0
     bench.hello()
     bench.now = 5000.0
     bench.feed(ev.Tick)
-    assert not bench.of(ev.Exit) and bench.brain.wakes_at is None
+    assert not bench.of(ac.Exit) and bench.brain.wakes_at is None
     bench.say(m.Goodbye)
     bench.now = 5600.0
     bench.feed(ev.Tick)
-    assert bench.of(ev.Exit) == [ev.Exit(complete=True, reason="idle")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="idle")]
 
 
 def test_idle_exit_of_zero_never_comes() -> None:
@@ -814,7 +859,7 @@ def test_idle_exit_of_zero_never_comes() -> None:
 
 def test_status_report_names_sessions_slots_and_saves(bench: Bench) -> None:
     bench.at_writing(bench.slot())
-    report = bench.brain.report()
+    report = brains_report(bench.brain.tables, "ab" * 8)
     assert report["sessions"][0]["pid"] == 7
     assert report["slots"][0] == {"slot": 1, "nbytes": 12288, "state": "lent", "save_id": FIRST}
     assert report["saves"][0] == {"save_id": FIRST, "rank": 0, "phase": "writing", "step": 5, "path": PATH}

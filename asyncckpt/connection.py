@@ -1,0 +1,163 @@
+"""Finds or starts the worker, and keeps the session with it; another one when that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from asyncckpt import launcher
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
+from asyncckpt.protocol import messages
+from asyncckpt.session import START_AFTER_S, Session
+from asyncckpt.session_thread import Rows
+
+RESTART_GRACE_S = 2.0
+"""After a loss at an endpoint that the user named, its own supervisor may bring the worker back for so long."""
+
+RETRY_BUDGET_S = 1.0
+"""After a worker could not be reached, or fell silent, a save tries for a second only: training goes on. A worker that
+is started meanwhile is found by the next save."""
+
+GOODBYE_TIMEOUT_S = 2.0
+CLOSE_TIMEOUT_S = 8.0
+"""What `close` may take beyond the waiting for saves. Chosen: normally it takes milliseconds."""
+
+_log = logging.getLogger("asyncckpt.client")
+
+
+class Connection:
+    """See the module.
+
+    Args:
+        endpoint: `ipc://...`.
+        named: The user named the endpoint.
+        config: For the timeouts.
+        hello, pending, on_rows, on_lost: As `Session` has them.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        named: bool,
+        config: CheckpointerConfig,
+        hello: Callable[[int, str], messages.Hello],
+        pending: Callable[[], Sequence[str]],
+        on_rows: Callable[[Rows], None],
+        on_lost: Callable[[WorkerUnavailableError], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.session: Session | None = None
+        self._named, self._config, self._hello = named, config, hello
+        self._pending, self._on_rows, self._report_loss = pending, on_rows, on_lost
+        self._opening = threading.RLock()  # a signal handler may save or close in the middle of a save
+        self._opening_session: Session | None = None
+        self._connecting: threading.Thread | None = None
+        self._had_session = self._unreachable = self._closed = False
+
+    def connect(self, *, start: bool = True) -> Session:
+        """Return the live session, opening one when there is none.
+
+        Blocks: up to `worker_start_timeout_s`; up to `RETRY_BUDGET_S` while the last attempt has failed.
+
+        Raises:
+            WorkerUnavailableError: Nobody answers.
+            CheckpointerClosedError: After `close`.
+        """
+        with self._opening:
+            self._check_open()
+            session = self.session
+            if session is not None and session.error is None:
+                return session
+            if session is not None:
+                session.close()
+            session = Session(
+                self.endpoint,
+                hello=self._hello,
+                worker_timeout_s=self._config.worker_timeout_s,
+                pending=self._pending,
+                on_rows=self._on_rows,
+                on_lost=self._on_lost,
+            )
+            grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
+            budget_s = self._config.worker_start_timeout_s
+            deadline = time.monotonic() + (min(RETRY_BUDGET_S, budget_s) if self._unreachable else budget_s)
+            self._opening_session = session
+            try:
+                self._check_open()  # `close` sets the flag before it looks for a session to give up
+                session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
+            except BaseException as error:
+                self._unreachable = self._unreachable or isinstance(error, AsyncCkptError)
+                session.close()
+                raise
+            finally:
+                self._opening_session = None
+            self.session, self._had_session, self._unreachable = session, True, False
+            return session
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointerClosedError("the checkpointer is closed")
+
+    def connect_soon(self) -> None:
+        """Begin to connect in the background, so that the constructor does not wait for a worker to start."""
+
+        def run() -> None:
+            with contextlib.suppress(AsyncCkptError):
+                self.connect()
+
+        self._connecting = threading.Thread(target=run, name="asyncckpt-connect", daemon=True)
+        self._connecting.start()
+
+    def _on_lost(self, error: WorkerUnavailableError) -> None:
+        if error.facts().get("detail") == "silent":
+            self._unreachable = True  # it may hang for long, and holds the endpoint
+        self._report_loss(error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Say goodbye and end the session; a connection in the making is given up.
+
+        Blocks: at most `timeout_s`, in all.
+
+        Returns:
+            False when it was closed already.
+        """
+        was_closed, self._closed = self._closed, True
+        if was_closed:
+            return False
+        deadline = time.monotonic() + timeout_s
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        opening = self._opening_session
+        if opening is not None:
+            opening.close(left())
+        if self._opening.acquire(timeout=left()):
+            self._opening.release()
+        session, self.session = self.session, None
+        if session is not None:
+            if session.error is None:
+                try:
+                    session.call(lambda n: messages.Goodbye(id=n), min(GOODBYE_TIMEOUT_S, left()), late_s=0.2)
+                except AsyncCkptError as error:
+                    _log.debug("goodbye was not answered: %s", error)
+            session.close(left())
+        if self._connecting is not None:
+            self._connecting.join(left())
+        return True
+
+    def abandon(self, on_end: Callable[[], None]) -> bool:
+        """Close without waiting: the session's thread says goodbye, and calls `on_end` at its end.
+
+        Returns:
+            Whether the caller must do what `on_end` does: there is no living session.
+        """
+        was_closed, self._closed = self._closed, True
+        session = self.session
+        return not was_closed and (session is None or not session.abandon(on_end))

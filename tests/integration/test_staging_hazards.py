@@ -1,0 +1,225 @@
+"""Interrupts, exits, second threads and stopped processes in the middle of a save: nothing is lost or stuck."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from real_worker import DEADLINE_S, RealWorker
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.errors import CheckpointerClosedError, ConfigError, MissingKeysError, ReentrantCallError
+from asyncckpt.parts import CheckpointReader
+from asyncckpt.protocol.endpoint import acquire_lock, socket_path
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.slot_pool import SlotPool
+from asyncckpt.tracker import SaveTracker
+
+STATE = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 1}
+
+
+def saved(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> None:
+    checkpointer.save(STATE, path).written.result(DEADLINE_S)
+    assert torch.equal(asyncckpt.load(path)["weight"], STATE["weight"])
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(SlotImage, "fill"), (SlotPool, "_return_spare"), (SaveTracker, "add")],
+    ids=["during the copy", "with the slot just taken", "between staging and the doorbell"],
+)
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_save_gives_its_slot_back(
+    where: type,
+    name: str,
+    interrupt: type[BaseException],
+    shared_worker: RealWorker,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raise_interrupt(*_: Any) -> None:
+        raise interrupt
+
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1, slot_timeout_s=5.0) as checkpointer:
+        saved(checkpointer, tmp_path / "before")
+        for n in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, raise_interrupt)
+                with pytest.raises(interrupt):
+                    checkpointer.save(STATE, tmp_path / f"interrupted-{n}")
+        saved(checkpointer, tmp_path / "after")
+        assert checkpointer.pending() == []
+    assert [p.name for p in tmp_path.glob("interrupted-*/manifest.json")] == []
+
+
+def test_a_save_from_within_a_save_is_refused(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, refused = SlotImage.fill, []
+
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1) as checkpointer:
+
+        def fill_and_save(self: SlotImage, *arguments: Any) -> None:  # as a signal handler would
+            with pytest.raises(ReentrantCallError) as caught:
+                checkpointer.save(STATE, tmp_path / "inner")
+            refused.append(caught.value)
+            fill(self, *arguments)
+
+        monkeypatch.setattr(SlotImage, "fill", fill_and_save)
+        saved(checkpointer, tmp_path / "outer")
+    assert len(refused) == 1
+
+
+def test_closing_while_another_thread_stages_leaves_its_memory_mapped(
+    shared_worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    program = """
+        import pathlib, sys, threading, torch, asyncckpt
+        from asyncckpt.staging.copy_cpu import SlotImage
+        endpoint, directory, way = sys.argv[1:]
+        begun, go_on, fill = threading.Event(), threading.Event(), SlotImage.fill
+        def slow(self, *arguments):
+            begun.set(); go_on.wait(30); fill(self, *arguments)
+        checkpointer = asyncckpt.AsyncCheckpointer(endpoint=endpoint)
+        state = {"weight": torch.zeros(1 << 20)}
+        checkpointer.save(state, f"{directory}/first").written.result(30)
+        SlotImage.fill = slow
+        def train():
+            handle = checkpointer.save(state, f"{directory}/second")
+            print("ended", type(handle.written.exception(30)).__name__, flush=True)
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start(); begun.wait(30)
+        if way == "close":
+            checkpointer.close(timeout_s=0.1); go_on.set(); thread.join(30)
+        else:  # the exit itself closes; the copy goes on meanwhile
+            threading.Timer(0.0, go_on.set).start()
+    """
+    for way in ("close", "exit"):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), shared_worker.endpoint, str(tmp_path / way), way],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{way}: {done.returncode} {done.stderr}"
+        assert way == "exit" or "ended" in done.stdout
+
+
+def test_a_trainer_that_was_stopped_keeps_its_worker(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    program = """
+        import sys, torch, asyncckpt
+        endpoint, directory = sys.argv[1:]
+        with asyncckpt.AsyncCheckpointer(endpoint=endpoint, worker_timeout_s=1.0) as checkpointer:
+            name = checkpointer._process._connection.session.name
+            for n in range(3):
+                print("ready", flush=True)
+                sys.stdin.readline()
+                checkpointer.save({"x": torch.ones(3)}, f"{directory}/{n}").written.result(30)
+            assert checkpointer._process._connection.session.name == name, "the session was given up"
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), shared_worker.endpoint, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with trainer:
+        assert trainer.stdin is not None and trainer.stdout is not None and trainer.stderr is not None
+        for _ in range(3):
+            assert trainer.stdout.readline() == "ready\n", trainer.stderr.read()
+            trainer.send_signal(signal.SIGSTOP)
+            threading.Event().wait(2.0)  # longer than worker_timeout_s: that is the case
+            trainer.send_signal(signal.SIGCONT)
+            trainer.stdin.write("\n")
+            trainer.stdin.flush()
+        _, said = trainer.communicate(timeout=60)
+        assert trainer.returncode == 0, said
+
+
+def test_a_worker_on_its_way_out_holds_the_first_save_up_no_longer_than_it_takes(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pathlib.Path(socket_path(endpoint))
+    lock = acquire_lock(str(path))
+    assert lock is not None
+    monkeypatch.setattr("asyncckpt.async_checkpointer.default_endpoint", lambda *_, **__: endpoint)
+    timer = threading.Timer(1.5, os.close, (lock,))
+    timer.start()
+    try:
+        with AsyncCheckpointer(worker_start_timeout_s=60.0) as checkpointer:
+            began = time.monotonic()
+            saved(checkpointer, tmp_path / "a")
+            assert time.monotonic() - began < 30.0, "not the 60 s that the start may take"
+    finally:
+        timer.join()
+        subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop", "--endpoint", endpoint], check=True)
+
+
+def test_an_exit_waits_for_no_callback_that_blocks(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    program = """
+        import sys, threading, time, torch, asyncckpt
+        endpoint, directory = sys.argv[1:]
+        blocked = threading.Event()
+        def block(_):
+            blocked.set(); threading.Event().wait(600)
+        made = [asyncckpt.AsyncCheckpointer(endpoint=endpoint) for _ in range(3)]
+        for n, checkpointer in enumerate(made):
+            checkpointer.save({"x": torch.ones(3)}, f"{directory}/{n}").written.add_done_callback(block)
+        blocked.wait(30)
+        print(time.monotonic(), flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), shared_worker.endpoint, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - float(done.stdout) < 10.0, (
+        "5 s for all checkpointers together, and the interpreter's own end"
+    )
+
+
+def test_a_closed_checkpointer_says_so_although_a_save_was_running(
+    shared_worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    checkpointer = AsyncCheckpointer(endpoint=shared_worker.endpoint)
+    saved(checkpointer, tmp_path / "a")
+    checkpointer.close()
+    with pytest.raises(CheckpointerClosedError):
+        checkpointer.save(STATE, tmp_path / "b")
+
+
+def test_arguments_that_no_part_takes_are_refused(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint) as checkpointer:
+        with pytest.raises(ConfigError, match="overwrite"):
+            checkpointer.save(STATE, tmp_path / "a", overwrite=True)
+        saved(checkpointer, tmp_path / "a")
+    with asyncckpt.SyncCheckpointer() as checkpointer, pytest.raises(ConfigError, match="meta_data"):
+        checkpointer.save(STATE, tmp_path / "b", meta_data={})
+    with pytest.raises(ConfigError, match="slots is about the worker"):
+        asyncckpt.SyncCheckpointer(slots=1)
+
+
+def test_strict_holds_for_an_own_reader_too() -> None:
+    class Reader(CheckpointReader):
+        def read(self, path: str, state_dict: Any = None, *, map_location: Any = None, **kw: Any) -> Any:
+            return state_dict, ["gone"]
+
+    with asyncckpt.SyncCheckpointer(reader=Reader()) as checkpointer:
+        assert checkpointer.load("/x", {"a": 1}) == {"a": 1}
+        with pytest.raises(MissingKeysError, match="gone"):
+            checkpointer.load("/x", {"a": 1}, strict=True)

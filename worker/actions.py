@@ -1,0 +1,153 @@
+"""What the worker does about an event: values only. `daemon` performs them at once, or as jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.protocol.messages import Message
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.events import Peer, SaveKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """Send a message; it may get lost."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendStatus:
+    """Complete the brain's part of the status report with the process's figures, and send it."""
+
+    peer: Peer
+    id: int
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Watch this process; answered at once by Watched."""
+
+    session: str
+    pid: int
+    pid_start: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unwatch:
+    """The session has ended."""
+
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CreateSlot:
+    """Check the memory, make a memfd; answered at once by SlotCreated."""
+
+    slot: int
+    nbytes: int
+    populate: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSlot:
+    """Unmap and close: nobody reads or writes this slot any more."""
+
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadSlot:
+    """Read the sealed request. Job; answered by SlotRead."""
+
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepare:
+    """Make the directory and look for what would make the save fail. Job; answered by Prepared."""
+
+    key: SaveKey
+    path: str
+    step: int
+    nbytes: int
+    umask: int
+    fsync: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """Write one rank's files. Job; answered by Written."""
+
+    key: SaveKey
+    slot: int
+    generation: int
+    request: SaveRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """Publish the manifest of a save whose ranks are all durable. Job; answered by Published."""
+
+    save_id: str
+    requests: tuple[SaveRequest, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remove:
+    """Remove the files of a save that failed after a rank was durable. Job; answered by Removed."""
+
+    save_id: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanLineage:
+    """Find the next epoch beside a path. Job; answered by LineageScanned."""
+
+    peer: Peer
+    id: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """A line of the log. `count` names a counter of the status report that goes up by one."""
+
+    level: str
+    text: str
+    save_id: str | None = None
+    session: str | None = None
+    count: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """End the process. `complete`: no save was left unfinished."""
+
+    complete: bool
+    reason: str
+
+
+Action = (
+    Send
+    | SendStatus
+    | Watch
+    | Unwatch
+    | CreateSlot
+    | FreeSlot
+    | ReadSlot
+    | Prepare
+    | Write
+    | Commit
+    | Remove
+    | ScanLineage
+    | Log
+    | Exit
+)

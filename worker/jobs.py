@@ -1,0 +1,117 @@
+"""The jobs behind the brain's actions: each runs in a lane of the scheduler, returns an event and never raises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from asyncckpt.errors import CommitUnknownError, to_wire
+from asyncckpt.memory.slot import PAGE_NBYTES
+from asyncckpt.protocol.request import decode_request
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+from asyncckpt_worker import logs
+from asyncckpt_worker.metrics import Metrics
+from asyncckpt_worker.scheduler import Scheduler
+from asyncckpt_worker.slots import SlotStore
+from asyncckpt_worker.writer import Writer
+
+
+class Jobs:
+    """Turns actions into jobs.
+
+    Args:
+        scheduler: Runs them.
+        slots: Where the snapshots lie.
+        writer: Touches storage.
+        metrics: Counts what was written.
+    """
+
+    def __init__(self, scheduler: Scheduler, slots: SlotStore, writer: Writer, metrics: Metrics) -> None:
+        self._scheduler, self._slots, self._writer, self._metrics = scheduler, slots, writer, metrics
+
+    def submit(self, action: ac.Action) -> None:
+        """Hand the action's job to its lane."""
+        match action:
+            case ac.ReadSlot():
+                self._scheduler.submit("memory", lambda: self._read_slot(action.slot))
+            case ac.Prepare():
+                self._scheduler.submit("prepare", lambda: self._prepare(action))
+            case ac.Write():
+                self._scheduler.submit("write", lambda: self._write(action))
+            case ac.Commit():
+                self._scheduler.submit("commit", lambda: self._commit(action))
+            case ac.Remove():
+                self._scheduler.submit("commit", lambda: self._remove(action))
+            case ac.ScanLineage():
+                self._scheduler.submit("prepare", lambda: self._lineage(action))
+            case _:
+                raise AssertionError(f"no performer for {action}")
+
+    def populate(self, number: int) -> None:
+        """Fault in the pages of a new slot."""
+        self._scheduler.submit("populate", lambda: self._populate(number))
+
+    # ---- in the scheduler's threads
+
+    def _read_slot(self, number: int) -> ev.SlotRead:
+        try:
+            with self._slots.use(number) as memory:
+                generation, data = memory.control.read_request()
+            request = decode_request(data, memory.nbytes - PAGE_NBYTES)
+        except Exception as error:
+            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error))
+        return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
+
+    def _populate(self, number: int) -> None:
+        try:
+            self._slots.populate(number)
+        except OSError as error:  # the trainer's own first touch then pays, or fails, for the pages
+            logs.write("warning", f"cannot fault in the pages of slot {number}: {error}")
+
+    def _prepare(self, action: ac.Prepare) -> ev.Prepared:
+        error = _error_of(lambda: self._writer.prepare(action))
+        return ev.Prepared(now=time.monotonic(), key=action.key, error=None if error is None else to_wire(error))
+
+    def _write(self, action: ac.Write) -> ev.Written:
+        begun = time.perf_counter()
+        try:
+            result = self._writer.write(action)
+        except BaseException as error:
+            return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
+        report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
+        report |= {
+            "seconds_write": time.perf_counter() - begun,  # all of it, not only the shards
+            "nbytes": result.nbytes,
+            "direct": result.direct,
+        }
+        self._metrics.count("written_nbytes", result.nbytes)
+        return ev.Written(now=time.monotonic(), key=action.key, result=result, report=report)
+
+    def _commit(self, action: ac.Commit) -> ev.Published:
+        try:
+            report = self._writer.commit(action)
+        except BaseException as error:
+            unknown = isinstance(error, CommitUnknownError)
+            return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
+        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report)
+
+    def _remove(self, action: ac.Remove) -> ev.Removed:
+        _error_of(lambda: self._writer.remove(action.save_id, action.path))
+        return ev.Removed(now=time.monotonic(), save_id=action.save_id)
+
+    def _lineage(self, action: ac.ScanLineage) -> ev.LineageScanned:
+        try:
+            epoch = self._writer.lineage(action.path)
+        except BaseException as error:
+            return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, error=to_wire(error))
+        return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, epoch=epoch)
+
+
+def _error_of(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None

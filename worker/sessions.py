@@ -1,0 +1,97 @@
+"""The brain's sessions: which process speaks over which connection, and when it has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncckpt.errors import ProtocolError, WorkerUnavailableError
+from asyncckpt.protocol.messages import Hello, Welcome
+from asyncckpt_worker.actions import Unwatch, Watch
+from asyncckpt_worker.events import Died, Peer, Watched
+from asyncckpt_worker.lending import Lending
+from asyncckpt_worker.records import MAX_SESSIONS, Session, Tables
+
+
+class SessionBook:
+    """Changes `tables.sessions` and adds the actions that follow."""
+
+    def __init__(self, tables: Tables, lending: Lending, welcome: Callable[[int], Welcome]) -> None:
+        self._t = tables
+        self._lending = lending
+        self._welcome = welcome
+
+    def hello(self, peer: Peer, m: Hello) -> None:
+        """Open a session, or find it again: a repeated Hello, or one over a new connection."""
+        known = self._t.sessions.get(m.session)
+        if self._t.peers.get(peer, m.session) != m.session:
+            return self._lending.refuse(
+                peer, m.id, ProtocolError("this connection belongs to another session", detail="session")
+            )
+        if known is not None:
+            if (known.pid, known.pid_start, known.rank) != (m.pid, m.pid_start, m.rank):
+                return self._lending.refuse(
+                    peer, m.id, ProtocolError("another process has this session", detail="session")
+                )
+            self._t.peers.pop(known.peer, None)
+            self._t.peers[peer], known.peer = known.name, peer
+            if known.hello is None:
+                self._lending.send(peer, self._welcome(m.id))
+            return None
+        if self._t.draining or len(self._t.sessions) >= MAX_SESSIONS:
+            why = "is shutting down" if self._t.draining else f"serves {MAX_SESSIONS} sessions already"
+            return self._lending.refuse(
+                peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why)
+            )
+        if not m.rank < m.world_size:
+            return self._lending.refuse(
+                peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank")
+            )
+        self._t.sessions[m.session] = Session(
+            m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, hello=m.id, replaces=m.replaces
+        )
+        self._t.peers[peer] = m.session
+        self._t.actions.append(Watch(session=m.session, pid=m.pid, pid_start=m.pid_start))
+        return None
+
+    def watched(self, event: Watched) -> None:
+        """Answer the Hello: the process is there and watched, or it is not."""
+        session = self._t.sessions.get(event.session)
+        if session is None or session.hello is None:
+            return
+        id, session.hello = session.hello, None
+        if event.alive:
+            self._lending.send(session.peer, self._welcome(id))
+            text = f"session opened by process {session.pid}, rank {session.rank} of {session.world_size}"
+            self._t.log("info", text, session=session.name, count="sessions_opened")
+            self._replace(session)
+            return
+        text = f"the worker sees no process {session.pid} with that start time; both must share a PID namespace"
+        self._lending.refuse(session.peer, id, WorkerUnavailableError(text, detail="pid"))
+        self._forget(session)
+
+    def died(self, event: Died) -> None:
+        """Take up what the dead process had sealed, free the rest."""
+        session = self._t.sessions.get(event.session)
+        if session is not None:
+            self._t.log("info", "process died", session=session.name, count="sessions_died", pid=session.pid)
+            self._forget(session)
+
+    def goodbye(self, session: Session) -> None:
+        """End a session in order."""
+        self._t.log("info", "session closed", session=session.name, count="sessions_closed")
+        self._t.actions.append(Unwatch(session=session.name))
+        self._forget(session)
+
+    def _replace(self, session: Session) -> None:
+        """End the session that this one's client gave up: nobody else would, as long as the process lives."""
+        old = self._t.sessions.get(session.replaces)
+        if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
+            self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")
+            self._t.actions.append(Unwatch(session=old.name))
+            self._forget(old)
+
+    def _forget(self, session: Session) -> None:
+        self._t.sessions.pop(session.name, None)
+        self._t.peers.pop(session.peer, None)
+        for number in sorted(session.slots):
+            self._lending.close(self._t.slots[number])
