@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_free_client import Client
 
@@ -16,6 +18,9 @@ from asyncckpt import launcher
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import start_ticks
+
+if TYPE_CHECKING:  # this module runs without torch
+    from asyncckpt import AsyncCheckpointer, SaveHandle
 
 DEADLINE_S = 30.0
 """For whatever must happen, and has no bound of its own in the promises."""
@@ -30,6 +35,22 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = DEADLINE_
             return found
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.01)
+
+
+def written(handle: SaveHandle) -> Any:
+    """Wait until a save is written, and return its report."""
+    return handle.written.result(DEADLINE_S)
+
+
+def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at `path`, as JSON."""
+    found: dict[str, Any] = json.loads((pathlib.Path(path) / "manifest.json").read_text())
+    return found
+
+
+def slots_of(checkpointer: AsyncCheckpointer) -> list[Any]:
+    """Return the slots that a checkpointer holds."""
+    return list(checkpointer._process.pool._slots)  # type: ignore[attr-defined]
 
 
 def status_of(endpoint: str) -> Mapping[str, Any]:

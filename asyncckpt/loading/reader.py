@@ -17,7 +17,7 @@ from asyncckpt.errors import ConfigError, CorruptCheckpointError, MissingKeysErr
 from asyncckpt.format.tree import Node, leaves
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint, replace_at
 from asyncckpt.loading.saved_tree import SavedTree, Selection, selected
-from asyncckpt.loading.sinks import new_tensor, wanted_ranges
+from asyncckpt.loading.sinks import new_tensor, tensor_over, wanted_ranges
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.state_dict import unflatten
@@ -265,4 +265,4 @@ def _relocated(
     storage = move(tensor.untyped_storage(), "cpu")
     if storage is None or storage.data_ptr() == tensor.untyped_storage().data_ptr():
         return tensor
-    return torch.empty(0, dtype=tensor.dtype, device=storage.device).set_(storage, 0, tensor.shape, tensor.stride())
+    return tensor_over(storage, tensor)

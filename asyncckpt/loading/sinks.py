@@ -23,16 +23,29 @@ _MADV_HUGEPAGE = 14
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+_MADE_AS = {torch.complex32: torch.int32} if hasattr(torch, "complex32") else {}
+"""torch warns of a whole class of operators whenever it makes a tensor of such a dtype; a view of integers is quiet."""
+
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialised tensor; a large one on the CPU asks for huge pages, which fault in faster."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor = _as_dtype(torch.empty(shape, dtype=_MADE_AS.get(dtype, dtype), device=device), dtype)
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes >= _HUGE_PAGES_FROM_NBYTES and device.type == "cpu":
         start = -(-tensor.data_ptr() // _PAGE_NBYTES) * _PAGE_NBYTES
         end = (tensor.data_ptr() + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
         _libc.madvise(start, end - start, _MADV_HUGEPAGE)
     return tensor
+
+
+def tensor_over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `like` would be with its elements in `storage`."""
+    empty = torch.empty(0, dtype=_MADE_AS.get(like.dtype, like.dtype), device=storage.device)
+    return _as_dtype(empty.set_(storage, 0, like.shape, like.stride()), like.dtype)
+
+
+def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.view(dtype).detach()  # a tensor of its own to autograd
 
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import real_worker
 
+from asyncckpt import AsyncCheckpointer
+
 
 @pytest.fixture
 def worker(endpoint: str) -> Iterator[real_worker.RealWorker]:
@@ -32,3 +34,10 @@ def shared_worker() -> Iterator[real_worker.RealWorker]:
             assert found.status()["pid"] == pid
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def checkpointer(shared_worker: real_worker.RealWorker) -> Iterator[AsyncCheckpointer]:
+    """A checkpointer of this test alone, with the module's worker."""
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint) as found:
+        yield found

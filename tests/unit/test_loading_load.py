@@ -79,6 +79,26 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert all(same_bits(target[k], state[k]) for k in state)
 
 
+@pytest.mark.skipif(not hasattr(torch, "complex32"), reason="this torch has no complex32")
+def test_complex32_is_loaded_without_torchs_warning(tmp_path: Path) -> None:
+    numbers = random_tensor(torch.int32, 4, 6)
+    bits, path = numbers.view(torch.complex32), save(tmp_path / "c", {"a": numbers.view(torch.complex32)})
+    torch.set_warn_always(True)  # else only the first warning of the process would be seen
+    try:
+        new = load(path)["a"]
+        moved = load(path, default_map_location=lambda storage, _: storage.clone())["a"]
+        strided = {"a": torch.zeros(6, 4, dtype=torch.int32).view(torch.complex32).t()}
+        wider = {"a": torch.zeros(4, 6, dtype=torch.complex64)}
+        load(path, strided)
+        load(path, wider)
+    finally:
+        torch.set_warn_always(False)
+    assert new.dtype == moved.dtype == torch.complex32
+    assert not new._is_view() and not moved._is_view()
+    assert all(torch.equal(found.view(torch.int32), numbers) for found in (new, moved, strided["a"]))
+    assert torch.equal(wider["a"].nan_to_num(), bits.to(torch.complex64).nan_to_num())
+
+
 def test_nesting_objects_and_key_types_come_back(tmp_path: Path) -> None:
     state: dict[Any, Any] = {
         "d": {"x": torch.ones(2), 3: {"deep": [1, (2, "three", None)]}, "empty": {}},
