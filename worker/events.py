@@ -126,6 +126,15 @@ class StopRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """Our own code failed at an event or action of this save: it ends, and nothing else does."""
+
+    now: float
+    save_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -144,5 +153,6 @@ Event = (
     | Removed
     | LineageScanned
     | StopRequested
+    | Broken
     | Tick
 )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.errors import CommitUnknownError, to_wire
+from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.protocol.request import decode_request
 from asyncckpt_worker import actions as ac
@@ -107,6 +107,29 @@ class Jobs:
         except BaseException as error:
             return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, error=to_wire(error))
         return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, epoch=epoch)
+
+
+def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
+    """Return what the brain hears of a job that could not be begun: nobody else would ever answer for it."""
+    now, wire = time.monotonic(), to_wire(SaveFailedError(f"the worker failed: {error!r}", code="internal"))
+    match action:
+        case ac.ReadSlot():
+            return ev.SlotRead(now=now, slot=action.slot, reason=f"the worker failed: {error!r}")
+        case ac.CreateSlot():
+            return ev.SlotCreated(now=now, slot=action.slot, error=wire)
+        case ac.Prepare():
+            return ev.Prepared(now=now, key=action.key, error=wire)
+        case ac.Write():
+            return ev.Written(now=now, key=action.key, error=wire)
+        case ac.Commit():
+            return ev.Published(now=now, save_id=action.save_id, error=wire)
+        case ac.Remove():
+            return ev.Removed(now=now, save_id=action.save_id)
+        case ac.ScanLineage():
+            return ev.LineageScanned(now=now, peer=action.peer, id=action.id, error=wire)
+        case ac.Watch():
+            return ev.Watched(now=now, session=action.session, alive=False)
+    return None
 
 
 def _error_of(call: Callable[[], None]) -> BaseException | None:

@@ -185,7 +185,11 @@ class Lending:
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
-                self.send(w.peer, Ok(id=w.id))
+                if self._t.entry((w.save_id, slot.rank)) is not None:
+                    self.send(w.peer, Ok(id=w.id))
+                else:
+                    text = f"save {w.save_id} is one of another rank or world than this session's"
+                    self.refuse(w.peer, w.id, ProtocolError(text, detail="disagree"))
             elif slot.read_again:
                 slot.waiters.append(w)
             else:

@@ -20,8 +20,8 @@ from asyncckpt.protocol.lifecycle import (
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import Commit, Prepare, Remove, Write
-from asyncckpt_worker.agreement import disagreement
-from asyncckpt_worker.events import Prepared, Published, Removed, Wire, Written
+from asyncckpt_worker.agreement import disagreement, other_world
+from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
 from asyncckpt_worker.verdicts import failed, timed_out
 
@@ -64,6 +64,11 @@ class SaveBook:
             Whether it was new.
         """
         slot.taken = max(slot.taken, generation)
+        problem = other_world(self._t.saves.get(request.save_id), request)
+        if problem:
+            # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
+            self._break(self._t.saves[request.save_id], problem, slot.session)
+            return False
         save = self._open(request.save_id, request.world_size)
         entry = save.ranks.get(request.rank)
         if entry is None:
@@ -101,6 +106,11 @@ class SaveBook:
 
     def withdraw(self, session: Session, save_id: str, reason: str) -> None:
         """End a save that will not be sealed; one that was never heard of is remembered as abandoned."""
+        known = self._t.saves.get(save_id)
+        if known is not None and known.world_size != session.world_size:
+            text = f"a session of {session.world_size} ranks withdrew a save of {known.world_size}; that was ignored"
+            self._t.log("error", text, save_id=save_id, session=session.name, count="protocol_errors")
+            return
         save = self._open(save_id, session.world_size)
         entry = save.ranks.get(session.rank)
         if entry is None:
@@ -118,6 +128,18 @@ class SaveBook:
     def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
         """End a save because one of its ranks will never seal it."""
         self.end(save, ABANDONED, failed(save, entry, code, detail))
+
+    def _break(self, save: Save, problem: str, session: str) -> None:
+        """End a save that a rank contradicts, unless it is too late for that."""
+        self._t.log("error", problem, save_id=save.save_id, session=session, count="protocol_errors")
+        if save.outcome is None and not save.committing:
+            self.end(save, FAILED, failed(save, next(iter(save.ranks.values())), "disagree", problem))
+
+    def broken(self, event: Broken) -> None:
+        """End the save at which our own code failed; one that is being committed ends with its commit."""
+        save = self._t.saves.get(event.save_id)
+        if save is not None and save.outcome is None and not save.committing:
+            self.end(save, FAILED, failed(save, next(iter(save.ranks.values())), "internal", event.reason))
 
     def _open(self, save_id: str, world_size: int) -> Save:
         save = self._t.saves.get(save_id)

@@ -47,14 +47,20 @@ class Scheduler:
 
         Raises:
             queue.Full: Our own bug: the brain bounds the jobs.
+            RuntimeError: The lane has no thread, and the system gives none.
         """
         with self._lock:
-            self._queues[lane].put_nowait(job)
-            if self._idle[lane] < self._queues[lane].qsize() and len(self._threads[lane]) < LANES[lane]:
+            if self._idle[lane] <= self._queues[lane].qsize() and len(self._threads[lane]) < LANES[lane]:
                 name = f"asyncckpt-{lane}-{len(self._threads[lane])}"
                 thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
-                self._threads[lane].append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread to be had: those that the lane has do the job
+                    if not self._threads[lane]:
+                        raise
+                else:
+                    self._threads[lane].append(thread)
+            self._queues[lane].put_nowait(job)
 
     def post(self, event: Event) -> None:
         """Add a result from any thread, and wake the control loop."""

@@ -52,6 +52,7 @@ from asyncckpt.protocol.messages import (
 )
 from asyncckpt_worker.actions import Action, Exit, ScanLineage, SendStatus
 from asyncckpt_worker.events import (
+    Broken,
     Died,
     Event,
     LineageScanned,
@@ -148,6 +149,8 @@ class Brain:
                 self._lineage_scanned(event)
             case StopRequested():
                 self._drain(event.immediately, "asked to stop")
+            case Broken():
+                self._saves.broken(event)
             case Tick():
                 self._saves.tick()
 

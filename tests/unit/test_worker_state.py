@@ -750,6 +750,43 @@ def test_ranks_that_disagree_never_commit(pair: tuple[Bench, int, int]) -> None:
     assert bench.brain.tables.saves[FIRST].outcome == "failed"
 
 
+@pytest.mark.parametrize("moment", ["begun", "writing", "committing", "committed"])
+def test_rank_of_another_world_never_spoils_a_commit(moment: str) -> None:
+    bench = Bench()
+    bench.hello()
+    bench.hello(b"q", "2" * 16, 1, 2)
+    first, second = bench.slot(), bench.slot(b"q")
+    if moment == "begun":
+        bench.begin(first)
+    else:
+        bench.at_writing(first)
+    if moment in ("committing", "committed"):
+        bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    if moment == "committed":
+        bench.feed(ev.Published, save_id=FIRST)
+    before = bench.phase()
+    bench.submit(second, peer=b"q")
+    bench.read(second, rank=1, world_size=2)
+    assert code(next(a.message for a in bench.of(ac.Send) if a.peer == b"q")) == "protocol"
+    assert bench.phase(rank=1) is None
+    assert bench.phase() == (before if moment.startswith("commit") else "failed")
+    bench.say(m.Withdraw, b"q", save_id=FIRST, reason="")
+    assert bench.phase(rank=1) is None
+    if moment == "committing":
+        bench.feed(ev.Published, save_id=FIRST)
+        assert bench.phase() == "committed"
+
+
+def test_bug_ends_the_save_that_it_met(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first)
+    bench.begin(second, SECOND, path="/ckpt/b")
+    bench.feed(ev.Broken, save_id=FIRST, reason="AssertionError()")
+    assert bench.row()["error"]["fields"]["code"] == "internal" and bench.phase(SECOND) == "begun"
+    bench.feed(ev.Broken, save_id=FIRST, reason="again")
+    bench.feed(ev.Broken, save_id="000009-00000000-aaaaaaaaaaaa", reason="of nobody")
+
+
 def test_missing_rank_ends_in_a_commit_timeout(pair: tuple[Bench, int, int]) -> None:
     bench, first, _ = pair
     bench.at_writing(first)
