@@ -199,8 +199,6 @@ class Daemon:
                 self._liveness.unwatch(action.session)
             case ac.CreateSlot():
                 return self._create_slot(action)
-            case ac.FreeSlot():
-                self._slots.free(action.slot)
             case ac.Exit():
                 self._exit = action
             case _:
@@ -214,7 +212,7 @@ class Daemon:
 
     def _create_slot(self, action: ac.CreateSlot) -> ev.SlotCreated:
         try:
-            check_memory(action.nbytes, self._slots.fds())
+            check_memory(action.nbytes, self._slots.promised_nbytes())
             memory = self._slots.create(action.slot, action.nbytes)
         except (AsyncCkptError, OSError, SlotError) as error:
             wrapped = error if isinstance(error, AsyncCkptError) else _slot_refused(error, action.nbytes)

@@ -57,6 +57,14 @@ class SlotCreated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlotFreed:
+    """The answer to FreeSlot: its memory is the system's again."""
+
+    now: float
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRead:
     """The answer to ReadSlot: the sealed request and its generation, or the reason why there is none."""
 
@@ -146,6 +154,7 @@ Event = (
     | Watched
     | Died
     | SlotCreated
+    | SlotFreed
     | SlotRead
     | Prepared
     | Written

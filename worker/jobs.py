@@ -17,6 +17,9 @@ from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.writer import Writer
 
+FREE_TIMEOUT_S = 10.0
+"""How long a slot that is being freed may still be populated. Chosen: far above one piece of POPULATE_NBYTES."""
+
 
 class Jobs:
     """Turns actions into jobs.
@@ -36,6 +39,8 @@ class Jobs:
         match action:
             case ac.ReadSlot():
                 self._scheduler.submit("memory", lambda: self._read_slot(action.slot))
+            case ac.FreeSlot():
+                self._scheduler.submit("free", lambda: self._free(action.slot))
             case ac.Prepare():
                 self._scheduler.submit("prepare", lambda: self._prepare(action))
             case ac.Write():
@@ -63,6 +68,14 @@ class Jobs:
         except Exception as error:
             return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error))
         return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
+
+    def _free(self, number: int) -> ev.SlotFreed:
+        error = _error_of(lambda: self._slots.free(number))
+        if error is not None:
+            logs.write("error", f"slot {number} was not freed: {error!r}")
+        else:
+            self._slots.wait_freed(number, FREE_TIMEOUT_S)  # populating may have been under way, and closes it
+        return ev.SlotFreed(now=time.monotonic(), slot=number)
 
     def _populate(self, number: int) -> None:
         try:
@@ -115,6 +128,8 @@ def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
     match action:
         case ac.ReadSlot():
             return ev.SlotRead(now=now, slot=action.slot, reason=f"the worker failed: {error!r}")
+        case ac.FreeSlot():
+            return ev.SlotFreed(now=now, slot=action.slot)
         case ac.CreateSlot():
             return ev.SlotCreated(now=now, slot=action.slot, error=wire)
         case ac.Prepare():

@@ -7,7 +7,15 @@ was lost is taken up.
 
 from __future__ import annotations
 
-from asyncckpt.errors import AsyncCkptError, ProtocolError, UnknownSaveError, WorkerUnavailableError, from_wire, to_wire
+from asyncckpt.errors import (
+    AsyncCkptError,
+    InsufficientMemoryError,
+    ProtocolError,
+    UnknownSaveError,
+    WorkerUnavailableError,
+    from_wire,
+    to_wire,
+)
 from asyncckpt.protocol.lifecycle import BEGUN, IN_FLIGHT
 from asyncckpt.protocol.messages import Allocate, Begin, Granted, Message, Ok, Refused, Release, Submit
 from asyncckpt_worker.actions import CreateSlot, FreeSlot, ReadSlot, Send
@@ -50,10 +58,13 @@ class Lending:
         elif len(session.slots) >= MAX_SLOTS_PER_SESSION:
             text = f"a session has at most {MAX_SLOTS_PER_SESSION} slots; release one"
             self.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
+        elif self._t.jobs >= MAX_JOBS:
+            self.refuse(session.peer, m.id, busy())
         else:
             number = self._t.next_slot
             self._t.next_slot += 1
-            self._t.slots[number] = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id)
+            slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id, populate=m.populate)
+            self._t.slots[number] = slot
             session.slots.add(number)
             for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
                 del session.granted[old]
@@ -66,11 +77,14 @@ class Lending:
         if slot is None or slot.fd >= 0:
             return
         session = self._t.sessions.get(slot.session)
+        if event.error is not None and event.error.get("code") == InsufficientMemoryError.wire_code and self._freeing():
+            slot.postponed = True
+            return
         if event.error is not None:
             del self._t.slots[slot.number]
             if session is not None:
                 session.slots.discard(slot.number)
-                del session.granted[slot.allocate_id]
+                session.granted.pop(slot.allocate_id, None)
                 self.refuse(session.peer, slot.allocate_id, from_wire(event.error))
             return
         slot.fd, slot.token = event.fd, event.token
@@ -79,6 +93,22 @@ class Lending:
             self._t.log(
                 "debug", "slot lent", session=session.name, count="slots_lent", slot=slot.number, nbytes=slot.nbytes
             )
+
+    def _freeing(self) -> bool:
+        """Whether memory is about to come back."""
+        return bool(self._t.freeing) or any(s.closing and s.reading for s in self._t.slots.values())
+
+    def create_what_was_postponed(self) -> None:
+        """Try again what did not fit, once everything that was being freed is."""
+        postponed = [s for s in self._t.slots.values() if s.postponed]
+        if not postponed or self._freeing():
+            return
+        for slot in postponed:
+            slot.postponed = False
+            if slot.closing:
+                del self._t.slots[slot.number]
+            else:
+                self._t.actions.append(CreateSlot(slot=slot.number, nbytes=slot.nbytes, populate=slot.populate))
 
     def _grant(self, session: Session, slot: Slot) -> None:
         self.send(
@@ -211,6 +241,7 @@ class Lending:
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.fd >= 0 and not in_flight and not slot.writes:
                 del self._t.slots[slot.number]
+                self._t.freeing.add(slot.number)
                 self._t.actions.append(FreeSlot(slot=slot.number))
                 self._t.log("debug", "slot freed", session=slot.session, count="slots_freed", slot=slot.number)
 

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 from asyncckpt_worker.events import Event
 
-LANES: dict[str, int] = {"memory": 1, "populate": 1, "prepare": 4, "write": 4, "commit": 4}
-"""Lane -> threads. `write`: saves that are written at the same time, each by at least two threads more."""
+LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1, "prepare": 4, "write": 4, "commit": 4}
+"""Lane -> threads. `free` has its own: to unmap a large slot takes seconds, and reading a dead trainer's must not wait.
+`write`: saves that are written at the same time, each by at least two threads more."""
 
 MAX_QUEUED = 8192
 """Jobs that wait in one lane: more than `records.MAX_JOBS`, so that the brain refuses before a queue is full."""

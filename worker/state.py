@@ -61,6 +61,7 @@ from asyncckpt_worker.events import (
     Received,
     Removed,
     SlotCreated,
+    SlotFreed,
     SlotRead,
     StopRequested,
     Tick,
@@ -109,6 +110,7 @@ class Brain:
         t.now = max(t.now, event.now)
         self._dispatch(event)
         self._lending.free_what_is_over()
+        self._lending.create_what_was_postponed()
         self._push_changes()
         t.forget_old_saves()
         self._consider_exit()
@@ -135,6 +137,8 @@ class Brain:
                 self._sessions.died(event)
             case SlotCreated():
                 self._lending.created(event)
+            case SlotFreed():
+                self.tables.freeing.discard(event.slot)
             case SlotRead():
                 self._lending.slot_read(event)
             case Prepared():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.lifecycle import ABANDONED, COMMITTED, ENDED, FAILED, IN_FLIGHT
 from asyncckpt.protocol.request import PartRange, SaveRequest
@@ -21,6 +21,7 @@ from asyncckpt_worker import events as ev
 from asyncckpt_worker.state import Brain, BrainConfig
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
+NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
 CONFIG = BrainConfig(
     package="sim",
     pid=1,
@@ -115,13 +116,15 @@ class World:
                 return [ev.Watched(now=self.now, session=action.session, alive=alive)]
             case ac.CreateSlot():
                 if self.luck(self.chaos / 4):
-                    return [ev.SlotCreated(now=self.now, slot=action.slot, error=ERROR)]
+                    error = self.random.choice((ERROR, NO_MEMORY))
+                    return [ev.SlotCreated(now=self.now, slot=action.slot, error=error)]
                 self.memory[action.slot] = Memory()
                 return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.slot, token=b"t" * 16)]
             case ac.FreeSlot():
-                running = [j for j in self.jobs if isinstance(j, (ac.Write, ac.ReadSlot)) and j.slot == action.slot]
+                users = (ac.Write, ac.ReadSlot, ac.FreeSlot)
+                running = [j for j in self.jobs if isinstance(j, users) and j.slot == action.slot]
                 assert not running, f"slot {action.slot} is freed under {running}"
-                self.memory.pop(action.slot).freed = True
+                self.jobs.append(action)
             case ac.Exit():
                 self.exit = action
             case ac.Commit():
@@ -182,6 +185,9 @@ class World:
                     return self.feed(ev.Published(now=self.now, save_id=job.save_id, error=ERROR, unknown=unknown))
                 self.commits.add(job.save_id)
                 return self.feed(ev.Published(now=self.now, save_id=job.save_id))
+            case ac.FreeSlot():
+                self.memory.pop(job.slot).freed = True
+                return self.feed(ev.SlotFreed(now=self.now, slot=job.slot))
             case ac.Remove():
                 assert job.save_id not in self.commits, "the files of a committed checkpoint were removed"
                 self.removed.add(job.save_id)

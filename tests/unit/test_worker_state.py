@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from asyncckpt.errors import CheckpointExistsError, SaveFailedError, to_wire
+from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker import actions as ac
@@ -289,6 +289,33 @@ def test_allocate_without_memory_is_refused_and_may_be_tried_again(bench: Bench)
     assert not bench.brain.tables.slots
     bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
     assert bench.of(ac.CreateSlot)
+
+
+NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
+
+
+def test_slot_that_does_not_fit_while_another_is_freed_waits_for_that(bench: Bench) -> None:
+    old = bench.slot()
+    bench.say(m.Release, slot=old)
+    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
+    (create,) = bench.of(ac.CreateSlot)
+    assert not bench.feed(ev.SlotCreated, slot=create.slot, error=NO_MEMORY)
+    assert bench.feed(ev.SlotRead, slot=old, reason="EMPTY") == [ac.FreeSlot(slot=old)]
+    assert bench.brain.tables.jobs == 1 and bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
+    assert bench.feed(ev.SlotFreed, slot=old) == [create]
+    bench.feed(ev.SlotCreated, slot=create.slot, error=NO_MEMORY)
+    assert code(bench.of(ac.Send)[0].message) == "insufficient_memory", "nothing more will be freed"
+    assert not bench.brain.tables.slots and bench.brain.tables.jobs == 0
+
+
+def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) -> None:
+    old = bench.slot()
+    bench.say(m.Release, slot=old)
+    bench.say(m.Allocate, nbytes=12288, populate=True)
+    bench.feed(ev.SlotCreated, slot=bench.of(ac.CreateSlot)[0].slot, error=NO_MEMORY)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.feed(ev.SlotRead, slot=old, reason="EMPTY")
+    assert not bench.feed(ev.SlotFreed, slot=old) and not bench.brain.tables.slots
 
 
 def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
