@@ -73,6 +73,8 @@ class SlotRead:
     generation: int = -1
     request: SaveRequest | None = None
     reason: str = ""
+    opened: bool = False
+    """A trainer is staging into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

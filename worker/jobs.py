@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
-from asyncckpt.memory.slot import PAGE_NBYTES
+from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN
 from asyncckpt.protocol.request import decode_request
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
@@ -61,12 +61,14 @@ class Jobs:
     # ---- in the scheduler's threads
 
     def _read_slot(self, number: int) -> ev.SlotRead:
+        opened = False
         try:
             with self._slots.use(number) as memory:
+                opened = memory.control.state == STATE_OPEN
                 generation, data = memory.control.read_request()
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
         except Exception as error:
-            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error))
+            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
         return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
 
     def _free(self, number: int) -> ev.SlotFreed:

@@ -144,10 +144,15 @@ class Lending:
             slot.reading = True
             self._t.actions.append(ReadSlot(slot=slot.number))
 
-    def read_all_lent(self) -> None:
-        """Look into every slot: for the snapshots that are sealed while their doorbells are still under way."""
+    def read_all_lent(self) -> bool:
+        """Look into every slot: for the snapshots that are sealed while their doorbells are still under way.
+
+        Returns:
+            Whether there is any to look into.
+        """
         for slot in self._t.slots.values():
             self._read(slot)
+        return any(s.reading for s in self._t.slots.values())
 
     # ---- saves in slots ---------------------------------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ class Lending:
         if before is not None and before.phase in IN_FLIGHT:
             text = f"slot {m.slot} still holds save {slot.key[0] if slot.key else ''}, which has not ended"
             return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
-        if self._t.draining:
+        if self._t.now >= self._t.begins_until:
             return self.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
@@ -205,7 +210,7 @@ class Lending:
         slot = self._t.slots.get(event.slot)
         if slot is None or not slot.reading:
             return
-        slot.reading = False
+        slot.reading, slot.opened = False, event.opened
         request = event.request
         if request is not None and event.generation > slot.taken:
             taken = self._saves.take_up(slot, event.generation, request)

@@ -73,6 +73,9 @@ class Slot:
     key: SaveKey | None = None
     """The save that used it last."""
 
+    opened: bool = False
+    """When it was read last, a trainer was staging into it."""
+
     postponed: bool = False
     """It did not fit into memory while others were being freed: it is tried again when they are."""
 
@@ -145,6 +148,9 @@ class Tables:
 
     now: float = 0.0
     draining: bool = False
+    begins_until: float = float("inf")
+    """When a drain stops to let known sessions begin saves: one may be copying already, its Begin under way."""
+
     actions: list[Action] = field(default_factory=list)
     sessions: dict[str, Session] = field(default_factory=dict)
     peers: dict[Peer, str] = field(default_factory=dict)

@@ -850,6 +850,44 @@ def test_drain_finishes_what_is_in_flight(bench: Bench) -> None:
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
     assert not bench.of(ac.Exit)
     bench.feed(ev.Published, save_id=FIRST)
+    assert bench.of(ac.ReadSlot) and not bench.of(ac.Exit), "one more look"
+    bench.feed(ev.SlotRead, slot=1, generation=1, request=REQUEST)
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
+
+
+def test_drain_looks_once_more_before_the_exit(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="EMPTY")
+    assert bench.of(ac.ReadSlot) and not bench.of(ac.Exit)
+    bench.read(slot)
+    assert bench.phase() == "submitted" and not bench.of(ac.Exit)
+
+
+def test_drain_lets_a_known_session_begin_within_the_grace(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
+    bench.now = 9.0
+    bench.feed(ev.Tick)
+    assert not bench.of(ac.Exit) and not bench.of(ac.ReadSlot), "a trainer is copying, its Begin is under way"
+    assert isinstance(bench.begin(slot), m.Ok)
+    bench.now = 18.0
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert not bench.of(ac.Exit) and bench.brain.wakes_at == 19.0
+    bench.submit(slot)
+    bench.read(slot)
+    assert bench.phase() == "writing" and not bench.of(ac.Exit)
+
+
+def test_drain_with_a_slot_that_stays_open_ends_after_the_grace(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
+    assert bench.brain.wakes_at == CONFIG.staging_grace_s
+    bench.now = CONFIG.staging_grace_s
+    bench.feed(ev.Tick)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
     assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
@@ -872,6 +910,7 @@ def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
     assert not bench.of(ac.Exit) and bench.brain.wakes_at == CONFIG.staging_grace_s
     bench.now = CONFIG.staging_grace_s
     bench.feed(ev.Tick)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
     assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
@@ -897,6 +936,7 @@ def test_draining_worker_refuses_sessions_slots_and_saves(bench: Bench) -> None:
     bench.feed(ev.StopRequested)
     assert code(bench.hello(b"q", "2" * 16)) == "worker_unavailable"
     assert code(bench.say(m.Allocate, nbytes=12288, populate=False)) == "worker_unavailable"
+    bench.now = CONFIG.staging_grace_s
     assert code(bench.begin(second, SECOND)) == "worker_unavailable"
 
 
