@@ -183,8 +183,10 @@ class Lending:
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
         self._saves.supersede(slot, m.save_id)
-        self._saves.begin(session, m)
+        error = self._saves.begin(session, m)
         slot.key = (m.save_id, session.rank)
+        if error is not None:
+            return self.refuse(session.peer, m.id, from_wire(error))
         return self.send(session.peer, Ok(id=m.id))
 
     def submit(self, session: Session, m: Submit) -> None:

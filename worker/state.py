@@ -9,6 +9,7 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
     begun      Withdraw, slot closing and not sealed        -> abandoned
     submitted  Prepared                                     -> writing      Write
     writing    Written                                      -> durable      Commit, once all ranks are durable and agree
+                                                                   and no earlier save of the run is in flight
     durable    Published                                    -> committed
     durable    Published, unknown                           -> unknown
     any of them, on an error of its own or of another rank  -> failed       Remove, once no job writes any more

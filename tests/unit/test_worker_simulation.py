@@ -90,6 +90,7 @@ class World:
         self.withdrawn: set[str] = set()
         self.injected: set[str] = set()
         self.commits: set[str] = set()
+        self.paths: set[str] = set()
         self.rejected: set[str] = set()
         self.removed: set[str] = set()
         self.exit: ac.Exit | None = None
@@ -150,6 +151,14 @@ class World:
         assert all((action.save_id, r) in self.sealed for r in range(world_size)), "committed what nobody sealed"
         assert len({(r.path, r.step, r.world_size) for r in action.requests}) == 1
         assert len(action.results) == world_size
+        saves = self.brain.tables.saves
+        others = [s for s in saves.values() if s.outcome is None and s.save_id != action.save_id]
+        rivals = [s.save_id for s in others for e in s.ranks.values() if e.path == action.requests[0].path]
+        assert not rivals, f"{action.save_id} is committed while {rivals} use its path"
+        elders = [s.save_id for s in others if s.save_id[16:] == action.save_id[16:] and s.save_id < action.save_id]
+        since = saves[action.save_id].waiting_since
+        overdue = since is not None and self.now - since >= CONFIG.commit_timeout_s
+        assert overdue or not elders, f"{action.save_id} is committed before {elders}"
 
     def check_slots(self) -> None:
         tables = self.brain.tables
@@ -180,10 +189,13 @@ class World:
                 return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
             case ac.Commit():
                 unknown = self.luck(0.5)
-                if fails:
+                path = job.requests[0].path
+                if fails or path in self.paths:
+                    unknown = unknown and path not in self.paths
                     self.injected.add(job.save_id)
                     return self.feed(ev.Published(now=self.now, save_id=job.save_id, error=ERROR, unknown=unknown))
                 self.commits.add(job.save_id)
+                self.paths.add(path)
                 return self.feed(ev.Published(now=self.now, save_id=job.save_id))
             case ac.FreeSlot():
                 self.memory.pop(job.slot).freed = True
@@ -275,7 +287,8 @@ class World:
         memory.sealed = None
         trainer.pending.add(save_id)
         trainer.holds[number] = save_id
-        path = f"/ckpt/{save_id}"
+        shared = trainer.sequence % 8 == 0  # by all runs, so that some meet at one path
+        path = f"/ckpt/shared-{trainer.sequence % 3}" if shared else f"/ckpt/{save_id}"
         begin = m.Begin(
             id=trainer.id(),
             save_id=save_id,
@@ -388,8 +401,8 @@ class World:
                 everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
                 if everywhere and save_id not in self.injected | self.rejected | self.withdrawn:
                     save = self.brain.tables.saves.get(save_id)
-                    timed_out = save is not None and "commit_timeout" in str(save.error)
-                    assert save_id in self.commits or timed_out, f"{save_id} was staged and is lost: {save}"
+                    excused = save is not None and any(c in str(save.error) for c in ("commit_timeout", "path_in_use"))
+                    assert save_id in self.commits or excused, f"{save_id} was staged and is lost: {save}"
 
 
 SCHEDULES = 60

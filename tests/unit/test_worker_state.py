@@ -644,6 +644,109 @@ def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
 
 
+# ---- order
+
+LARGE, SMALL = FIRST, SECOND
+
+
+@pytest.fixture
+def durable_small(bench: Bench) -> Bench:
+    """A large save is being written in slot 1, a small one after it is durable in slot 2."""
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first, LARGE)
+    bench.begin(second, SMALL, path="/ckpt/b")
+    bench.feed(ev.Prepared, key=(SMALL, 0))
+    bench.submit(second, SMALL)
+    bench.read(second, SMALL, path="/ckpt/b")
+    bench.feed(ev.Written, key=(SMALL, 0), result="small")
+    assert bench.phase(SMALL) == "durable" and not bench.of(ac.Commit)
+    return bench
+
+
+def test_small_save_commits_after_the_large_one_before_it(durable_small: Bench) -> None:
+    bench = durable_small
+    bench.feed(ev.Written, key=(LARGE, 0), result="large")
+    assert [c.save_id for c in bench.of(ac.Commit)] == [LARGE]
+    bench.feed(ev.Published, save_id=LARGE)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
+
+
+def test_save_that_fails_lets_the_ones_after_it_go(durable_small: Bench) -> None:
+    bench = durable_small
+    bench.feed(ev.Written, key=(LARGE, 0), error=ERROR)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
+
+
+def test_save_that_never_ends_holds_the_next_one_until_its_deadline(durable_small: Bench) -> None:
+    bench = durable_small
+    bench.now = CONFIG.commit_timeout_s
+    bench.feed(ev.Tick)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL] and bench.phase(LARGE) == "writing"
+    bench.feed(ev.Published, save_id=SMALL)
+    assert bench.phase(SMALL) == "committed"
+
+
+def test_saves_of_other_runs_wait_for_nobody(durable_small: Bench) -> None:
+    bench, other = durable_small, "000002-00000009-bbbbbbbbbbbb"
+    bench.hello(b"q", "2" * 16)
+    third = bench.slot(b"q")
+    bench.begin(third, other, peer=b"q", path="/ckpt/c")
+    bench.feed(ev.Prepared, key=(other, 0))
+    bench.submit(third, other, peer=b"q")
+    bench.read(third, other, path="/ckpt/c")
+    bench.feed(ev.Written, key=(other, 0), result="r")
+    assert [c.save_id for c in bench.of(ac.Commit)] == [other]
+
+
+def test_save_that_is_only_begun_holds_the_next_one_while_its_session_lives(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.begin(first, LARGE, path="/ckpt/b")
+    bench.feed(ev.Prepared, key=(LARGE, 0))
+    bench.at_writing(second, SMALL)
+    bench.feed(ev.Written, key=(SMALL, 0), result="r")
+    assert not bench.of(ac.Commit)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read(second, SMALL)
+    bench.feed(ev.SlotRead, slot=first, reason="OPEN")
+    assert bench.phase(LARGE) == "abandoned" and [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
+
+
+@pytest.mark.parametrize("sealed_first", [False, True])
+def test_second_save_to_a_path_in_flight_is_refused(bench: Bench, sealed_first: bool) -> None:
+    first, second = bench.slot(), bench.slot()
+    if sealed_first:
+        bench.at_writing(first)
+    else:
+        bench.begin(first)
+    reply = bench.begin(second, SECOND)
+    assert reply.error["fields"]["code"] == "path_in_use" and not bench.of(ac.Prepare)
+    assert bench.row(SECOND)["error"] == reply.error and bench.phase() == ("writing" if sealed_first else "begun")
+    bench.submit(second, SECOND)
+    bench.read(second, SECOND)
+    assert bench.phase(SECOND) == "failed" and not bench.of(ac.Prepare), "sealed all the same, it is not taken up"
+
+
+def test_sealed_slot_to_a_path_in_flight_fails_too(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read(second, SECOND)
+    error = bench.brain.tables.saves[SECOND].error
+    assert error is not None and error["fields"]["code"] == "path_in_use" and bench.phase() == "writing"
+
+
+def test_path_is_free_again_when_its_save_has_ended(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert isinstance(bench.begin(slot, SECOND, generation=2), m.Ok)
+
+
+def test_ranks_of_one_save_share_its_path(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    assert isinstance(bench.begin(first), m.Ok) and isinstance(bench.begin(second, peer=b"q"), m.Ok)
+
+
 # ---- death
 
 
