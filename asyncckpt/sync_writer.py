@@ -19,6 +19,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.handle import SaveReport
 from asyncckpt.lineage import Lineage
+from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.parts import CheckpointWriter
 from asyncckpt.planning.leaves import encode_leaves
@@ -117,6 +118,7 @@ class SyncWriter(CheckpointWriter):
             )
         if self._memory is None or self._memory.nbytes < wanted:
             self._drop()
+            check_memory(wanted, 0)
             try:
                 self._memory = Memory(-1, wanted)
             except OSError as error:

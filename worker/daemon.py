@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
+from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
@@ -27,7 +28,6 @@ from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
-from asyncckpt_worker.preflight import check_memory
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.server import Server
 from asyncckpt_worker.slots import SlotStore

@@ -9,6 +9,7 @@ import pathlib
 import pytest
 
 from asyncckpt.errors import ConfigError, InsufficientMemoryError, SaveFailedError
+from asyncckpt.memory import headroom
 from asyncckpt.storage.files import Files
 from asyncckpt_worker import preflight
 from asyncckpt_worker.config import WorkerConfig
@@ -33,7 +34,7 @@ V2 = {"job/memory.max": "1000\n", "job/memory.current": "700\n", "job/memory.sta
 
 def test_cgroup_v2_limit_counts_reclaimable_cache_as_free(tmp_path: pathlib.Path) -> None:
     root = tree(tmp_path, V2)
-    assert preflight.cgroup_limit(root, membership(tmp_path, "0::/job\n")) == (1000, 500)
+    assert headroom.cgroup_limit(root, membership(tmp_path, "0::/job\n")) == (1000, 500)
 
 
 def test_cgroup_limit_of_a_parent_counts_when_it_is_tighter(tmp_path: pathlib.Path) -> None:
@@ -43,7 +44,7 @@ def test_cgroup_limit_of_a_parent_counts_when_it_is_tighter(tmp_path: pathlib.Pa
         "job/step/memory.stat": "inactive_file 0\n",
     }
     root = tree(tmp_path, {**V2, **inner})
-    assert preflight.cgroup_limit(root, membership(tmp_path, "0::/job/step\n")) == (1000, 500)
+    assert headroom.cgroup_limit(root, membership(tmp_path, "0::/job/step\n")) == (1000, 500)
 
 
 def test_cgroup_v1_limit_is_read(tmp_path: pathlib.Path) -> None:
@@ -55,29 +56,29 @@ def test_cgroup_v1_limit_is_read(tmp_path: pathlib.Path) -> None:
         "memory/memory.usage_in_bytes": "1\n",
         "memory/memory.stat": "total_inactive_file 0\n",
     }
-    found = preflight.cgroup_limit(tree(tmp_path, files), membership(tmp_path, "4:cpu,memory:/job\n0::/\n"))
+    found = headroom.cgroup_limit(tree(tmp_path, files), membership(tmp_path, "4:cpu,memory:/job\n0::/\n"))
     assert found == (4096, 904)
 
 
 @pytest.mark.parametrize("text", ["", "0::/nowhere\n", "garbage\n"])
 def test_no_cgroup_limit_is_none(tmp_path: pathlib.Path, text: str) -> None:
-    assert preflight.cgroup_limit(str(tmp_path), membership(tmp_path, text)) == (None, 0)
+    assert headroom.cgroup_limit(str(tmp_path), membership(tmp_path, text)) == (None, 0)
 
 
 def test_slot_beyond_the_cgroup_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "cgroup_limit", lambda root: (1 << 30, (1 << 30) - preflight.RESERVE_NBYTES - 4096))
-    preflight.check_memory(4096, 0)
+    monkeypatch.setattr(headroom, "cgroup_limit", lambda root: (1 << 30, (1 << 30) - headroom.RESERVE_NBYTES - 4096))
+    headroom.check_memory(4096, 0)
     with pytest.raises(InsufficientMemoryError) as caught:
-        preflight.check_memory(4097, 0)
+        headroom.check_memory(4097, 0)
     assert (caught.value.nbytes, caught.value.available, caught.value.limit) == (4097, 4096, 1 << 30)  # type: ignore[attr-defined]
 
 
 def test_promised_memory_that_has_no_pages_yet_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = preflight.RESERVE_NBYTES + (1 << 20)
-    monkeypatch.setattr(preflight, "cgroup_limit", lambda root: (limit, 0))
+    limit = headroom.RESERVE_NBYTES + (1 << 20)
+    monkeypatch.setattr(headroom, "cgroup_limit", lambda root: (limit, 0))
     with pytest.raises(InsufficientMemoryError):
-        preflight.check_memory(4096, 1 << 20)
-    preflight.check_memory(4096, 0)
+        headroom.check_memory(4096, 1 << 20)
+    headroom.check_memory(4096, 0)
 
 
 @pytest.mark.parametrize(
