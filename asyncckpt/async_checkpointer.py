@@ -245,7 +245,7 @@ class AsyncCheckpointer(Checkpointer):
     def _in_callback(self) -> bool:
         return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
 
-    def leave(self, timeout_s: float = EXIT_WAIT_S) -> None:
+    def leave(self, timeout_s: float = EXIT_WAIT_S, *, at_exit: bool = False) -> None:
         """End without waiting for writes: by an exception, or at interpreter exit. What is staged is safe.
 
         Blocks at most `timeout_s`. Twice is fine; does nothing in a forked child.
@@ -256,8 +256,9 @@ class AsyncCheckpointer(Checkpointer):
         deadline = time.monotonic() + timeout_s
         if isinstance(self._process, WorkerProcess):
             self._process.flush(timeout_s / 2)
-            self._process.close(max(0.0, deadline - time.monotonic()))
-        self._close_parts()
+            self._process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)
+        if not (at_exit and isinstance(self._process, WorkerProcess)):
+            self._close_parts()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and hasattr(self, "_tracker") and os.getpid() == self._owner_pid:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
@@ -49,7 +50,7 @@ class WorkerProcess(CheckpointProcess):
             endpoint,
             named=named,
             config=config,
-            hello=greeting(rank.rank, rank.world_size, package),
+            greet=partial(greeting, rank.rank, rank.world_size, package),
             pending=self._asked_for,
             on_rows=self._on_rows,
             on_lost=self._on_lost,
@@ -214,22 +215,29 @@ class WorkerProcess(CheckpointProcess):
 
     # -- the end
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S, *, at_exit: bool = False) -> None:
         """Say goodbye, end the session, unmap the slots. Saves that are pending are left to the worker.
 
         Blocks: at most `timeout_s`, in all; a connection in the making is given up.
+
+        Args:
+            timeout_s: See above.
+            at_exit: The interpreter ends: nobody can wait for the futures any more, and their callbacks, which may
+                block, are not run.
         """
         if self._connection.close(timeout_s):
-            self._end()
+            self._end(complete=not at_exit)
 
     def abandon(self) -> None:
         """As `close`, from a destructor: waits for nothing; the session's thread says goodbye and frees everything."""
         if self._connection.abandon(self._end):
             self._end()
 
-    def _end(self) -> None:
-        self._pending.close(CheckpointerClosedError("the checkpointer was closed; the worker goes on with this save"))
+    def _end(self, *, complete: bool = True) -> None:
         self.pool.close()
+        if complete:
+            text = "the checkpointer was closed; the worker goes on with this save"
+            self._pending.close(CheckpointerClosedError(text))
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds."""

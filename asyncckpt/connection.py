@@ -37,7 +37,8 @@ class Connection:
         endpoint: `ipc://...`.
         named: The user named the endpoint.
         config: For the timeouts.
-        hello, pending, on_rows, on_lost: As `Session` has them.
+        greet: From the name of the session that is replaced, or "", to what builds a Hello.
+        pending, on_rows, on_lost: As `Session` has them.
     """
 
     def __init__(
@@ -46,18 +47,19 @@ class Connection:
         *,
         named: bool,
         config: CheckpointerConfig,
-        hello: Callable[[int, str], messages.Hello],
+        greet: Callable[[str], Callable[[int, str], messages.Hello]],
         pending: Callable[[], Sequence[str]],
         on_rows: Callable[[Rows], None],
         on_lost: Callable[[WorkerUnavailableError], None],
     ) -> None:
         self.endpoint = endpoint
         self.session: Session | None = None
-        self._named, self._config, self._hello = named, config, hello
+        self._named, self._config, self._greet = named, config, greet
         self._pending, self._on_rows, self._report_loss = pending, on_rows, on_lost
         self._opening = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._opening_session: Session | None = None
         self._connecting: threading.Thread | None = None
+        self._last_name = ""
         self._had_session = self._unreachable = self._closed = False
 
     def connect(self, *, start: bool = True) -> Session:
@@ -78,7 +80,7 @@ class Connection:
                 session.close()
             session = Session(
                 self.endpoint,
-                hello=self._hello,
+                hello=self._greet(self._last_name),
                 worker_timeout_s=self._config.worker_timeout_s,
                 pending=self._pending,
                 on_rows=self._on_rows,
@@ -98,6 +100,7 @@ class Connection:
             finally:
                 self._opening_session = None
             self.session, self._had_session, self._unreachable = session, True, False
+            self._last_name = session.name
             return session
 
     def _check_open(self) -> None:

@@ -18,7 +18,7 @@ _log = logging.getLogger("asyncckpt")
 class Ending(Protocol):
     """What is remembered here."""
 
-    def leave(self, timeout_s: float) -> None:
+    def leave(self, timeout_s: float, *, at_exit: bool) -> None:
         """Called at interpreter exit; may take `timeout_s`."""
 
     def close_inherited_fds(self) -> None:
@@ -42,7 +42,7 @@ def _at_exit() -> None:
     deadline = time.monotonic() + EXIT_WAIT_S
     for checkpointer in list(_living):
         try:
-            checkpointer.leave(max(0.1, deadline - time.monotonic()))
+            checkpointer.leave(max(0.1, deadline - time.monotonic()), at_exit=True)
         except Exception:
             _log.exception("a checkpointer did not end in order")
 

@@ -55,7 +55,7 @@ class CreateSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSlot:
-    """Unmap and close: nobody reads or writes this slot any more."""
+    """Unmap and close: nobody reads or writes this slot any more. Job; answered by SlotFreed."""
 
     slot: int
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.records import RankSave, Save, Slot
+
+
+def other_world(save: Save | None, request: SaveRequest) -> str:
+    """Return how a sealed request names another world than its save, if that is known, has; "" when it does not."""
+    if save is None or save.world_size == request.world_size:
+        return ""
+    return f"rank {request.rank} of {request.world_size} saves under an id that {save.world_size} ranks use"
 
 
 def disagreement(save: Save, entry: RankSave, slot: Slot) -> str:

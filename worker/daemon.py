@@ -17,13 +17,14 @@ from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
-from asyncckpt.protocol.messages import PROTOCOL_VERSION, StatusReport
+from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
+from asyncckpt_worker.blame import concerned
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.jobs import Jobs
+from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.preflight import check_memory
@@ -112,20 +113,12 @@ class Daemon:
         self._server.poll([self._scheduler.fd, *self._liveness.fds()], self._wait_s())
         # Messages before deaths: what a trainer said with its last breath makes better error messages.
         for peer, message in self._server.receive():
-            self._received(ev.Received(now=time.monotonic(), peer=peer, message=message))
+            self._handle(ev.Received(now=time.monotonic(), peer=peer, message=message))
         for result in self._scheduler.results():
             self._handle(result)
         for session in self._liveness.dead():
             self._handle(ev.Died(now=time.monotonic(), session=session))
         self._handle(ev.Tick(now=time.monotonic()))
-
-    def _received(self, event: ev.Received) -> None:
-        """As `_handle`; a bug that one message brings to light must not cost every trainer its worker."""
-        try:
-            self._handle(event)
-        except Exception:
-            self.metrics.count("internal_errors")
-            logs.write("error", f"our own bug, at a message {event.message.name}", exc_info=True)
 
     def _wait_s(self) -> float:
         waits = [MAX_WAIT_S, self._liveness.poll_s or MAX_WAIT_S]
@@ -134,13 +127,43 @@ class Daemon:
         return max(0.0, min(waits))
 
     def _handle(self, event: ev.Event) -> None:
-        """Let the brain decide and perform what it says; answers that come at once are further events."""
+        """Let the brain decide and perform what it says; answers that come at once are further events.
+
+        IMPORTANT: nothing is raised. A bug that one event brings to light must not cost every trainer its snapshots.
+        """
         todo = deque([event])
         while todo:
-            for action in self.brain.handle(todo.popleft()):
-                answer = self._perform(action)
+            current = todo.popleft()
+            try:
+                actions = self.brain.handle(current)
+            except Exception as error:
+                actions = []
+                todo.extend(self._failed_at(current, error))
+            for action in actions:
+                try:
+                    answer = self._perform(action)
+                except Exception as error:
+                    self._bug(type(action).__name__, error)
+                    answer = gave_up(action, error)
                 if answer is not None:
                     todo.append(answer)
+
+    def _failed_at(self, event: ev.Event, error: Exception) -> list[ev.Event]:
+        """Log a bug of the brain's, answer whoever waits, and return the end of the save that is concerned."""
+        self._bug(type(event).__name__, error)
+        if isinstance(event, ev.StopRequested) and event.immediately:
+            self._exit = ac.Exit(complete=False, reason="an internal error")
+        if isinstance(event, ev.Received):
+            refused = SaveFailedError(f"the worker failed: {error!r}; see its log", code="internal", detail=repr(error))
+            self._server.send(event.peer, Refused(id=getattr(event.message, "id", 0), error=to_wire(refused)))
+        save_id = concerned(event, self.brain.tables.slots)
+        if save_id is None or isinstance(event, ev.Broken):
+            return []
+        return [ev.Broken(now=time.monotonic(), save_id=save_id, reason=f"a bug in the worker, {error!r}: see its log")]
+
+    def _bug(self, where: str, error: Exception) -> None:
+        self.metrics.count("internal_errors")
+        logs.write("error", f"our own bug, at {where}: {error!r}", exc_info=True)
 
     def close(self) -> bool:
         """Close everything; later calls do nothing.
@@ -176,8 +199,6 @@ class Daemon:
                 self._liveness.unwatch(action.session)
             case ac.CreateSlot():
                 return self._create_slot(action)
-            case ac.FreeSlot():
-                self._slots.free(action.slot)
             case ac.Exit():
                 self._exit = action
             case _:
@@ -191,7 +212,7 @@ class Daemon:
 
     def _create_slot(self, action: ac.CreateSlot) -> ev.SlotCreated:
         try:
-            check_memory(action.nbytes, self._slots.fds())
+            check_memory(action.nbytes, self._slots.promised_nbytes())
             memory = self._slots.create(action.slot, action.nbytes)
         except (AsyncCkptError, OSError, SlotError) as error:
             wrapped = error if isinstance(error, AsyncCkptError) else _slot_refused(error, action.nbytes)

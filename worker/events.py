@@ -57,6 +57,14 @@ class SlotCreated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlotFreed:
+    """The answer to FreeSlot: its memory is the system's again."""
+
+    now: float
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRead:
     """The answer to ReadSlot: the sealed request and its generation, or the reason why there is none."""
 
@@ -65,6 +73,8 @@ class SlotRead:
     generation: int = -1
     request: SaveRequest | None = None
     reason: str = ""
+    opened: bool = False
+    """A trainer is staging into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +136,15 @@ class StopRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """Our own code failed at an event or action of this save: it ends, and nothing else does."""
+
+    now: float
+    save_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -137,6 +156,7 @@ Event = (
     | Watched
     | Died
     | SlotCreated
+    | SlotFreed
     | SlotRead
     | Prepared
     | Written
@@ -144,5 +164,6 @@ Event = (
     | Removed
     | LineageScanned
     | StopRequested
+    | Broken
     | Tick
 )

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.errors import CommitUnknownError, to_wire
-from asyncckpt.memory.slot import PAGE_NBYTES
+from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
+from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN
 from asyncckpt.protocol.request import decode_request
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
@@ -16,6 +16,9 @@ from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.writer import Writer
+
+FREE_TIMEOUT_S = 10.0
+"""How long a slot that is being freed may still be populated. Chosen: far above one piece of POPULATE_NBYTES."""
 
 
 class Jobs:
@@ -36,6 +39,8 @@ class Jobs:
         match action:
             case ac.ReadSlot():
                 self._scheduler.submit("memory", lambda: self._read_slot(action.slot))
+            case ac.FreeSlot():
+                self._scheduler.submit("free", lambda: self._free(action.slot))
             case ac.Prepare():
                 self._scheduler.submit("prepare", lambda: self._prepare(action))
             case ac.Write():
@@ -56,13 +61,23 @@ class Jobs:
     # ---- in the scheduler's threads
 
     def _read_slot(self, number: int) -> ev.SlotRead:
+        opened = False
         try:
             with self._slots.use(number) as memory:
+                opened = memory.control.state == STATE_OPEN
                 generation, data = memory.control.read_request()
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
         except Exception as error:
-            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error))
+            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
         return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
+
+    def _free(self, number: int) -> ev.SlotFreed:
+        error = _error_of(lambda: self._slots.free(number))
+        if error is not None:
+            logs.write("error", f"slot {number} was not freed: {error!r}")
+        else:
+            self._slots.wait_freed(number, FREE_TIMEOUT_S)  # populating may have been under way, and closes it
+        return ev.SlotFreed(now=time.monotonic(), slot=number)
 
     def _populate(self, number: int) -> None:
         try:
@@ -107,6 +122,31 @@ class Jobs:
         except BaseException as error:
             return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, error=to_wire(error))
         return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, epoch=epoch)
+
+
+def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
+    """Return what the brain hears of a job that could not be begun: nobody else would ever answer for it."""
+    now, wire = time.monotonic(), to_wire(SaveFailedError(f"the worker failed: {error!r}", code="internal"))
+    match action:
+        case ac.ReadSlot():
+            return ev.SlotRead(now=now, slot=action.slot, reason=f"the worker failed: {error!r}")
+        case ac.FreeSlot():
+            return ev.SlotFreed(now=now, slot=action.slot)
+        case ac.CreateSlot():
+            return ev.SlotCreated(now=now, slot=action.slot, error=wire)
+        case ac.Prepare():
+            return ev.Prepared(now=now, key=action.key, error=wire)
+        case ac.Write():
+            return ev.Written(now=now, key=action.key, error=wire)
+        case ac.Commit():
+            return ev.Published(now=now, save_id=action.save_id, error=wire)
+        case ac.Remove():
+            return ev.Removed(now=now, save_id=action.save_id)
+        case ac.ScanLineage():
+            return ev.LineageScanned(now=now, peer=action.peer, id=action.id, error=wire)
+        case ac.Watch():
+            return ev.Watched(now=now, session=action.session, alive=False)
+    return None
 
 
 def _error_of(call: Callable[[], None]) -> BaseException | None:

@@ -7,7 +7,15 @@ was lost is taken up.
 
 from __future__ import annotations
 
-from asyncckpt.errors import AsyncCkptError, ProtocolError, UnknownSaveError, WorkerUnavailableError, from_wire, to_wire
+from asyncckpt.errors import (
+    AsyncCkptError,
+    InsufficientMemoryError,
+    ProtocolError,
+    UnknownSaveError,
+    WorkerUnavailableError,
+    from_wire,
+    to_wire,
+)
 from asyncckpt.protocol.lifecycle import BEGUN, IN_FLIGHT
 from asyncckpt.protocol.messages import Allocate, Begin, Granted, Message, Ok, Refused, Release, Submit
 from asyncckpt_worker.actions import CreateSlot, FreeSlot, ReadSlot, Send
@@ -50,10 +58,13 @@ class Lending:
         elif len(session.slots) >= MAX_SLOTS_PER_SESSION:
             text = f"a session has at most {MAX_SLOTS_PER_SESSION} slots; release one"
             self.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
+        elif self._t.jobs >= MAX_JOBS:
+            self.refuse(session.peer, m.id, busy())
         else:
             number = self._t.next_slot
             self._t.next_slot += 1
-            self._t.slots[number] = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id)
+            slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id, populate=m.populate)
+            self._t.slots[number] = slot
             session.slots.add(number)
             for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
                 del session.granted[old]
@@ -66,11 +77,14 @@ class Lending:
         if slot is None or slot.fd >= 0:
             return
         session = self._t.sessions.get(slot.session)
+        if event.error is not None and event.error.get("code") == InsufficientMemoryError.wire_code and self._freeing():
+            slot.postponed = True
+            return
         if event.error is not None:
             del self._t.slots[slot.number]
             if session is not None:
                 session.slots.discard(slot.number)
-                del session.granted[slot.allocate_id]
+                session.granted.pop(slot.allocate_id, None)
                 self.refuse(session.peer, slot.allocate_id, from_wire(event.error))
             return
         slot.fd, slot.token = event.fd, event.token
@@ -79,6 +93,22 @@ class Lending:
             self._t.log(
                 "debug", "slot lent", session=session.name, count="slots_lent", slot=slot.number, nbytes=slot.nbytes
             )
+
+    def _freeing(self) -> bool:
+        """Whether memory is about to come back."""
+        return bool(self._t.freeing) or any(s.closing and s.reading for s in self._t.slots.values())
+
+    def create_what_was_postponed(self) -> None:
+        """Try again what did not fit, once everything that was being freed is."""
+        postponed = [s for s in self._t.slots.values() if s.postponed]
+        if not postponed or self._freeing():
+            return
+        for slot in postponed:
+            slot.postponed = False
+            if slot.closing:
+                del self._t.slots[slot.number]
+            else:
+                self._t.actions.append(CreateSlot(slot=slot.number, nbytes=slot.nbytes, populate=slot.populate))
 
     def _grant(self, session: Session, slot: Slot) -> None:
         self.send(
@@ -114,10 +144,15 @@ class Lending:
             slot.reading = True
             self._t.actions.append(ReadSlot(slot=slot.number))
 
-    def read_all_lent(self) -> None:
-        """Look into every slot: for the snapshots that are sealed while their doorbells are still under way."""
+    def read_all_lent(self) -> bool:
+        """Look into every slot: for the snapshots that are sealed while their doorbells are still under way.
+
+        Returns:
+            Whether there is any to look into.
+        """
         for slot in self._t.slots.values():
             self._read(slot)
+        return any(s.reading for s in self._t.slots.values())
 
     # ---- saves in slots ---------------------------------------------------------------------------------------------
 
@@ -143,13 +178,15 @@ class Lending:
         if before is not None and before.phase in IN_FLIGHT:
             text = f"slot {m.slot} still holds save {slot.key[0] if slot.key else ''}, which has not ended"
             return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
-        if self._t.draining:
+        if self._t.now >= self._t.begins_until:
             return self.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
         self._saves.supersede(slot, m.save_id)
-        self._saves.begin(session, m)
+        error = self._saves.begin(session, m)
         slot.key = (m.save_id, session.rank)
+        if error is not None:
+            return self.refuse(session.peer, m.id, from_wire(error))
         return self.send(session.peer, Ok(id=m.id))
 
     def submit(self, session: Session, m: Submit) -> None:
@@ -175,7 +212,7 @@ class Lending:
         slot = self._t.slots.get(event.slot)
         if slot is None or not slot.reading:
             return
-        slot.reading = False
+        slot.reading, slot.opened = False, event.opened
         request = event.request
         if request is not None and event.generation > slot.taken:
             taken = self._saves.take_up(slot, event.generation, request)
@@ -185,7 +222,11 @@ class Lending:
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
-                self.send(w.peer, Ok(id=w.id))
+                if self._t.entry((w.save_id, slot.rank)) is not None:
+                    self.send(w.peer, Ok(id=w.id))
+                else:
+                    text = f"save {w.save_id} is one of another rank or world than this session's"
+                    self.refuse(w.peer, w.id, ProtocolError(text, detail="disagree"))
             elif slot.read_again:
                 slot.waiters.append(w)
             else:
@@ -207,6 +248,7 @@ class Lending:
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.fd >= 0 and not in_flight and not slot.writes:
                 del self._t.slots[slot.number]
+                self._t.freeing.add(slot.number)
                 self._t.actions.append(FreeSlot(slot=slot.number))
                 self._t.log("debug", "slot freed", session=slot.session, count="slots_freed", slot=slot.number)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import psutil
 
@@ -19,18 +19,17 @@ _UNLIMITED = 1 << 60
 """cgroup v1 writes its largest page-aligned number where there is no limit."""
 
 
-def check_memory(nbytes: int, slots: Iterable[tuple[int, int]], *, cgroup_root: str = "/sys/fs/cgroup") -> None:
+def check_memory(nbytes: int, promised: int, *, cgroup_root: str = "/sys/fs/cgroup") -> None:
     """Prove that a slot of `nbytes` fits into free memory and into the cgroup's limit.
 
     Args:
         nbytes: Size of the new slot.
-        slots: (fd, size) of the slots there are: what they were promised and have not used yet is not free.
+        promised: Bytes that other slots were promised and have not used yet: they are not free.
         cgroup_root: Where the cgroup file system is mounted.
 
     Raises:
         InsufficientMemoryError: It does not fit.
     """
-    promised = sum(max(0, size - os.fstat(fd).st_blocks * 512) for fd, size in slots)
     available = int(psutil.virtual_memory().available)
     limit, used = cgroup_limit(cgroup_root)
     if limit is not None:

@@ -73,6 +73,14 @@ class Slot:
     key: SaveKey | None = None
     """The save that used it last."""
 
+    opened: bool = False
+    """When it was read last, a trainer was staging into it."""
+
+    postponed: bool = False
+    """It did not fit into memory while others were being freed: it is tried again when they are."""
+
+    populate: bool = False
+
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
 
@@ -140,10 +148,16 @@ class Tables:
 
     now: float = 0.0
     draining: bool = False
+    begins_until: float = float("inf")
+    """When a drain stops to let known sessions begin saves: one may be copying already, its Begin under way."""
+
     actions: list[Action] = field(default_factory=list)
     sessions: dict[str, Session] = field(default_factory=dict)
     peers: dict[Peer, str] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
+    freeing: set[int] = field(default_factory=set)
+    """Slots that nobody has any more and whose memory is not back yet."""
+
     saves: dict[str, Save] = field(default_factory=dict)
     changed: dict[SaveKey, None] = field(default_factory=dict)
     """Ranks whose phase became durable or ended in this event, in order."""
@@ -170,7 +184,7 @@ class Tables:
     @property
     def jobs(self) -> int:
         """How many jobs are outstanding."""
-        jobs = self.lineage_scans + sum(s.reading for s in self.slots.values())
+        jobs = self.lineage_scans + len(self.freeing) + sum(s.reading for s in self.slots.values())
         for save in self.saves.values():
             jobs += save.committing + save.removing + sum(r.writing + r.preparing for r in save.ranks.values())
         return jobs

@@ -19,9 +19,11 @@ from asyncckpt.protocol.lifecycle import (
 )
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.actions import Commit, Prepare, Remove, Write
-from asyncckpt_worker.agreement import disagreement
-from asyncckpt_worker.events import Prepared, Published, Removed, Wire, Written
+from asyncckpt_worker.actions import Commit, Remove, Write
+from asyncckpt_worker.agreement import disagreement, other_world
+from asyncckpt_worker.entries import entry_of_begin, entry_of_request, prepare_of
+from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
+from asyncckpt_worker.order import has_elder, rival
 from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
 from asyncckpt_worker.verdicts import failed, timed_out
 
@@ -38,24 +40,20 @@ class SaveBook:
 
     # ---- how a save comes to be -------------------------------------------------------------------------------------
 
-    def begin(self, session: Session, message: Begin) -> None:
-        """Add the entry of a rank that stages. The caller has checked slot and generation."""
+    def begin(self, session: Session, message: Begin) -> Wire | None:
+        """Add the entry of a rank that stages. The caller has checked slot and generation.
+
+        Returns:
+            Why the save has failed at once, or None.
+        """
         save = self._open(message.save_id, session.world_size)
-        entry = RankSave(
-            rank=session.rank,
-            session=session.name,
-            slot=message.slot,
-            generation=message.generation,
-            path=message.path,
-            step=message.step,
-            nbytes=message.nbytes,
-            umask=message.umask,
-            begun_at=self._t.now,
-        )
+        entry = entry_of_begin(session, message, self._t.now)
         self._add(save, entry)
+        error = self._refuse_rival(save, entry)
         if not entry.ended:
             self._prepare(save, entry, fsync=True)
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
+        return error
 
     def take_up(self, slot: Slot, generation: int, request: SaveRequest) -> bool:
         """Take a sealed snapshot over: from here its slot is in flight until the save has ended.
@@ -64,21 +62,17 @@ class SaveBook:
             Whether it was new.
         """
         slot.taken = max(slot.taken, generation)
+        problem = other_world(self._t.saves.get(request.save_id), request)
+        if problem:
+            # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
+            self._break(self._t.saves[request.save_id], problem, slot.session)
+            return False
         save = self._open(request.save_id, request.world_size)
         entry = save.ranks.get(request.rank)
         if entry is None:
-            entry = RankSave(
-                rank=request.rank,
-                session=slot.session,
-                slot=slot.number,
-                generation=generation,
-                path=request.path,
-                step=request.step,
-                nbytes=sum(p.nbytes for p in request.parts),
-                umask=request.umask,
-                begun_at=self._t.now,
-            )
+            entry = entry_of_request(slot, generation, request, self._t.now)
             self._add(save, entry)
+            self._refuse_rival(save, entry)
         if entry.session != slot.session:
             text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
             self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
@@ -101,6 +95,11 @@ class SaveBook:
 
     def withdraw(self, session: Session, save_id: str, reason: str) -> None:
         """End a save that will not be sealed; one that was never heard of is remembered as abandoned."""
+        known = self._t.saves.get(save_id)
+        if known is not None and known.world_size != session.world_size:
+            text = f"a session of {session.world_size} ranks withdrew a save of {known.world_size}; that was ignored"
+            self._t.log("error", text, save_id=save_id, session=session.name, count="protocol_errors")
+            return
         save = self._open(save_id, session.world_size)
         entry = save.ranks.get(session.rank)
         if entry is None:
@@ -118,6 +117,26 @@ class SaveBook:
     def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
         """End a save because one of its ranks will never seal it."""
         self.end(save, ABANDONED, failed(save, entry, code, detail))
+
+    def _refuse_rival(self, save: Save, entry: RankSave) -> Wire | None:
+        """Fail a save to a path that an earlier one still uses: which of the two wins must not be chance."""
+        other = None if entry.ended else rival(entry.path, save.save_id, self._t.saves)
+        if other is None:
+            return None
+        error = failed(save, entry, "path_in_use", f"save {other.save_id} to the same path has not ended")
+        self.end(save, FAILED, error)
+        return error
+
+    def _break(self, save: Save, problem: str, session: str) -> None:
+        """End a save that a rank contradicts, unless it is too late for that."""
+        self._t.log("error", problem, save_id=save.save_id, session=session, count="protocol_errors")
+        self.broken(Broken(now=self._t.now, save_id=save.save_id, reason=problem), "disagree")
+
+    def broken(self, event: Broken, code: str = "internal") -> None:
+        """End the save at which our own code failed; one that is being committed ends with its commit."""
+        save = self._t.saves.get(event.save_id)
+        if save is not None and save.outcome is None and not save.committing:
+            self.end(save, FAILED, failed(save, next(iter(save.ranks.values())), code, event.reason))
 
     def _open(self, save_id: str, world_size: int) -> Save:
         save = self._t.saves.get(save_id)
@@ -182,6 +201,7 @@ class SaveBook:
         entry = save.ranks[min(save.ranks)]
         facts = {**event.report, "step": entry.step, "path": entry.path}
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
+        self._commit_next()
 
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
@@ -194,7 +214,7 @@ class SaveBook:
             since = save.waiting_since
             if save.outcome is not None or save.committing or since is None:
                 continue
-            if self._t.now - since >= self._commit_timeout_s:
+            if self._t.now - since >= self._commit_timeout_s and not self._commit_when_complete(save):
                 self.end(save, FAILED, timed_out(save, self._commit_timeout_s))
 
     # ---- how it ends ------------------------------------------------------------------------------------------------
@@ -213,21 +233,13 @@ class SaveBook:
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
         self._clean_up(save)
+        self._commit_next()
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def _prepare(self, save: Save, entry: RankSave, *, fsync: bool) -> None:
         entry.preparing = True
-        self._t.actions.append(
-            Prepare(
-                key=(save.save_id, entry.rank),
-                path=entry.path,
-                step=entry.step,
-                nbytes=entry.nbytes,
-                umask=entry.umask,
-                fsync=fsync,
-            )
-        )
+        self._t.actions.append(prepare_of(save.save_id, entry, fsync=fsync))
 
     def _write(self, save: Save, entry: RankSave) -> None:
         assert entry.request is not None
@@ -237,18 +249,33 @@ class SaveBook:
         self._t.slots[entry.slot].writes.add(key)
         self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request))
 
-    def _commit_when_complete(self, save: Save) -> None:
+    def _commit_next(self) -> None:
+        """A save has ended: commit those that were held back for it."""
+        for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
+            if save.outcome is None and not save.committing and save.waiting_since is not None:
+                self._commit_when_complete(save)
+
+    def _commit_when_complete(self, save: Save) -> bool:
+        """Commit when every rank is durable, and no earlier save of the run is in flight or the time is up.
+
+        Returns:
+            Whether it is committing now.
+        """
         # IMPORTANT: every rank of the world, each durable: a manifest that names one that is not would list a torn
         # checkpoint.
         entries = [save.ranks[r] for r in sorted(save.ranks)]
         if len(entries) != save.world_size or any(e.phase != DURABLE for e in entries):
-            return
+            return False
+        overdue = save.waiting_since is not None and self._t.now - save.waiting_since >= self._commit_timeout_s
+        if has_elder(save, self._t.saves) and not overdue:
+            return False
         requests = tuple(e.request for e in entries if e.request is not None)
         assert len(requests) == save.world_size
         save.committing = True
         self._t.actions.append(
             Commit(save_id=save.save_id, requests=requests, results=tuple(e.result for e in entries))
         )
+        return True
 
     def _clean_up(self, save: Save) -> None:
         """Remove what durable ranks of a failed save have left, once nobody writes to it any more."""

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 from asyncckpt_worker.events import Event
 
-LANES: dict[str, int] = {"memory": 1, "populate": 1, "prepare": 4, "write": 4, "commit": 4}
-"""Lane -> threads. `write`: saves that are written at the same time, each by at least two threads more."""
+LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1, "prepare": 4, "write": 4, "commit": 4}
+"""Lane -> threads. `free` has its own: to unmap a large slot takes seconds, and reading a dead trainer's must not wait.
+`write`: saves that are written at the same time, each by at least two threads more."""
 
 MAX_QUEUED = 8192
 """Jobs that wait in one lane: more than `records.MAX_JOBS`, so that the brain refuses before a queue is full."""
@@ -47,14 +48,20 @@ class Scheduler:
 
         Raises:
             queue.Full: Our own bug: the brain bounds the jobs.
+            RuntimeError: The lane has no thread, and the system gives none.
         """
         with self._lock:
-            self._queues[lane].put_nowait(job)
-            if self._idle[lane] < self._queues[lane].qsize() and len(self._threads[lane]) < LANES[lane]:
+            if self._idle[lane] <= self._queues[lane].qsize() and len(self._threads[lane]) < LANES[lane]:
                 name = f"asyncckpt-{lane}-{len(self._threads[lane])}"
                 thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
-                self._threads[lane].append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread to be had: those that the lane has do the job
+                    if not self._threads[lane]:
+                        raise
+                else:
+                    self._threads[lane].append(thread)
+            self._queues[lane].put_nowait(job)
 
     def post(self, event: Event) -> None:
         """Add a result from any thread, and wake the control loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -29,6 +30,7 @@ class SlotStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
         self._held: dict[int, _Held] = {}
 
     def create(self, number: int, nbytes: int) -> SlotMemory:
@@ -62,7 +64,10 @@ class SlotStore:
             self._leave(number, held)
 
     def free(self, number: int) -> None:
-        """Close slot `number` now, or when its last user leaves; one that is not there is left alone."""
+        """Close slot `number` now, or when its last user leaves; one that is not there is left alone.
+
+        Blocks: for the kernel to take the pages back, about 0.2 s per GiB.
+        """
         with self._lock:
             held = self._held.get(number)
             if held is None or held.doomed:
@@ -80,9 +85,15 @@ class SlotStore:
             self._close(number, held)
 
     def _close(self, number: int, held: _Held) -> None:
+        held.memory.close()
         with self._lock:
             del self._held[number]
-        held.memory.close()
+            self._freed.notify_all()
+
+    def wait_freed(self, number: int, timeout_s: float) -> None:
+        """Wait until slot `number` is closed, by its last user maybe; at most `timeout_s`."""
+        with self._freed:
+            self._freed.wait_for(lambda: number not in self._held, timeout_s)
 
     def populate(self, number: int) -> None:
         """Fault all pages in, piece by piece; ends early when the slot is freed.
@@ -100,10 +111,17 @@ class SlotStore:
                 return
             offset += POPULATE_NBYTES
 
-    def fds(self) -> list[tuple[int, int]]:
-        """Return (fd, size in bytes) of every slot, for the count of what is promised but has no pages yet."""
+    def promised_nbytes(self) -> int:
+        """Return how much was promised to slots and has no pages yet. One that is being freed is promised no more."""
+        # IMPORTANT: under the lock: the fd of a slot that is doomed may be closed, or another file's, at any time.
         with self._lock:
-            return [(h.memory.fd, h.memory.nbytes) for h in self._held.values()]
+            held = [h.memory for h in self._held.values() if not h.doomed]
+            return sum(max(0, memory.nbytes - os.fstat(memory.fd).st_blocks * 512) for memory in held)
+
+    def __len__(self) -> int:
+        """How many there are, those that are being freed included."""
+        with self._lock:
+            return len(self._held)
 
     def close(self) -> None:
         """Free every slot; those in use close when their users leave."""

@@ -9,6 +9,7 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
     begun      Withdraw, slot closing and not sealed        -> abandoned
     submitted  Prepared                                     -> writing      Write
     writing    Written                                      -> durable      Commit, once all ranks are durable and agree
+                                                                   and no earlier save of the run is in flight
     durable    Published                                    -> committed
     durable    Published, unknown                           -> unknown
     any of them, on an error of its own or of another rank  -> failed       Remove, once no job writes any more
@@ -52,6 +53,7 @@ from asyncckpt.protocol.messages import (
 )
 from asyncckpt_worker.actions import Action, Exit, ScanLineage, SendStatus
 from asyncckpt_worker.events import (
+    Broken,
     Died,
     Event,
     LineageScanned,
@@ -60,6 +62,7 @@ from asyncckpt_worker.events import (
     Received,
     Removed,
     SlotCreated,
+    SlotFreed,
     SlotRead,
     StopRequested,
     Tick,
@@ -100,6 +103,7 @@ class Brain:
         self._idle_since: float | None = now
         self._drain_deadline: float | None = None
         self._grace_deadline = now
+        self._looked_again = False
         self._exiting = False
 
     def handle(self, event: Event) -> list[Action]:
@@ -108,6 +112,7 @@ class Brain:
         t.now = max(t.now, event.now)
         self._dispatch(event)
         self._lending.free_what_is_over()
+        self._lending.create_what_was_postponed()
         self._push_changes()
         t.forget_old_saves()
         self._consider_exit()
@@ -134,6 +139,8 @@ class Brain:
                 self._sessions.died(event)
             case SlotCreated():
                 self._lending.created(event)
+            case SlotFreed():
+                self.tables.freeing.discard(event.slot)
             case SlotRead():
                 self._lending.slot_read(event)
             case Prepared():
@@ -148,6 +155,8 @@ class Brain:
                 self._lineage_scanned(event)
             case StopRequested():
                 self._drain(event.immediately, "asked to stop")
+            case Broken():
+                self._saves.broken(event)
             case Tick():
                 self._saves.tick()
 
@@ -219,12 +228,12 @@ class Brain:
 
     def _push_changes(self) -> None:
         t = self.tables
-        for key in t.changed:
+        changed, t.changed = t.changed, {}
+        for key in changed:
             save, entry = t.saves[key[0]], t.saves[key[0]].ranks[key[1]]
             session = t.sessions.get(entry.session)
             if session is not None and session.hello is None:
                 self._lending.send(session.peer, Saves(id=0, saves=(row_of(save, entry),)))
-        t.changed.clear()
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -233,7 +242,7 @@ class Brain:
         if self._drain_deadline is None:
             t.draining = True
             self._drain_deadline = t.now + self._config.drain_timeout_s
-            self._grace_deadline = min(self._drain_deadline, t.now + self._config.staging_grace_s)
+            t.begins_until = self._grace_deadline = min(self._drain_deadline, t.now + self._config.staging_grace_s)
             t.log(
                 "info", f"draining: {why}", sessions=len(t.sessions), saves=sum(s.unfinished for s in t.saves.values())
             )
@@ -250,8 +259,13 @@ class Brain:
         idle = not t.sessions and not unfinished and not reading and not t.lineage_scans
         self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
-            staging = t.now < self._grace_deadline and any(e.phase == BEGUN for _, e in t.entries())
-            if not unfinished and not reading and not staging:
+            working = bool(unfinished) or self._staging(self._drain_deadline)
+            at_rest = not working and not reading
+            self._looked_again = self._looked_again and not working
+            if at_rest and not self._looked_again and t.now < self._drain_deadline and self._lending.read_all_lent():
+                # IMPORTANT: what was sealed since the first look, its doorbell still under way, must not be lost.
+                self._looked_again = True
+            elif at_rest:
                 self._exit(True, "drained")
             elif t.now >= self._drain_deadline:
                 text = f"{len(unfinished)} saves are unfinished and will not be committed"
@@ -259,6 +273,16 @@ class Brain:
                 self._exit(not unfinished, "drain timeout")
         elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
             self._exit(True, "idle")
+
+    def _staging(self, drain_deadline: float) -> bool:
+        """Whether a drain waits for a trainer that copies: each save gets the grace from its own begin."""
+        t = self.tables
+        begun = [e.begun_at for _, e in t.entries() if e.phase == BEGUN]
+        for begun_at in begun:
+            until = min(drain_deadline, begun_at + self._config.staging_grace_s)
+            self._grace_deadline = max(self._grace_deadline, until)
+        opened = t.now < t.begins_until and any(s.opened and not s.closing for s in t.slots.values())
+        return opened or (bool(begun) and t.now < self._grace_deadline)
 
     def _exit(self, complete: bool, reason: str) -> None:
         self._exiting = True

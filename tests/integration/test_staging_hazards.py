@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_worker import DEADLINE_S, RealWorker
+from real_worker import DEADLINE_S, RealWorker, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -120,9 +120,9 @@ def test_a_trainer_that_was_stopped_keeps_its_worker(shared_worker: RealWorker, 
     program = """
         import sys, torch, asyncckpt
         endpoint, directory = sys.argv[1:]
-        with asyncckpt.AsyncCheckpointer(endpoint=endpoint, worker_timeout_s=1.0) as checkpointer:
+        with asyncckpt.AsyncCheckpointer(endpoint=endpoint, worker_timeout_s=3.0) as checkpointer:
             name = checkpointer._process._connection.session.name
-            for n in range(3):
+            for n in range(2):
                 print("ready", flush=True)
                 sys.stdin.readline()
                 checkpointer.save({"x": torch.ones(3)}, f"{directory}/{n}").written.result(30)
@@ -137,15 +137,29 @@ def test_a_trainer_that_was_stopped_keeps_its_worker(shared_worker: RealWorker, 
     )
     with trainer:
         assert trainer.stdin is not None and trainer.stdout is not None and trainer.stderr is not None
-        for _ in range(3):
+        for _ in range(2):
             assert trainer.stdout.readline() == "ready\n", trainer.stderr.read()
             trainer.send_signal(signal.SIGSTOP)
-            threading.Event().wait(2.0)  # longer than worker_timeout_s: that is the case
+            threading.Event().wait(4.0)  # longer than worker_timeout_s: that is the case
             trainer.send_signal(signal.SIGCONT)
             trainer.stdin.write("\n")
             trainer.stdin.flush()
         _, said = trainer.communicate(timeout=60)
         assert trainer.returncode == 0, said
+
+
+def test_a_worker_that_was_given_up_and_woke_keeps_no_session_of_before(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    with AsyncCheckpointer(endpoint=worker.endpoint, worker_timeout_s=1.0) as checkpointer:
+        for n in range(3):
+            saved(checkpointer, tmp_path / f"{n}-before")
+            with worker.frozen():
+                handle = checkpointer.save(STATE, tmp_path / f"{n}-frozen")
+                assert handle.written.exception(DEADLINE_S) is not None
+        saved(checkpointer, tmp_path / "after")
+        wait_until(lambda: len(worker.status()["sessions"]) == 1, "the sessions that were given up have ended")
+        wait_until(lambda: len(worker.status()["slots"]) == 1, "and their slots are freed")
 
 
 def test_a_worker_on_its_way_out_holds_the_first_save_up_no_longer_than_it_takes(

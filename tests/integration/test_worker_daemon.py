@@ -302,7 +302,58 @@ def test_populated_slot_that_is_freed_at_once_stops_populating(endpoint: str) ->
             client.call(m.Release(id=client.next_id(), slot=slot.number))
             slot.memory.close()
             client.slots.remove(slot)
-        eventually(lambda: not worker.daemon._slots.fds())
+        eventually(lambda: not len(worker.daemon._slots))
+
+
+@pytest.mark.parametrize("method", ["prepared", "written", "take_up", "begin"])
+def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
+
+        def bug(*args: Any) -> None:
+            monkeypatch.undo()
+            raise AssertionError("made up")
+
+        monkeypatch.setattr(worker.daemon.brain._saves, method, bug)
+        try:
+            assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]
+        except SaveFailedError as error:
+            assert error.code == "internal"  # type: ignore[attr-defined]
+        assert client.save(slot, snapshot, str(tmp_path / "b"))["phase"] == "committed"
+        assert status(client)["counters"]["internal_errors"] == 1
+
+
+def test_job_that_cannot_be_begun_fails_its_save(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
+        real = worker.daemon._scheduler.submit
+
+        def submit(lane: str, job: Any) -> None:
+            if lane == "write":
+                monkeypatch.undo()
+                raise RuntimeError("can't start new thread")
+            real(lane, job)
+
+        monkeypatch.setattr(worker.daemon._scheduler, "submit", submit)
+        assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]
+        assert client.save(slot, snapshot, str(tmp_path / "b"))["phase"] == "committed"
+
+
+def test_freeing_a_large_slot_holds_nobody_up(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
+        real = worker.daemon._slots.free
+        monkeypatch.setattr(worker.daemon._slots, "free", lambda number: gate.wait(10) and real(number))
+        large = client.allocate(1 << 20)
+        client.call(m.Release(id=client.next_id(), slot=large.number))
+        assert client.save(slot, snapshot, str(tmp_path / "a"))["phase"] == "committed"
+        assert len(worker.daemon._slots) == 2
+        gate.set()
+        eventually(lambda: len(worker.daemon._slots) == 1)
 
 
 # ---- sessions

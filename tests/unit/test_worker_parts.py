@@ -34,7 +34,7 @@ def store() -> Iterator[SlotStore]:
     store = SlotStore()
     yield store
     store.close()
-    assert not store.fds()
+    assert not len(store)
 
 
 def test_slot_in_use_is_closed_by_its_last_user(store: SlotStore) -> None:
@@ -45,7 +45,7 @@ def test_slot_in_use_is_closed_by_its_last_user(store: SlotStore) -> None:
         memory.mapping.view()[5000] = 1
         with pytest.raises(SlotError, match="gone"), store.use(1):
             pass
-    assert memory.mapping.closed and not store.fds()
+    assert memory.mapping.closed and not len(store)
 
 
 def test_slot_is_freed_once_and_unknown_ones_are_left_alone(store: SlotStore) -> None:
@@ -55,6 +55,19 @@ def test_slot_is_freed_once_and_unknown_ones_are_left_alone(store: SlotStore) ->
     store.free(99)
     with pytest.raises(SlotError), store.use(99):
         pass
+
+
+def test_promised_is_what_has_no_pages_yet_and_nothing_of_the_doomed(store: SlotStore) -> None:
+    memory = store.create(1, 1 << 20)
+    store.create(2, 1 << 21)
+    before = store.promised_nbytes()
+    memory.mapping.view()[:] = bytes(1 << 20)
+    assert before - store.promised_nbytes() >= (1 << 20) - 8192
+    with store.use(2):
+        store.free(2)
+        assert store.promised_nbytes() == 0 and len(store) == 2
+    store.wait_freed(2, 1.0)
+    assert len(store) == 1
 
 
 def test_population_fills_the_slot_and_stops_when_it_is_gone(store: SlotStore) -> None:
@@ -72,7 +85,7 @@ def test_slot_freed_while_it_is_populated_is_closed_without_a_crash(store: SlotS
         thread.start()
         store.free(number)
         thread.join()
-    assert not store.fds()
+    assert not len(store)
 
 
 # ---- jobs

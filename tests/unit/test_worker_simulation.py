@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.lifecycle import ABANDONED, COMMITTED, ENDED, FAILED, IN_FLIGHT
 from asyncckpt.protocol.request import PartRange, SaveRequest
@@ -21,6 +21,7 @@ from asyncckpt_worker import events as ev
 from asyncckpt_worker.state import Brain, BrainConfig
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
+NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
 CONFIG = BrainConfig(
     package="sim",
     pid=1,
@@ -89,6 +90,7 @@ class World:
         self.withdrawn: set[str] = set()
         self.injected: set[str] = set()
         self.commits: set[str] = set()
+        self.paths: set[str] = set()
         self.rejected: set[str] = set()
         self.removed: set[str] = set()
         self.exit: ac.Exit | None = None
@@ -115,13 +117,15 @@ class World:
                 return [ev.Watched(now=self.now, session=action.session, alive=alive)]
             case ac.CreateSlot():
                 if self.luck(self.chaos / 4):
-                    return [ev.SlotCreated(now=self.now, slot=action.slot, error=ERROR)]
+                    error = self.random.choice((ERROR, NO_MEMORY))
+                    return [ev.SlotCreated(now=self.now, slot=action.slot, error=error)]
                 self.memory[action.slot] = Memory()
                 return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.slot, token=b"t" * 16)]
             case ac.FreeSlot():
-                running = [j for j in self.jobs if isinstance(j, (ac.Write, ac.ReadSlot)) and j.slot == action.slot]
+                users = (ac.Write, ac.ReadSlot, ac.FreeSlot)
+                running = [j for j in self.jobs if isinstance(j, users) and j.slot == action.slot]
                 assert not running, f"slot {action.slot} is freed under {running}"
-                self.memory.pop(action.slot).freed = True
+                self.jobs.append(action)
             case ac.Exit():
                 self.exit = action
             case ac.Commit():
@@ -147,6 +151,14 @@ class World:
         assert all((action.save_id, r) in self.sealed for r in range(world_size)), "committed what nobody sealed"
         assert len({(r.path, r.step, r.world_size) for r in action.requests}) == 1
         assert len(action.results) == world_size
+        saves = self.brain.tables.saves
+        others = [s for s in saves.values() if s.outcome is None and s.save_id != action.save_id]
+        rivals = [s.save_id for s in others for e in s.ranks.values() if e.path == action.requests[0].path]
+        assert not rivals, f"{action.save_id} is committed while {rivals} use its path"
+        elders = [s.save_id for s in others if s.save_id[16:] == action.save_id[16:] and s.save_id < action.save_id]
+        since = saves[action.save_id].waiting_since
+        overdue = since is not None and self.now - since >= CONFIG.commit_timeout_s
+        assert overdue or not elders, f"{action.save_id} is committed before {elders}"
 
     def check_slots(self) -> None:
         tables = self.brain.tables
@@ -177,11 +189,17 @@ class World:
                 return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
             case ac.Commit():
                 unknown = self.luck(0.5)
-                if fails:
+                path = job.requests[0].path
+                if fails or path in self.paths:
+                    unknown = unknown and path not in self.paths
                     self.injected.add(job.save_id)
                     return self.feed(ev.Published(now=self.now, save_id=job.save_id, error=ERROR, unknown=unknown))
                 self.commits.add(job.save_id)
+                self.paths.add(path)
                 return self.feed(ev.Published(now=self.now, save_id=job.save_id))
+            case ac.FreeSlot():
+                self.memory.pop(job.slot).freed = True
+                return self.feed(ev.SlotFreed(now=self.now, slot=job.slot))
             case ac.Remove():
                 assert job.save_id not in self.commits, "the files of a committed checkpoint were removed"
                 self.removed.add(job.save_id)
@@ -269,7 +287,8 @@ class World:
         memory.sealed = None
         trainer.pending.add(save_id)
         trainer.holds[number] = save_id
-        path = f"/ckpt/{save_id}"
+        shared = trainer.sequence % 8 == 0  # by all runs, so that some meet at one path
+        path = f"/ckpt/shared-{trainer.sequence % 3}" if shared else f"/ckpt/{save_id}"
         begin = m.Begin(
             id=trainer.id(),
             save_id=save_id,
@@ -382,8 +401,8 @@ class World:
                 everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
                 if everywhere and save_id not in self.injected | self.rejected | self.withdrawn:
                     save = self.brain.tables.saves.get(save_id)
-                    timed_out = save is not None and "commit_timeout" in str(save.error)
-                    assert save_id in self.commits or timed_out, f"{save_id} was staged and is lost: {save}"
+                    excused = save is not None and any(c in str(save.error) for c in ("commit_timeout", "path_in_use"))
+                    assert save_id in self.commits or excused, f"{save_id} was staged and is lost: {save}"
 
 
 SCHEDULES = 60

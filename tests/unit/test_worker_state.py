@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from asyncckpt.errors import CheckpointExistsError, SaveFailedError, to_wire
+from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker import actions as ac
@@ -289,6 +289,33 @@ def test_allocate_without_memory_is_refused_and_may_be_tried_again(bench: Bench)
     assert not bench.brain.tables.slots
     bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
     assert bench.of(ac.CreateSlot)
+
+
+NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
+
+
+def test_slot_that_does_not_fit_while_another_is_freed_waits_for_that(bench: Bench) -> None:
+    old = bench.slot()
+    bench.say(m.Release, slot=old)
+    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
+    (create,) = bench.of(ac.CreateSlot)
+    assert not bench.feed(ev.SlotCreated, slot=create.slot, error=NO_MEMORY)
+    assert bench.feed(ev.SlotRead, slot=old, reason="EMPTY") == [ac.FreeSlot(slot=old)]
+    assert bench.brain.tables.jobs == 1 and bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
+    assert bench.feed(ev.SlotFreed, slot=old) == [create]
+    bench.feed(ev.SlotCreated, slot=create.slot, error=NO_MEMORY)
+    assert code(bench.of(ac.Send)[0].message) == "insufficient_memory", "nothing more will be freed"
+    assert not bench.brain.tables.slots and bench.brain.tables.jobs == 0
+
+
+def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) -> None:
+    old = bench.slot()
+    bench.say(m.Release, slot=old)
+    bench.say(m.Allocate, nbytes=12288, populate=True)
+    bench.feed(ev.SlotCreated, slot=bench.of(ac.CreateSlot)[0].slot, error=NO_MEMORY)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.feed(ev.SlotRead, slot=old, reason="EMPTY")
+    assert not bench.feed(ev.SlotFreed, slot=old) and not bench.brain.tables.slots
 
 
 def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
@@ -617,6 +644,109 @@ def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
 
 
+# ---- order
+
+LARGE, SMALL = FIRST, SECOND
+
+
+@pytest.fixture
+def durable_small(bench: Bench) -> Bench:
+    """A large save is being written in slot 1, a small one after it is durable in slot 2."""
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first, LARGE)
+    bench.begin(second, SMALL, path="/ckpt/b")
+    bench.feed(ev.Prepared, key=(SMALL, 0))
+    bench.submit(second, SMALL)
+    bench.read(second, SMALL, path="/ckpt/b")
+    bench.feed(ev.Written, key=(SMALL, 0), result="small")
+    assert bench.phase(SMALL) == "durable" and not bench.of(ac.Commit)
+    return bench
+
+
+def test_small_save_commits_after_the_large_one_before_it(durable_small: Bench) -> None:
+    bench = durable_small
+    bench.feed(ev.Written, key=(LARGE, 0), result="large")
+    assert [c.save_id for c in bench.of(ac.Commit)] == [LARGE]
+    bench.feed(ev.Published, save_id=LARGE)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
+
+
+def test_save_that_fails_lets_the_ones_after_it_go(durable_small: Bench) -> None:
+    bench = durable_small
+    bench.feed(ev.Written, key=(LARGE, 0), error=ERROR)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
+
+
+def test_save_that_never_ends_holds_the_next_one_until_its_deadline(durable_small: Bench) -> None:
+    bench = durable_small
+    bench.now = CONFIG.commit_timeout_s
+    bench.feed(ev.Tick)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL] and bench.phase(LARGE) == "writing"
+    bench.feed(ev.Published, save_id=SMALL)
+    assert bench.phase(SMALL) == "committed"
+
+
+def test_saves_of_other_runs_wait_for_nobody(durable_small: Bench) -> None:
+    bench, other = durable_small, "000002-00000009-bbbbbbbbbbbb"
+    bench.hello(b"q", "2" * 16)
+    third = bench.slot(b"q")
+    bench.begin(third, other, peer=b"q", path="/ckpt/c")
+    bench.feed(ev.Prepared, key=(other, 0))
+    bench.submit(third, other, peer=b"q")
+    bench.read(third, other, path="/ckpt/c")
+    bench.feed(ev.Written, key=(other, 0), result="r")
+    assert [c.save_id for c in bench.of(ac.Commit)] == [other]
+
+
+def test_save_that_is_only_begun_holds_the_next_one_while_its_session_lives(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.begin(first, LARGE, path="/ckpt/b")
+    bench.feed(ev.Prepared, key=(LARGE, 0))
+    bench.at_writing(second, SMALL)
+    bench.feed(ev.Written, key=(SMALL, 0), result="r")
+    assert not bench.of(ac.Commit)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read(second, SMALL)
+    bench.feed(ev.SlotRead, slot=first, reason="OPEN")
+    assert bench.phase(LARGE) == "abandoned" and [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
+
+
+@pytest.mark.parametrize("sealed_first", [False, True])
+def test_second_save_to_a_path_in_flight_is_refused(bench: Bench, sealed_first: bool) -> None:
+    first, second = bench.slot(), bench.slot()
+    if sealed_first:
+        bench.at_writing(first)
+    else:
+        bench.begin(first)
+    reply = bench.begin(second, SECOND)
+    assert reply.error["fields"]["code"] == "path_in_use" and not bench.of(ac.Prepare)
+    assert bench.row(SECOND)["error"] == reply.error and bench.phase() == ("writing" if sealed_first else "begun")
+    bench.submit(second, SECOND)
+    bench.read(second, SECOND)
+    assert bench.phase(SECOND) == "failed" and not bench.of(ac.Prepare), "sealed all the same, it is not taken up"
+
+
+def test_sealed_slot_to_a_path_in_flight_fails_too(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read(second, SECOND)
+    error = bench.brain.tables.saves[SECOND].error
+    assert error is not None and error["fields"]["code"] == "path_in_use" and bench.phase() == "writing"
+
+
+def test_path_is_free_again_when_its_save_has_ended(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert isinstance(bench.begin(slot, SECOND, generation=2), m.Ok)
+
+
+def test_ranks_of_one_save_share_its_path(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    assert isinstance(bench.begin(first), m.Ok) and isinstance(bench.begin(second, peer=b"q"), m.Ok)
+
+
 # ---- death
 
 
@@ -750,6 +880,43 @@ def test_ranks_that_disagree_never_commit(pair: tuple[Bench, int, int]) -> None:
     assert bench.brain.tables.saves[FIRST].outcome == "failed"
 
 
+@pytest.mark.parametrize("moment", ["begun", "writing", "committing", "committed"])
+def test_rank_of_another_world_never_spoils_a_commit(moment: str) -> None:
+    bench = Bench()
+    bench.hello()
+    bench.hello(b"q", "2" * 16, 1, 2)
+    first, second = bench.slot(), bench.slot(b"q")
+    if moment == "begun":
+        bench.begin(first)
+    else:
+        bench.at_writing(first)
+    if moment in ("committing", "committed"):
+        bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    if moment == "committed":
+        bench.feed(ev.Published, save_id=FIRST)
+    before = bench.phase()
+    bench.submit(second, peer=b"q")
+    bench.read(second, rank=1, world_size=2)
+    assert code(next(a.message for a in bench.of(ac.Send) if a.peer == b"q")) == "protocol"
+    assert bench.phase(rank=1) is None
+    assert bench.phase() == (before if moment.startswith("commit") else "failed")
+    bench.say(m.Withdraw, b"q", save_id=FIRST, reason="")
+    assert bench.phase(rank=1) is None
+    if moment == "committing":
+        bench.feed(ev.Published, save_id=FIRST)
+        assert bench.phase() == "committed"
+
+
+def test_bug_ends_the_save_that_it_met(bench: Bench) -> None:
+    first, second = bench.slot(), bench.slot()
+    bench.at_writing(first)
+    bench.begin(second, SECOND, path="/ckpt/b")
+    bench.feed(ev.Broken, save_id=FIRST, reason="AssertionError()")
+    assert bench.row()["error"]["fields"]["code"] == "internal" and bench.phase(SECOND) == "begun"
+    bench.feed(ev.Broken, save_id=FIRST, reason="again")
+    bench.feed(ev.Broken, save_id="000009-00000000-aaaaaaaaaaaa", reason="of nobody")
+
+
 def test_missing_rank_ends_in_a_commit_timeout(pair: tuple[Bench, int, int]) -> None:
     bench, first, _ = pair
     bench.at_writing(first)
@@ -786,6 +953,44 @@ def test_drain_finishes_what_is_in_flight(bench: Bench) -> None:
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
     assert not bench.of(ac.Exit)
     bench.feed(ev.Published, save_id=FIRST)
+    assert bench.of(ac.ReadSlot) and not bench.of(ac.Exit), "one more look"
+    bench.feed(ev.SlotRead, slot=1, generation=1, request=REQUEST)
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
+
+
+def test_drain_looks_once_more_before_the_exit(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="EMPTY")
+    assert bench.of(ac.ReadSlot) and not bench.of(ac.Exit)
+    bench.read(slot)
+    assert bench.phase() == "submitted" and not bench.of(ac.Exit)
+
+
+def test_drain_lets_a_known_session_begin_within_the_grace(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
+    bench.now = 9.0
+    bench.feed(ev.Tick)
+    assert not bench.of(ac.Exit) and not bench.of(ac.ReadSlot), "a trainer is copying, its Begin is under way"
+    assert isinstance(bench.begin(slot), m.Ok)
+    bench.now = 18.0
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert not bench.of(ac.Exit) and bench.brain.wakes_at == 19.0
+    bench.submit(slot)
+    bench.read(slot)
+    assert bench.phase() == "writing" and not bench.of(ac.Exit)
+
+
+def test_drain_with_a_slot_that_stays_open_ends_after_the_grace(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.feed(ev.StopRequested)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
+    assert bench.brain.wakes_at == CONFIG.staging_grace_s
+    bench.now = CONFIG.staging_grace_s
+    bench.feed(ev.Tick)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
     assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
@@ -808,6 +1013,7 @@ def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
     assert not bench.of(ac.Exit) and bench.brain.wakes_at == CONFIG.staging_grace_s
     bench.now = CONFIG.staging_grace_s
     bench.feed(ev.Tick)
+    bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
     assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
@@ -833,6 +1039,7 @@ def test_draining_worker_refuses_sessions_slots_and_saves(bench: Bench) -> None:
     bench.feed(ev.StopRequested)
     assert code(bench.hello(b"q", "2" * 16)) == "worker_unavailable"
     assert code(bench.say(m.Allocate, nbytes=12288, populate=False)) == "worker_unavailable"
+    bench.now = CONFIG.staging_grace_s
     assert code(bench.begin(second, SECOND)) == "worker_unavailable"
 
 

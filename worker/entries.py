@@ -1,0 +1,50 @@
+"""How a rank's part in a save begins: by its Begin, or by a sealed slot whose Begin never came."""
+
+from __future__ import annotations
+
+from asyncckpt.protocol.messages import Begin
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.actions import Prepare
+from asyncckpt_worker.records import RankSave, Session, Slot
+
+
+def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
+    """Return the entry of a rank that stages."""
+    return RankSave(
+        rank=session.rank,
+        session=session.name,
+        slot=m.slot,
+        generation=m.generation,
+        path=m.path,
+        step=m.step,
+        nbytes=m.nbytes,
+        umask=m.umask,
+        begun_at=now,
+    )
+
+
+def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: float) -> RankSave:
+    """Return the entry of a rank whose sealed slot is the first that is heard of it."""
+    return RankSave(
+        rank=request.rank,
+        session=slot.session,
+        slot=slot.number,
+        generation=generation,
+        path=request.path,
+        step=request.step,
+        nbytes=sum(p.nbytes for p in request.parts),
+        umask=request.umask,
+        begun_at=now,
+    )
+
+
+def prepare_of(save_id: str, entry: RankSave, *, fsync: bool) -> Prepare:
+    """Return the job that makes the entry's directory."""
+    return Prepare(
+        key=(save_id, entry.rank),
+        path=entry.path,
+        step=entry.step,
+        nbytes=entry.nbytes,
+        umask=entry.umask,
+        fsync=fsync,
+    )
