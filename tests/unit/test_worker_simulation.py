@@ -287,8 +287,8 @@ class World:
         memory.sealed = None
         trainer.pending.add(save_id)
         trainer.holds[number] = save_id
-        shared = trainer.sequence % 8 == 0  # by all runs, so that some meet at one path
-        path = f"/ckpt/shared-{trainer.sequence % 3}" if shared else f"/ckpt/{save_id}"
+        shared = trainer.sequence % 2 == 0  # by all runs, so that some meet at one path
+        path = f"/ckpt/shared-{trainer.sequence}" if shared else f"/ckpt/{save_id}"
         begin = m.Begin(
             id=trainer.id(),
             save_id=save_id,
