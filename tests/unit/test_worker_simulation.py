@@ -205,7 +205,7 @@ class World:
                 self.removed.add(job.save_id)
                 return self.feed(ev.Removed(now=self.now, save_id=job.save_id))
             case ac.ScanLineage():
-                return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, epoch=1))
+                return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, path=job.path, epoch=1))
 
     # ---- the network
 

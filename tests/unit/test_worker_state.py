@@ -637,11 +637,26 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
 
 def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
     assert bench.say(m.Lineage, id=70, path=PATH) is None
-    bench.feed(ev.LineageScanned, peer=b"p", id=70, epoch=4)
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=4)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=4)
     bench.say(m.Lineage, id=71, path=PATH)
-    bench.feed(ev.LineageScanned, peer=b"p", id=71, error=ERROR)
+    bench.feed(ev.LineageScanned, peer=b"p", id=71, path=PATH, error=ERROR)
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
+
+
+def test_lineage_counts_saves_that_no_disk_shows_yet(bench: Bench) -> None:
+    bench.begin(bench.slot(), "000007-00000000-aaaaaaaaaaaa", path="/ckpt/first")
+    for path, epoch in (("/ckpt/b", 8), ("/elsewhere/b", 2)):
+        bench.say(m.Lineage, id=70, path=path)
+        bench.feed(ev.LineageScanned, peer=b"p", id=70, path=path, epoch=2)
+        assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=epoch)
+
+
+def test_lineage_beyond_the_last_epoch_is_refused(bench: Bench) -> None:
+    bench.begin(bench.slot(), "999999-00000000-aaaaaaaaaaaa", path="/ckpt/first")
+    bench.say(m.Lineage, id=70, path=PATH)
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=2)
+    assert bench.of(ac.Send)[0].message.error["fields"]["code"] == "epoch"
 
 
 # ---- order
