@@ -939,6 +939,7 @@ def test_missing_rank_ends_in_a_commit_timeout(pair: tuple[Bench, int, int]) -> 
     bench.now = CONFIG.commit_timeout_s
     bench.feed(ev.Tick)
     assert bench.row()["error"]["code"] == "commit_timeout" and "[1]" in bench.row()["error"]["text"]
+    assert bench.row()["error"]["fields"]["missing_ranks"] == [1]
 
 
 def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Bench, int, int]) -> None:
