@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 
@@ -25,7 +25,13 @@ MESSAGES: tuple[m.Message, ...] = (
     m.LineageFound(id=4, epoch=3),
     m.Ok(id=5),
     m.Refused(id=6, error=to_wire(SaveFailedError("disk full", code="ENOSPC", rank=0))),
-    m.Saves(id=0, saves=({"save_id": SAVE_ID, "phase": "committed", "report": {"nbytes": 7}},)),
+    m.Saves(
+        id=0,
+        saves=(
+            {"save_id": SAVE_ID, "phase": "committed", "report": {"nbytes": 7, "seconds_write": 0.5, "direct": True}},
+            {"save_id": SAVE_ID, "phase": "failed", "error": to_wire(CommitTimeoutError("late", missing_ranks=[1]))},
+        ),
+    ),
     m.StatusReport(id=10, report={"sessions": [], "draining": False}),
 )
 BODY_END = 1 << 20
