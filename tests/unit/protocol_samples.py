@@ -13,7 +13,9 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Allocate(id=2, nbytes=1 << 30, populate=True),
     m.Release(id=3, slot=1),
     m.Lineage(id=4, path="/runs/a/step-300"),
-    m.Begin(id=5, save_id=SAVE_ID, step=-1, path="/runs/\u00e4", slot=1, generation=1, nbytes=4096, umask=0o022),
+    m.Begin(
+        id=5, save_id=SAVE_ID, step=-1, path="/runs/\u00e4", slot=1, generation=1, nbytes=4096, umask=0o022, fsync=True
+    ),
     m.Submit(id=6, save_id=SAVE_ID, slot=1, generation=1),
     m.Withdraw(id=7, save_id=SAVE_ID, reason="the copy failed"),
     m.Heartbeat(id=8, saves=(SAVE_ID,)),

@@ -298,6 +298,7 @@ class World:
             generation=memory.generation,
             nbytes=1,
             umask=0,
+            fsync=True,
         )
         self.post(peer, trainer.ask(begin))
         fate = self.random.random()

@@ -90,7 +90,7 @@ class Bench:
         return create.slot
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
-        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, **changes}
+        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, **changes}
         return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
 
     def submit(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p") -> Any:
@@ -373,6 +373,12 @@ def test_begin_prepares_the_directory_and_is_acknowledged_at_once(bench: Bench) 
     assert isinstance(bench.begin(bench.slot()), m.Ok)
     (prepare,) = bench.of(ac.Prepare)
     assert (prepare.path, prepare.umask, prepare.step) == (PATH, 0o22, 5)
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_directory_is_flushed_only_when_the_save_is(bench: Bench, fsync: bool) -> None:
+    bench.begin(bench.slot(), fsync=fsync)
+    assert bench.of(ac.Prepare)[0].fsync is fsync
 
 
 def test_repeated_begin_prepares_once(bench: Bench) -> None:
