@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=defaults.threads,
         metavar="N",
-        help="threads that write each save, at least 2 (default: 2; a trainer may ask for more)",
+        help="threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
     )
     add("--log-format", choices=LOG_FORMATS, default=defaults.log_format, help="(default: %(default)s)")
     add("--log-file", metavar="FILE", help="append the log to FILE (default: stderr; with --detach: beside the socket)")

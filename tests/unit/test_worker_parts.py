@@ -17,13 +17,14 @@ from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFail
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.failures import ADVICE
-from asyncckpt_worker import logs
+from asyncckpt.storage.rank_files import DEFAULT_THREADS
+from asyncckpt_worker import cli, logs
 from asyncckpt_worker.events import Tick
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.scheduler import LANES, Scheduler
 from asyncckpt_worker.slots import SlotStore
-from asyncckpt_worker.writer import wrap
+from asyncckpt_worker.writer import MIN_THREADS, wrap
 
 # ---- slots
 
@@ -168,6 +169,11 @@ def test_errors_of_our_tree_keep_their_class_and_learn_the_save() -> None:
 @pytest.mark.parametrize(("error", "code"), [(SlotError("gone"), "slot_reused"), (KeyError("x"), "internal")])
 def test_other_errors_get_a_word_of_ours(error: Exception, code: str) -> None:
     assert wrap(error, "id", 0, 1, "/a").facts()["code"] == code
+
+
+def test_help_names_the_default_number_of_threads() -> None:
+    text = " ".join(cli._parser().format_help().split())
+    assert f"at least {MIN_THREADS} (default: {DEFAULT_THREADS};" in text
 
 
 # ---- log, counters, liveness
