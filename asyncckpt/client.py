@@ -132,6 +132,7 @@ class WorkerProcess(CheckpointProcess):
                 generation=slot.generation,
                 nbytes=nbytes,
                 umask=umask,
+                fsync=self.config.fsync,
             ),
             SUBMIT_TIMEOUT_S,
         )

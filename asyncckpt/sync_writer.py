@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from typing import Any
 
 from asyncckpt import __version__
@@ -31,6 +30,7 @@ from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.record import build_manifest
 
 _log = logging.getLogger("asyncckpt.sync")
 
@@ -149,16 +149,14 @@ class SyncWriter(CheckpointWriter):
         return write_rank_files(job, self._memory.view(), files=self._files, pool=self._pool, check=lambda: None)
 
     def _manifest(self, job: RankJob, result: RankResult, kw: Mapping[str, Any]) -> Manifest:
-        return Manifest(
-            save_id=job.save_id,
+        return build_manifest(
+            job.save_id,
+            [result],
             step=kw["step"],
             world_size=job.world_size,
-            created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             fsync=job.fsync,
-            writer=f"asyncckpt {__version__}",
-            ranks=(result.record,),
-            metadata=json.loads(json.dumps(kw.get("metadata") or {})),
-            timings={name: round(value, 6) for name, value in result.seconds.items()},
+            metadata=json.dumps(kw.get("metadata") or {}),
+            package=__version__,
         )
 
     def _drop(self) -> None:

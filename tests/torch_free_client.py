@@ -218,7 +218,15 @@ class Client:
         slot.memory.control.open(slot.generation)
 
     def begin(
-        self, slot: ClientSlot, save_id: SaveId, path: str, *, step: int = 0, nbytes: int, umask: int = 0o022
+        self,
+        slot: ClientSlot,
+        save_id: SaveId,
+        path: str,
+        *,
+        step: int = 0,
+        nbytes: int,
+        umask: int = 0o022,
+        fsync: bool = True,
     ) -> None:
         """Open the next generation of `slot` and announce the save."""
         self.reopen(slot)
@@ -231,6 +239,7 @@ class Client:
             generation=slot.generation,
             nbytes=nbytes,
             umask=umask,
+            fsync=fsync,
         )
         self.call(message)
 
@@ -242,7 +251,7 @@ class Client:
         self, slot: ClientSlot, snapshot: Snapshot, save_id: SaveId, path: str, *, step: int = 0, **rest: Any
     ) -> None:
         """Begin, fill and seal; the doorbell is left to the caller."""
-        self.begin(slot, save_id, path, step=step, nbytes=snapshot.nbytes)
+        self.begin(slot, save_id, path, step=step, nbytes=snapshot.nbytes, fsync=rest.get("fsync", True))
         snapshot.fill(slot.memory, save_id)
         self.seal(slot, snapshot, save_id, path, step=step, **rest)
 

@@ -73,10 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=defaults.threads,
         metavar="N",
-        help="threads that write each save, at least 2 (default: 2; a trainer may ask for more)",
+        help="threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
     )
     add("--log-format", choices=LOG_FORMATS, default=defaults.log_format, help="(default: %(default)s)")
-    add("--log-file", metavar="FILE", help="append the log to FILE (default: stderr; with --detach: beside the socket)")
+    add(
+        "--log-file",
+        metavar="FILE",
+        help="append the log to FILE (default: stderr; with --detach: beside the socket, 1 MiB and one older file)",
+    )
     add("--detach", action="store_true", help="go into the background, in a session of its own, and return at once")
     add("--version", action="version", version=f"asyncckpt-worker {__version__}")
     return parser
@@ -130,18 +134,27 @@ def _detached(config: WorkerConfig) -> int:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    from asyncckpt_worker.logs import redirect_output
+    from asyncckpt_worker.inheritance import shed
+    from asyncckpt_worker.logs import keep_tail, redirect_output
 
-    redirect_output(config.log_file or f"{path.removesuffix('.sock')}.log")
-    return serve(config, claimed=(path, lock), to_stderr=True)
+    shed()
+    log_file = config.log_file or f"{path.removesuffix('.sock')}.log"
+    keep_tail(log_file)
+    redirect_output(log_file)
+    return serve(config, claimed=(path, lock), own_log=log_file)
 
 
 def _inherited_fds() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
 
 
-def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, to_stderr: bool = False) -> int:
+def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_log: str | None = None) -> int:
     """Serve in this process until drained or idle; changes its priority, umask and signal handlers.
+
+    Args:
+        config: Settings.
+        claimed: What `claim` returned, when the caller has taken the lock already.
+        own_log: The file that stderr goes to already, which nobody but the worker bounds.
 
     Raises:
         EndpointError: The endpoint is taken or unsafe.
@@ -151,9 +164,9 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, to_st
     from asyncckpt_worker.daemon import Daemon
     from asyncckpt_worker.metrics import lower_priority
 
-    if config.log_file is not None and not to_stderr:
+    if config.log_file is not None and own_log is None:
         logs.redirect_output(config.log_file)
-    logs.configure(config.log_format)
+    logs.configure(config.log_format, rotated=own_log)
     os.umask(0)  # the modes of files and directories come from each request
     daemon = Daemon(config, claimed=claimed)
     lower_priority()  # only now: a trainer may be waiting for the start

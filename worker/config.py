@@ -24,7 +24,7 @@ class WorkerConfig:
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
         commit_timeout_s: How long a save waits for its other ranks once one of them is durable.
-        threads: Threads that write; 0 takes two per save that is being written.
+        threads: Threads that write one save, unless it asks for a number; 0 takes `rank_files.DEFAULT_THREADS`.
         heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
         log_format, log_file: "human" or "json"; None writes to stderr.
 

@@ -118,11 +118,12 @@ class Removed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineageScanned:
-    """The answer to ScanLineage."""
+    """The answer to ScanLineage: the epoch by what is on disk."""
 
     now: float
     peer: Peer
     id: int
+    path: str
     epoch: int = 0
     error: Wire | None = None
 

@@ -120,8 +120,10 @@ class Jobs:
         try:
             epoch = self._writer.lineage(action.path)
         except BaseException as error:
-            return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, error=to_wire(error))
-        return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, epoch=epoch)
+            return ev.LineageScanned(
+                now=time.monotonic(), peer=action.peer, id=action.id, path=action.path, error=to_wire(error)
+            )
+        return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, path=action.path, epoch=epoch)
 
 
 def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
@@ -143,7 +145,7 @@ def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
         case ac.Remove():
             return ev.Removed(now=now, save_id=action.save_id)
         case ac.ScanLineage():
-            return ev.LineageScanned(now=now, peer=action.peer, id=action.id, error=wire)
+            return ev.LineageScanned(now=now, peer=action.peer, id=action.id, path=action.path, error=wire)
         case ac.Watch():
             return ev.Watched(now=now, session=action.session, alive=False)
     return None

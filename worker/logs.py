@@ -5,6 +5,7 @@ Everything goes to loggers below `asyncckpt`, never to the root logger.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +14,9 @@ from datetime import datetime, timezone
 from typing import Any, TextIO
 
 LOGGER = "asyncckpt.worker"
+MAX_LOG_NBYTES = 1 << 20
+"""Of a started worker's log file: it lies in a tmpfs as a rule. One older file of that size is kept beside it."""
+
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -61,15 +65,57 @@ def _short(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def configure(log_format: str, stream: TextIO | None = None) -> logging.Handler:
-    """Send the log of `asyncckpt` to `stream`, stderr by default. Returns the handler, for tests to take off again."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+class RotatingHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, which goes to the file `path`; renames a file that is full to `path`.1 and begins another.
+
+    It moves stdout and stderr themselves, so that a crash of the interpreter is in the newest file too.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(sys.stderr)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            if os.fstat(2).st_size >= MAX_LOG_NBYTES:
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self._path, f"{self._path}.1")
+                redirect_output(self._path)
+        super().emit(record)
+
+
+def configure(log_format: str, stream: TextIO | None = None, *, rotated: str | None = None) -> logging.Handler:
+    """Send the log of `asyncckpt` to `stream`, stderr by default.
+
+    Args:
+        log_format: "human" or "json".
+        stream: Where to.
+        rotated: The file that stderr goes to, to be kept small.
+
+    Returns:
+        The handler, for tests to take off again.
+    """
+    handler = RotatingHandler(rotated) if rotated else logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
     logger = logging.getLogger("asyncckpt")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     return handler
+
+
+def keep_tail(path: str) -> None:
+    """Cut a log that earlier workers left to its end, if it is longer than one file may be. Errors change nothing."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            nbytes = os.fstat(fd).st_size
+            if nbytes > MAX_LOG_NBYTES:
+                tail = os.pread(fd, MAX_LOG_NBYTES // 2, nbytes - MAX_LOG_NBYTES // 2)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, tail[tail.find(b"\n") + 1 :], 0)
+        finally:
+            os.close(fd)
 
 
 def redirect_output(path: str) -> None:

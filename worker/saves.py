@@ -51,7 +51,7 @@ class SaveBook:
         self._add(save, entry)
         error = self._refuse_rival(save, entry)
         if not entry.ended:
-            self._prepare(save, entry, fsync=True)
+            self._prepare(save, entry, fsync=message.fsync)
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
         return error
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import UnknownSaveError
+from asyncckpt.errors import SaveFailedError, UnknownSaveError
 from asyncckpt.protocol.lifecycle import BEGUN
 from asyncckpt.protocol.messages import (
     Allocate,
@@ -70,6 +70,7 @@ from asyncckpt_worker.events import (
     Written,
 )
 from asyncckpt_worker.lending import Lending, busy
+from asyncckpt_worker.order import next_epoch
 from asyncckpt_worker.records import MAX_JOBS, Session, Tables, row_of
 from asyncckpt_worker.report import report
 from asyncckpt_worker.saves import SaveBook
@@ -207,9 +208,12 @@ class Brain:
     def _lineage_scanned(self, event: LineageScanned) -> None:
         self.tables.lineage_scans -= 1
         if event.error is not None:
-            self._lending.send(event.peer, Refused(id=event.id, error=event.error))
-        else:
-            self._lending.send(event.peer, LineageFound(id=event.id, epoch=event.epoch))
+            return self._lending.send(event.peer, Refused(id=event.id, error=event.error))
+        try:
+            epoch = next_epoch(event.path, event.epoch, self.tables.saves)
+        except SaveFailedError as error:
+            return self._lending.refuse(event.peer, event.id, error)
+        return self._lending.send(event.peer, LineageFound(id=event.id, epoch=epoch))
 
     def _welcome(self, id: int) -> Welcome:
         c = self._config

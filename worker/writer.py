@@ -5,17 +5,14 @@ It owns the pool of writing threads, and wraps whatever goes wrong into one erro
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
-from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.request import SaveRequest
@@ -24,6 +21,7 @@ from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.record import build_manifest
 from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
@@ -126,37 +124,27 @@ class Writer:
         begun = time.perf_counter()
 
         def run() -> None:
-            timings = {n: max(r.seconds.get(n, 0.0) for r in results) for n in results[0].seconds}
-            manifest = Manifest(
-                save_id=SaveId.parse(request.save_id),
+            manifest = build_manifest(
+                SaveId.parse(request.save_id),
+                results,
                 step=request.step,
                 world_size=request.world_size,
-                created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
                 fsync=all(r.fsync for r in job.requests),
-                writer=f"asyncckpt {__version__}",
-                ranks=tuple(r.record for r in results),
-                metadata=json.loads(request.metadata),
-                timings=timings,
+                metadata=request.metadata,
+                package=__version__,
             )
             publish(request.path, manifest, files=self._files, umask=request.umask)
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun
-        try:
-            removed = remove_leftovers(request.path, SaveId.parse(request.save_id), files=self._files)
-        except OSError as error:  # the checkpoint stands all the same
-            _logger.warning("leftovers stay in %s: %s", request.path, error, extra={"save_id": request.save_id})
-        else:
-            if removed:
-                _logger.info("removed %d leftovers", len(removed), extra={"save_id": request.save_id})
+        removed = remove_leftovers(request.path, SaveId.parse(request.save_id), files=self._files)
+        if removed:
+            _logger.info("removed %d leftovers", len(removed), extra={"save_id": request.save_id})
         return {"seconds_commit": seconds}
 
     def remove(self, save_id: str, path: str) -> None:
         """Remove the files of a save that failed; errors are logged only."""
-        try:
-            remove_files_of(path, SaveId.parse(save_id), files=self._files)
-        except (OSError, AsyncCkptError) as error:
-            _logger.warning("files of a failed save stay in %s: %s", path, error, extra={"save_id": save_id})
+        remove_files_of(path, SaveId.parse(save_id), files=self._files)
 
     def lineage(self, path: str) -> int:
         """Return the epoch of a run whose first checkpoint is at `path`.

@@ -22,7 +22,7 @@ _OWN_FILES = (
 class SaveId(NamedTuple):
     """Which save of which run. Equal on all ranks; later ones of a lineage compare greater.
 
-    `epoch`: one more than the largest among the manifests beside the first path of the run.
+    `epoch`: one more than the largest beside the first path of the run, committed or only begun.
     `sequence`: counts the run's `save()` calls from 0.
     `run_id`: 12 hex digits, random per run, so that files of two attempts never share a name.
     """

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
 
-FIRST_EPOCH = 1
-
 
 def lineage_key(save_id: SaveId) -> tuple[int, int, str]:
     """Return what checkpoints of one root are ordered by: epoch, then sequence; the run id only breaks ties."""
@@ -22,8 +20,3 @@ def lineage_key(save_id: SaveId) -> tuple[int, int, str]:
 def newest(manifests: Iterable[tuple[str, Manifest]]) -> tuple[str, Manifest] | None:
     """Return the (path, manifest) pair that is newest by lineage, or None."""
     return max(manifests, key=lambda pair: lineage_key(pair[1].save_id), default=None)
-
-
-def next_epoch(manifests: Iterable[tuple[str, Manifest]]) -> int:
-    """Return the epoch of a run that starts now: one more than the largest among `manifests`."""
-    return max((m.save_id.epoch + 1 for _, m in manifests), default=FIRST_EPOCH)

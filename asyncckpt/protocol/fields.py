@@ -103,7 +103,7 @@ def save_ids(value: Any) -> bool:
 
 
 def save_rows(value: Any) -> bool:
-    """A list of at most `MAX_TABLE` maps, each with a save id and a phase."""
+    """A list of at most `MAX_TABLE` maps: save id, phase, and where they apply `error` and `report`."""
     return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(_save_row, value))
 
 
@@ -111,4 +111,28 @@ def _save_row(value: Any) -> bool:
     if not mapping(value) or not save_id(value.get("save_id")):
         return False
     phase = value.get("phase")
-    return type(phase) is str and phase in PHASES
+    if type(phase) is not str or phase not in PHASES:
+        return False
+    return ("error" not in value or _error(value["error"])) and ("report" not in value or _report(value["report"]))
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in (int, float, bool, str)
+
+
+def _error(value: Any) -> bool:
+    """What `asyncckpt.errors.to_wire` gives; `fields` may be absent."""
+    if not mapping(value) or type(value.get("code")) is not str or type(value.get("text")) is not str:
+        return False
+    facts = value.get("fields", {})
+    return mapping(facts) and all(
+        all(map(_plain, fact)) if isinstance(fact, (list, tuple)) else _plain(fact) for fact in facts.values()
+    )
+
+
+def _report(value: Any) -> bool:
+    """Plain values; `nbytes` is a size and `seconds_...` are numbers, since a reader computes with them."""
+    return mapping(value) and all(
+        uint(fact) if name == "nbytes" else seconds(fact) if name.startswith("seconds_") else _plain(fact)
+        for name, fact in value.items()
+    )

@@ -104,6 +104,7 @@ class Begin(Message):
     generation: int
     nbytes: int
     umask: int
+    fsync: bool
     name: ClassVar[str] = "begin"
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
@@ -114,6 +115,7 @@ class Begin(Message):
         "generation": check.uint,
         "nbytes": check.uint,
         "umask": check.umask,
+        "fsync": check.flag,
     }
 
 

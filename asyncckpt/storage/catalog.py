@@ -12,12 +12,13 @@ from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    SaveFailedError,
     UnsupportedFormatError,
 )
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, owner_of
-from asyncckpt.format.steps import newest, next_epoch
-from asyncckpt.storage.files import Files, read_small_file
+from asyncckpt.format.names import MANIFEST_NAME, MAX_EPOCH, owner_of
+from asyncckpt.format.steps import newest
+from asyncckpt.storage.files import Files, named, read_small_file
 
 COMMITTED = "committed"
 INCOMPLETE = "incomplete"
@@ -133,19 +134,54 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
 
 
 def next_epoch_beside(path: str, files: Files) -> int:
-    """Return the epoch of a run whose first checkpoint goes to `path`: above every sibling's.
+    """Return the epoch of a run whose first checkpoint goes to `path`: above all that was ever begun beside it.
+
+    Committed or not: a save that was begun and never committed may be finished later, by a worker that lives on, and
+    two runs of one epoch have no order. Manifests that are damaged or too new count by the names of their files.
 
     Raises:
-        OSError: The parent cannot be listed, for another reason than that it does not exist.
+        SaveFailedError: Code `epoch`: there is none left.
+        OSError: The parent, or a directory or manifest in it, cannot be read; names it. What another user keeps closed
+            to this one is passed over: it can be no checkpoint that this user loads.
     """
+    parent = os.path.dirname(path)
     try:
-        found = scan_children(os.path.dirname(path), files)
+        children = sorted(files.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
-        found = []
-    return next_epoch((f.path, f.manifest) for f in found if f.manifest is not None)
+        children = []
+    largest = max((_largest_epoch(os.path.join(parent, name), files) for name in children), default=0)
+    return check_epoch(largest + 1, path)
 
 
-def scan_children(root: str, files: Files) -> list[Found]:
-    """As `scan`, but the children of `root` are looked at even when `root` is a checkpoint itself."""
-    children = (os.path.join(root, name) for name in sorted(files.listdir(root)))
-    return [found for child in children if (found := look(child, files)) is not None]
+def check_epoch(epoch: int, path: str) -> int:
+    """Return `epoch` if a save id can hold it.
+
+    Raises:
+        SaveFailedError: Code `epoch`.
+    """
+    if epoch <= MAX_EPOCH:
+        return epoch
+    detail = f"a checkpoint beside it is of epoch {epoch - 1}, the last that there is"
+    raise SaveFailedError(
+        f"cannot save to {path}: {detail}; save below another directory", code="epoch", path=path, detail=detail
+    )
+
+
+def _largest_epoch(directory: str, files: Files) -> int:
+    """Return the largest epoch that a checkpoint's directory names; 0 when it names none."""
+    try:
+        names = files.listdir(directory)
+        epochs = [owner.epoch for name in names if (owner := owner_of(name)) is not None]
+        if MANIFEST_NAME in names:
+            epochs.append(read_manifest(directory, files).save_id.epoch)
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
+        return 0
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        pass
+    except PermissionError as error:
+        if files.lstat(directory).st_uid == os.geteuid():
+            raise named(error, directory, "looking for the epochs of earlier runs") from error
+        return 0
+    except OSError as error:
+        raise named(error, directory, "looking for the epochs of earlier runs") from error
+    return max(epochs, default=0)

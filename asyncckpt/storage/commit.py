@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CommitUnknownError
 from asyncckpt.format.checksum import file_checksum
@@ -155,8 +155,8 @@ def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
     """
     temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
     try:
-        refuse_existing_other(path, manifest.save_id, files)  # first: the winner of a race removes the loser's files
-        check_rank_files(path, manifest, files=files)
+        with overtaken(path, manifest.save_id, files):
+            check_rank_files(path, manifest, files=files)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(temporary)  # of an earlier try of this very save
         write_new_file(files, temporary, encode_manifest(manifest), mode=MODE_FILE & ~umask, fsync=manifest.fsync)
@@ -174,6 +174,23 @@ def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
         except OSError as error:
             raise _unknown(path, manifest.save_id, error) from error
     _unlink_quietly(files, temporary)
+
+
+@contextlib.contextmanager
+def overtaken(path: str, save_id: SaveId, files: Files) -> Iterator[None]:
+    """Say so when another save has won the race to `path`: before the block, and when a file is gone inside it.
+
+    The winner removes the loser's files as leftovers, so that the loser's own calls fail with ENOENT.
+
+    Raises:
+        CheckpointExistsError: Another save's manifest stands.
+    """
+    refuse_existing_other(path, save_id, files)
+    try:
+        yield
+    except FileNotFoundError:
+        refuse_existing_other(path, save_id, files)
+        raise
 
 
 def refuse_existing_other(path: str, save_id: SaveId, files: Files) -> None:

@@ -108,17 +108,9 @@ class Files:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), source, None, target)
 
-    def rename(self, source: str, target: str) -> None:
-        """Rename, replacing `target`."""
-        os.rename(source, target)
-
     def unlink(self, path: str) -> None:
         """Remove a file's name."""
         os.unlink(path)
-
-    def rmdir(self, path: str) -> None:
-        """Remove an empty directory."""
-        os.rmdir(path)
 
     def listdir(self, path: str) -> list[str]:
         """Return the names in a directory, in no order."""

@@ -21,6 +21,7 @@ from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
+from asyncckpt.storage.commit import overtaken
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
 from asyncckpt.storage.shard_writer import ShardWriter
 
@@ -94,6 +95,7 @@ def write_rank_files(
         The result; every file is complete, and durable when `job.fsync`.
 
     Raises:
+        CheckpointExistsError: Another save has committed there meanwhile.
         OSError: A file call failed, or a part does not carry the save id. What this call created is removed.
         Exception: Whatever `check` raises; the same.
 
@@ -102,9 +104,10 @@ def write_rank_files(
     writer = _RankWriter(job, image, files, check)
     try:
         started = time.perf_counter()
-        writer.write_shards(pool)
-        written = time.perf_counter()
-        record = writer.write_small_files()
+        with overtaken(job.path, job.save_id, files):
+            writer.write_shards(pool)
+            written = time.perf_counter()
+            record = writer.write_small_files()
     except BaseException:
         writer.remove_created()
         raise

@@ -114,7 +114,7 @@ def test_a_checkpointer_that_is_dropped_without_close_frees_everything(
     with pytest.warns(ResourceWarning, match="close"):
         del checkpointer
         gc.collect()
-    assert handle.written.done()
+    wait_until(handle.written.done, "the client thread has ended, and the handle's futures with it")
     wait_until((tmp_path / "a" / "manifest.json").exists, "what was staged is committed")
 
 

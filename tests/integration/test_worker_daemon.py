@@ -147,6 +147,21 @@ def test_modes_follow_the_umask_of_the_request(endpoint: str, tmp_path: pathlib.
     assert {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()} == {0o600}
 
 
+def test_save_without_fsync_flushes_nothing(endpoint: str, tmp_path: pathlib.Path) -> None:
+    class Counting(Files):
+        flushed = 0
+
+        def fsync(self, fd: int) -> None:
+            self.flushed += 1
+
+    files = Counting()
+    with running(endpoint, files), session(endpoint) as (client, slot, snapshot):
+        client.save(slot, snapshot, str(tmp_path / "a" / "b"), fsync=False)
+        assert files.flushed == 0
+        client.save(slot, snapshot, str(tmp_path / "c" / "d"))
+        assert files.flushed > 0
+
+
 def test_two_ranks_commit_one_checkpoint(endpoint: str, tmp_path: pathlib.Path) -> None:
     path, save_id = str(tmp_path / "a"), new_save_id()
     with (

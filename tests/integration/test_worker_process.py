@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -262,3 +264,30 @@ def test_launch_that_fails_says_why(endpoint: str, monkeypatch: pytest.MonkeyPat
 
 def test_worker_has_lower_priority_than_its_starter(launched: dict[str, Any]) -> None:
     assert launched["process"]["nice"] >= min(19, os.nice(0) + 5)
+
+
+def test_started_worker_keeps_neither_cores_nor_signal_mask_nor_limits_of_its_trainer(
+    endpoint: str, endpoint_dir: pathlib.Path
+) -> None:
+    cores = os.sched_getaffinity(0)
+    code = (
+        "import os, resource, signal, sys\nfrom asyncckpt import launcher\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "launcher.start_worker(sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-c", code, endpoint], env=ENVIRONMENT, check=True, timeout=30)
+    pid = status(endpoint)["pid"]
+    try:
+        assert os.sched_getaffinity(pid) >= cores
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
+        blocked = re.search(r"^SigBlk:\s*(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        assert blocked and int(blocked[1], 16) == 0
+    finally:
+        with Client(endpoint) as client:
+            client.call(m.Drain(id=client.next_id(), now=True))
+        deadline = time.monotonic() + 10
+        while start_ticks(pid) is not None and time.monotonic() < deadline:
+            time.sleep(0.02)

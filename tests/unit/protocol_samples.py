@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 
@@ -13,7 +13,9 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Allocate(id=2, nbytes=1 << 30, populate=True),
     m.Release(id=3, slot=1),
     m.Lineage(id=4, path="/runs/a/step-300"),
-    m.Begin(id=5, save_id=SAVE_ID, step=-1, path="/runs/\u00e4", slot=1, generation=1, nbytes=4096, umask=0o022),
+    m.Begin(
+        id=5, save_id=SAVE_ID, step=-1, path="/runs/\u00e4", slot=1, generation=1, nbytes=4096, umask=0o022, fsync=True
+    ),
     m.Submit(id=6, save_id=SAVE_ID, slot=1, generation=1),
     m.Withdraw(id=7, save_id=SAVE_ID, reason="the copy failed"),
     m.Heartbeat(id=8, saves=(SAVE_ID,)),
@@ -25,7 +27,13 @@ MESSAGES: tuple[m.Message, ...] = (
     m.LineageFound(id=4, epoch=3),
     m.Ok(id=5),
     m.Refused(id=6, error=to_wire(SaveFailedError("disk full", code="ENOSPC", rank=0))),
-    m.Saves(id=0, saves=({"save_id": SAVE_ID, "phase": "committed", "report": {"nbytes": 7}},)),
+    m.Saves(
+        id=0,
+        saves=(
+            {"save_id": SAVE_ID, "phase": "committed", "report": {"nbytes": 7, "seconds_write": 0.5, "direct": True}},
+            {"save_id": SAVE_ID, "phase": "failed", "error": to_wire(CommitTimeoutError("late", missing_ranks=[1]))},
+        ),
+    ),
     m.StatusReport(id=10, report={"sessions": [], "draining": False}),
 )
 BODY_END = 1 << 20

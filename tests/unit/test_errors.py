@@ -16,7 +16,17 @@ CLASSES = sorted(
     (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AsyncCkptError)),
     key=lambda c: c.__name__,
 )
-FACTS = {"keys": ["a", "b"], "errors": [ValueError("x")], "rank": 3, "offset": 4096, "saved": (2, 3)}
+FACTS = {
+    "keys": ["a", "b"],
+    "errors": [ValueError("x")],
+    "rank": 3,
+    "offset": 4096,
+    "saved": (2, 3),
+    "missing_ranks": [1, 2],
+    "save_ids": [],
+    "timeout_s": 0.5,
+    "value": True,
+}
 
 
 def _example(cls: type[AsyncCkptError]) -> AsyncCkptError:
@@ -36,7 +46,8 @@ def test_error_crosses_the_wire_as_its_class(cls: type[AsyncCkptError]) -> None:
     assert str(found) == str(error)
     for name in cls.fields:
         sent = getattr(error, name)
-        assert getattr(found, name) == (sent if isinstance(sent, (str, int)) else str(sent))
+        wanted = [v if isinstance(v, (str, int)) else str(v) for v in sent] if isinstance(sent, (list, tuple)) else sent
+        assert getattr(found, name) == wanted and type(getattr(found, name)) is type(wanted)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -84,6 +95,15 @@ def test_text_that_is_no_utf8_or_too_long_can_still_be_packed() -> None:
     packed = msgpack.packb(to_wire(error))
     assert len(packed) < 20_000
     assert from_wire(msgpack.unpackb(packed)).path == "/a/\\udcff"
+
+
+@pytest.mark.parametrize("keys", [list(range(100_000)), ["k" * 3000] * 50, [["nested"] * 500, b"x", None]])
+def test_long_list_is_cut_and_its_items_are_plain_when_it_travels(keys: list[object]) -> None:
+    packed = msgpack.packb(to_wire(errors.MissingKeysError("x", keys=keys)))
+    assert len(packed) < 20_000
+    found = from_wire(msgpack.unpackb(packed, use_list=False)).keys
+    assert isinstance(found, list) and 0 < len(found) <= len(keys)
+    assert found == [k if isinstance(k, (int, str)) else str(k)[:4000] for k in keys][: len(found)]
 
 
 @pytest.mark.parametrize(

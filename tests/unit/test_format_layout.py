@@ -181,8 +181,6 @@ def test_newest_is_by_lineage_and_not_by_step() -> None:
     new = dataclasses.replace(MANIFEST, step=150, save_id=SaveId(2, 0, "0" * 12))
     assert steps.newest([("new", new), ("old", old)]) == ("new", new)
     assert steps.newest([]) is None
-    assert steps.next_epoch([("new", new), ("old", old)]) == 3
-    assert steps.next_epoch([]) == steps.FIRST_EPOCH
 
 
 def test_checksums_are_the_ones_of_the_spec() -> None:

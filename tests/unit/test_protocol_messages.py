@@ -56,6 +56,30 @@ def test_invalid_message_can_be_neither_built_nor_received(message: Message) -> 
                 codec.decode([HEADER, packed({**body, name: value})], KNOWN)
 
 
+BAD_ERRORS: list[Any] = [
+    None,
+    "disk full",
+    {},
+    {"code": "error"},
+    {"code": 7, "text": ""},
+    {"code": "error", "text": None},
+    {"code": "error", "text": "", "fields": None},
+    {"code": "error", "text": "", "fields": {"rank": {}}},
+    {"code": "error", "text": "", "fields": {"missing_ranks": [[1]]}},
+]
+BAD_REPORTS: list[Any] = [
+    None,
+    [],
+    {1: 2},
+    {"nbytes": "many"},
+    {"nbytes": -1},
+    {"nbytes": 1.5},
+    {"seconds_write": "long"},
+    {"seconds_write": None},
+    {"seconds_write": float("nan")},
+    {"direct": {}},
+    {"direct": [1]},
+]
 BAD_VALUES = {
     "uint": [-1, 1 << 63, True, 1.0, "1", None],
     "sint": [1 << 63, -(1 << 63), False, 0.0],
@@ -80,6 +104,8 @@ BAD_VALUES = {
         [{"save_id": SAVE_ID, "phase": "begun"}] * 1025,
         [SAVE_ID],
         None,
+        *([{"save_id": SAVE_ID, "phase": "failed", "error": e}] for e in BAD_ERRORS),
+        *([{"save_id": SAVE_ID, "phase": "durable", "report": r}] for r in BAD_REPORTS),
     ],
 }
 

@@ -15,6 +15,7 @@ from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    SaveFailedError,
     UnsupportedFormatError,
 )
 from asyncckpt.format.manifest import encode_manifest
@@ -124,6 +125,43 @@ def test_the_next_epoch_is_above_every_sibling(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "manifest.json").write_text("damaged")
     assert next_epoch_beside(str(tmp_path / "step-1"), FILES) == 8
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rank-00000.{}.index", "rank-00003-part-001.{}.safetensors", "manifest.{}.tmp", "rank-00000.{}.objects.json"],
+)
+def test_the_next_epoch_is_above_what_was_never_committed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / name.format(SaveId(4, 0, "a" * 12))).write_text("")
+    assert next_epoch_beside(str(tmp_path / "step-2"), FILES) == 5
+    assert next_epoch_beside(str(tmp_path / "step-1"), FILES) == 5
+
+
+def test_a_damaged_manifest_counts_by_its_files(tmp_path: Path) -> None:
+    save(tmp_path / "a", SaveId(6, 0, "a" * 12))
+    (tmp_path / "a" / "manifest.json").write_text("damaged")
+    assert next_epoch_beside(str(tmp_path / "b"), FILES) == 7
+
+
+@pytest.mark.parametrize(("method", "code"), [("open", errno.EIO), ("open", errno.EACCES), ("listdir", errno.EIO)])
+def test_a_sibling_that_cannot_be_read_is_named(tmp_path: Path, method: str, code: int) -> None:
+    save(tmp_path / "a")
+    with pytest.raises(OSError, match="epochs of earlier runs") as caught:
+        next_epoch_beside(str(tmp_path / "b"), failing(method, code, nth=2 if method == "listdir" else 1))
+    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "a"))
+
+
+def test_what_another_user_keeps_closed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert next_epoch_beside(str(tmp_path / "b"), failing("listdir", errno.EACCES, nth=2)) == 1
+
+
+def test_an_epoch_that_no_save_id_can_hold_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", SaveId(999_999, 0, "a" * 12))
+    with pytest.raises(SaveFailedError, match="another directory"):
+        next_epoch_beside(str(tmp_path / "b"), FILES)
 
 
 def test_contents_hold_every_tensor(tmp_path: Path) -> None:

@@ -133,6 +133,24 @@ def test_of_two_manifests_put_at_the_same_time_one_wins(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_files_that_the_winner_of_a_race_removed_are_no_mystery(tmp_path: Path) -> None:
+    first, second = written(tmp_path), written(tmp_path, OTHER_ID)
+
+    class Overtaken(RecordingFiles):
+        done = False
+
+        def before(self, name: str, args: object) -> None:
+            if name == "open" and not self.done and self.calls[-1][1].endswith(".index"):
+                self.done = True
+                put(tmp_path, first)
+                assert remove_leftovers(str(tmp_path), SAVE_ID, files=FILES)
+
+    with pytest.raises(CheckpointExistsError) as caught:
+        put(tmp_path, second, Overtaken())
+    assert caught.value.existing_save_id == str(SAVE_ID)
+    assert read_manifest(str(tmp_path), FILES) == first
+
+
 def test_a_damaged_manifest_is_not_replaced(tmp_path: Path) -> None:
     manifest = written(tmp_path)
     (tmp_path / "manifest.json").write_text("damaged")

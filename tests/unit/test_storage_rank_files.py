@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing, shard_paths
 
+from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest, file_checksum
 from asyncckpt.format.index import decode_index
 from asyncckpt.storage.files import Files
@@ -281,3 +282,19 @@ def test_modes_follow_the_jobs_umask_not_the_process(tmp_path: Path, umask: int,
     finally:
         os.umask(before)
     assert {stat.S_IMODE((tmp_path / n).stat().st_mode) for n in names_in(tmp_path)} == {0o666 & ~umask}
+
+
+def test_a_rank_whose_files_the_winner_of_a_race_removed_says_so(tmp_path: Path) -> None:
+    class Overtaken(RecordingFiles):
+        done = False
+
+        def before(self, name: str, args: object) -> None:
+            if name == "pwrite" and not self.done:
+                self.done = True
+                with Snapshot({"a": 5000}, save_id=OTHER_ID) as winner:
+                    winner.save(str(tmp_path), fsync=False)
+                raise FileNotFoundError(errno.ENOENT, "gone", str(tmp_path))
+
+    with Snapshot({"a": 5000}) as snapshot, pytest.raises(CheckpointExistsError):
+        snapshot.write(str(tmp_path), Overtaken())
+    assert not [name for name in names_in(tmp_path) if str(SAVE_ID) in name]

@@ -7,7 +7,9 @@ import io
 import json
 import logging
 import os
+import pathlib
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -17,13 +19,14 @@ from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFail
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.failures import ADVICE
-from asyncckpt_worker import logs
+from asyncckpt.storage.rank_files import DEFAULT_THREADS
+from asyncckpt_worker import cli, logs
 from asyncckpt_worker.events import Tick
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.scheduler import LANES, Scheduler
 from asyncckpt_worker.slots import SlotStore
-from asyncckpt_worker.writer import wrap
+from asyncckpt_worker.writer import MIN_THREADS, wrap
 
 # ---- slots
 
@@ -170,6 +173,11 @@ def test_other_errors_get_a_word_of_ours(error: Exception, code: str) -> None:
     assert wrap(error, "id", 0, 1, "/a").facts()["code"] == code
 
 
+def test_help_names_the_default_number_of_threads() -> None:
+    text = " ".join(cli._parser().format_help().split())
+    assert f"at least {MIN_THREADS} (default: {DEFAULT_THREADS};" in text
+
+
 # ---- log, counters, liveness
 
 
@@ -190,6 +198,33 @@ def test_log_lines_carry_save_session_and_facts(log_format: str) -> None:
         assert {"save_id": "s1", "session": "t1", "n": 3, "text": "two\nlines"}.items() <= json.loads(line).items()
     else:
         assert line.endswith("INFO    two lines  [save_id=s1 session=t1 seconds=0.123 n=3]")
+
+
+def test_long_log_of_earlier_workers_is_cut_to_its_end(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "w.log"
+    logs.keep_tail(str(log))
+    log.write_text("short\n")
+    logs.keep_tail(str(log))
+    assert log.read_text() == "short\n"
+    log.write_text("".join(f"line {i:09d}\n" for i in range(200_000)))
+    logs.keep_tail(str(log))
+    lines = log.read_text().splitlines()
+    assert lines[-1] == "line 000199999" and len(lines[0]) == 14
+    assert 0 < log.stat().st_size <= logs.MAX_LOG_NBYTES // 2
+
+
+def test_log_of_a_started_worker_is_bounded(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import sys\nfrom asyncckpt_worker import logs\n"
+        "logs.redirect_output(sys.argv[1])\nlogs.configure('human', rotated=sys.argv[1])\n"
+        "for i in range(4000): logs.write('info', f'{i:06d}' + 'x' * 1000)\n"
+        "print('the last word', file=sys.stderr)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "w.log")], check=True, timeout=60)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["w.log", "w.log.1"]
+    assert all(p.stat().st_size < logs.MAX_LOG_NBYTES + 2000 for p in tmp_path.iterdir())
+    assert (tmp_path / "w.log").read_text().endswith("the last word\n")
+    assert "003999" in (tmp_path / "w.log").read_text()
 
 
 def test_counters_and_process_figures_are_plain_numbers() -> None:

@@ -205,7 +205,7 @@ class World:
                 self.removed.add(job.save_id)
                 return self.feed(ev.Removed(now=self.now, save_id=job.save_id))
             case ac.ScanLineage():
-                return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, epoch=1))
+                return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, path=job.path, epoch=1))
 
     # ---- the network
 
@@ -287,8 +287,8 @@ class World:
         memory.sealed = None
         trainer.pending.add(save_id)
         trainer.holds[number] = save_id
-        shared = trainer.sequence % 8 == 0  # by all runs, so that some meet at one path
-        path = f"/ckpt/shared-{trainer.sequence % 3}" if shared else f"/ckpt/{save_id}"
+        shared = trainer.sequence % 2 == 0  # by all runs, so that some meet at one path
+        path = f"/ckpt/shared-{trainer.sequence}" if shared else f"/ckpt/{save_id}"
         begin = m.Begin(
             id=trainer.id(),
             save_id=save_id,
@@ -298,6 +298,7 @@ class World:
             generation=memory.generation,
             nbytes=1,
             umask=0,
+            fsync=True,
         )
         self.post(peer, trainer.ask(begin))
         fate = self.random.random()

@@ -90,7 +90,7 @@ class Bench:
         return create.slot
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
-        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, **changes}
+        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, **changes}
         return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
 
     def submit(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p") -> Any:
@@ -375,6 +375,12 @@ def test_begin_prepares_the_directory_and_is_acknowledged_at_once(bench: Bench) 
     assert (prepare.path, prepare.umask, prepare.step) == (PATH, 0o22, 5)
 
 
+@pytest.mark.parametrize("fsync", [True, False])
+def test_directory_is_flushed_only_when_the_save_is(bench: Bench, fsync: bool) -> None:
+    bench.begin(bench.slot(), fsync=fsync)
+    assert bench.of(ac.Prepare)[0].fsync is fsync
+
+
 def test_repeated_begin_prepares_once(bench: Bench) -> None:
     slot = bench.slot()
     bench.begin(slot)
@@ -637,11 +643,26 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
 
 def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
     assert bench.say(m.Lineage, id=70, path=PATH) is None
-    bench.feed(ev.LineageScanned, peer=b"p", id=70, epoch=4)
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=4)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=4)
     bench.say(m.Lineage, id=71, path=PATH)
-    bench.feed(ev.LineageScanned, peer=b"p", id=71, error=ERROR)
+    bench.feed(ev.LineageScanned, peer=b"p", id=71, path=PATH, error=ERROR)
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
+
+
+def test_lineage_counts_saves_that_no_disk_shows_yet(bench: Bench) -> None:
+    bench.begin(bench.slot(), "000007-00000000-aaaaaaaaaaaa", path="/ckpt/first")
+    for path, epoch in (("/ckpt/b", 8), ("/elsewhere/b", 2)):
+        bench.say(m.Lineage, id=70, path=path)
+        bench.feed(ev.LineageScanned, peer=b"p", id=70, path=path, epoch=2)
+        assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=epoch)
+
+
+def test_lineage_beyond_the_last_epoch_is_refused(bench: Bench) -> None:
+    bench.begin(bench.slot(), "999999-00000000-aaaaaaaaaaaa", path="/ckpt/first")
+    bench.say(m.Lineage, id=70, path=PATH)
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=2)
+    assert bench.of(ac.Send)[0].message.error["fields"]["code"] == "epoch"
 
 
 # ---- order
@@ -924,6 +945,7 @@ def test_missing_rank_ends_in_a_commit_timeout(pair: tuple[Bench, int, int]) -> 
     bench.now = CONFIG.commit_timeout_s
     bench.feed(ev.Tick)
     assert bench.row()["error"]["code"] == "commit_timeout" and "[1]" in bench.row()["error"]["text"]
+    assert bench.row()["error"]["fields"]["missing_ranks"] == [1]
 
 
 def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Bench, int, int]) -> None:
