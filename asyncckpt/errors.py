@@ -184,7 +184,7 @@ class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
 
 
 class WorkerUnavailableError(AsyncCkptError, ConnectionError, code="worker_unavailable", fields=("endpoint", "detail")):
-    """The worker cannot be reached, has died, or does not answer."""
+    """The worker cannot be reached, has died, or does not answer. One that only hung may still commit the save."""
 
 
 class ProtocolVersionError(

@@ -203,7 +203,7 @@ def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given
             patch.setattr(SlotImage, "fill", lose_and_fill)
             handle = checkpointer.save(STATE, tmp_path / "1")
         assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
-        assert fds_and_mappings()[1] == 0
+        wait_until(lambda: fds_and_mappings()[1] == 0, "the slot is given up")
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
 
 
