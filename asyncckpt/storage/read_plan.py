@@ -12,7 +12,9 @@ from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import round_up
 
 EXTENT_NBYTES = 16 << 20
-"""One O_DIRECT read; four at a time reach the disk's limit where it was measured (benchmarks of the first release)."""
+"""One O_DIRECT read. Measured with 1.5 GB on two cores: extents of 2 MiB and three threads, whose buffers stay in the
+processor's cache, take 0.52 s on an idle machine and 1.0 s on a busy one, where every read that is done waits for a
+core; four threads of 16 MiB keep the disk supplied meanwhile and take 0.70 and 0.76 s. The disk alone: 0.42 s."""
 
 STEP_NBYTES = 1 << 20
 """One read from the page cache, and the piece that is verified and copied at once: half of a usual L2 cache."""
