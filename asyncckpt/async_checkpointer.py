@@ -84,9 +84,7 @@ class AsyncCheckpointer(Checkpointer):
 
     def _connect(self, named: str | None) -> WorkerProcess:
         rank = find_rank_info(self.config.rank_info)
-        endpoint = named or default_endpoint(
-            os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.executable
-        )
+        endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
         socket_path(endpoint)
         process = WorkerProcess(self.config, rank, endpoint=endpoint, named=named is not None, package=__version__)
         if named is not None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from asyncckpt.format.steps import newest
 from asyncckpt.paths import absolute_path
-from asyncckpt.storage.catalog import scan
+from asyncckpt.storage.catalog import COMMITTED, INCOMPLETE, scan
 from asyncckpt.storage.files import Files
+
+_log = logging.getLogger("asyncckpt")
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest committed checkpoint in `root`, or None.
 
     Newest by lineage (the run's epoch, then the save's number), not by step: after a rollback the new branch wins.
-    Only the manifests are read; `load` verifies the data.
+    Only the manifests are read; `load` verifies the data. What is damaged or cannot be read is passed over with a
+    warning.
 
     Args:
         root: The directory whose children are checkpoints, or a checkpoint itself.
@@ -25,7 +29,10 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """
     try:
         found = scan(absolute_path(root), Files())
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
+    for one in found:
+        if one.state not in (COMMITTED, INCOMPLETE):
+            _log.warning("%s is passed over, it is %s: %s", one.path, one.state, one.error)
     best = newest((f.path, f.manifest) for f in found if f.manifest is not None)
     return best[0] if best else None

@@ -33,8 +33,11 @@ class SaveReport:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        phases = ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items() if name != "total")
-        return f"{self.nbytes / 1e6:.1f} MB in {self.seconds.get('total', 0.0):.3f} s ({phases})"
+        phases = {name: value for name, value in self.seconds.items() if name != "total"}
+        total = self.seconds.get("total", sum(phases.values()))
+        listed = ", ".join(f"{name} {value:.3f} s" for name, value in phases.items())
+        size = f"{self.nbytes / 1e6:.1f} MB" if self.nbytes >= 100_000 else f"{self.nbytes / 1e3:.1f} kB"
+        return f"{size} in {total:.3f} s ({listed})"
 
 
 class SaveFuture(Future[SaveReport]):

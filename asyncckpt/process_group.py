@@ -18,6 +18,12 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
         ConfigError: More than one rank, which this version cannot save from yet; or an unreadable environment.
     """
     info = RankInfo(*(given or _detected(os.environ if environ is None else environ)))
+    if not 0 <= info.rank < info.world_size:
+        raise ConfigError(
+            f"RANK={info.rank} with WORLD_SIZE={info.world_size}: set both, as torchrun does, or neither",
+            field="rank_info",
+            value=repr(info),
+        )
     if info.world_size != 1:
         raise ConfigError(
             f"this is rank {info.rank} of {info.world_size}, and this version saves from one rank only; where "

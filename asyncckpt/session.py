@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -23,7 +24,10 @@ from asyncckpt.session_thread import SessionThread
 LATE_S = 1.0
 """How late the session's thread may set an error before the caller gives up by itself."""
 
+_log = logging.getLogger("asyncckpt.session")
+
 CLOSE_TIMEOUT_S = 5.0
+SAY_AFTER_S = 1.0
 START_AGAIN_S = 1.0
 """A worker that is on its way out still holds the endpoint: starting another is tried again after this."""
 
@@ -62,7 +66,12 @@ class Session(SessionThread):
         """
         self.thread.start()
         try:
-            if start is not None:
+            if start is None:
+                self._await_welcome(min(time.monotonic() + SAY_AFTER_S, deadline))
+                if not self._welcome.done():
+                    wait_s = deadline - time.monotonic()
+                    _log.warning("waiting up to %.0f s for a worker at %s", wait_s, self.endpoint)
+            else:
                 exists = os.path.exists(socket_path(self.endpoint))
                 self._await_welcome(min(time.monotonic() + (start_after_s if exists else 0.0), deadline))
                 while not self._welcome.done() and time.monotonic() < deadline:

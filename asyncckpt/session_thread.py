@@ -156,9 +156,7 @@ class SessionThread:
         greeted, next_hello = False, 0.0
         while not self._stopping:
             now = time.monotonic()
-            if now - self._turned > LATE_TURN_S and self._silent_since is not None:
-                # We were stopped, or starved, ourselves: the answer may be waiting. Ask again, and judge by that.
-                self._silent_since, self._next_heartbeat = now, now
+            self._forgive_if_late(now)
             self._turned = now
             if self._on_end is not None and self._may_leave(now):
                 self._send(socket, codec.encode(messages.Goodbye(id=0)))
@@ -180,13 +178,19 @@ class SessionThread:
                 while socket.poll(LAST_WORDS_MS):
                     self._receive(socket.recv_multipart())
                 raise WorkerUnavailableError(
-                    f"the worker (pid {self.worker.pid}) at {self.endpoint} has died; the next save starts another",
+                    f"the worker (pid {self.worker.pid}) at {self.endpoint} is gone: it has died, or was told to end; "
+                    "the next save starts another",
                     endpoint=self.endpoint,
                     detail="died",
                 )
             if greeted:
                 self._beat(socket)
                 self._flush(socket)
+
+    def _forgive_if_late(self, now: float) -> None:
+        """Were we stopped, or starved, ourselves, the answer may be waiting: ask again, and judge by that."""
+        if self._silent_since is not None and now - self._turned > LATE_TURN_S:
+            self._silent_since, self._next_heartbeat = now, now
 
     def _may_leave(self, now: float) -> bool:
         """Abandoned: whether everything was answered, or waited for long enough."""
@@ -195,6 +199,7 @@ class SessionThread:
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
+        self._forgive_if_late(now)
         if self._silent_since is not None and now - self._silent_since > self._timeout_s:
             raise WorkerUnavailableError(
                 f"the worker (pid {self.worker.pid}) at {self.endpoint} has not answered for {self._timeout_s:g} s",

@@ -43,7 +43,8 @@ class SaveTracker:
         elif isinstance(error, SaveSkippedError):
             _log.info("%s", error)
         else:
-            _log.warning("save of step %d to %s failed: %s", handle.step, handle.path, error)
+            known = handle.path in str(error)  # ours name it already
+            _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", error)
         with self._changed:
             self._pending.remove(handle)
             if self._raises and error is not None and not isinstance(error, SaveSkippedError):

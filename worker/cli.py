@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def _config(options: argparse.Namespace) -> WorkerConfig:
     endpoint = options.endpoint or os.environ.get("ASYNCCKPT_ENDPOINT")
     if not endpoint:
-        endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.executable)
+        endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
     return WorkerConfig(
         endpoint=endpoint,
         roots=tuple(os.path.abspath(os.path.expanduser(root)) for root in options.root),

@@ -49,9 +49,11 @@ class WorkerConfig:
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; expected seconds, 0 or more", field=name, value=value)
-        if type(self.threads) is not int or not 0 <= self.threads <= MAX_THREADS:
+        if type(self.threads) is not int or self.threads == 1 or not 0 <= self.threads <= MAX_THREADS:
             raise ConfigError(
-                f"threads is {self.threads!r}; expected 0 to {MAX_THREADS}", field="threads", value=self.threads
+                f"threads is {self.threads!r}; expected 2 to {MAX_THREADS}, or 0 for the default",
+                field="threads",
+                value=self.threads,
             )
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(

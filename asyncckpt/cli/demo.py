@@ -30,6 +30,10 @@ _TRAINING = (sys.executable, "-m", "asyncckpt.examples.train_gpt")
 _ASYNCCKPT = (sys.executable, "-m", "asyncckpt")
 
 
+_QUIET = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning"}
+"""torch says so at every start where numpy is not installed; nothing here needs it."""
+
+
 class DemoFailedError(Exception):
     """A check of the demo did not hold; the message says which."""
 
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(args.dir or tempfile.mkdtemp(prefix="asyncckpt-demo-")).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     # A job of its own: the trainings start their own worker and meet no other.
-    environment = {**os.environ, "ASYNCCKPT_JOB": f"demo-{secrets.token_hex(4)}", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "ASYNCCKPT_JOB": f"demo-{secrets.token_hex(4)}", "PYTHONUNBUFFERED": "1", **_QUIET}
     environment.pop("ASYNCCKPT_ENDPOINT", None)
     code = EXIT_OK
     try:
@@ -176,4 +180,4 @@ def _flip(checkpoint: Path, copy: Path) -> str:
     said = _verify([str(copy)], EXIT_CORRUPT)
     if not re.search(re.escape(shard.name), said):
         raise DemoFailedError(f"verify did not name the damaged file:\n{said}")
-    return next(line for line in said.splitlines() if shard.name in line).strip()
+    return next(line for line in said.splitlines() if shard.name in line).strip().replace(f"{copy}/", "")

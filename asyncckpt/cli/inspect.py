@@ -100,8 +100,8 @@ def _print(described: dict[str, Any]) -> None:
     for name in ("path", "step", "save_id", "created", "writer", "fsync", "world_size"):
         print(f"{name}: {described[name]}")
     print(f"size: {human(described['nbytes'])}")
-    for name in ("metadata", "timings"):
-        print(f"{name}: " + (", ".join(f"{k}={v}" for k, v in described[name].items()) or "-"))
+    print("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
+    print("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
     print(f"\nshards: {len(described['shards'])}")
     print_table(
         ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]

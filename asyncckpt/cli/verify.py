@@ -25,8 +25,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoint directories")
     parser.add_argument("--fast", action="store_true", help="skip the data: manifest, indexes, sizes, coverage only")
-    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, help="threads that read (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=_count, default=DEFAULT_THREADS, help="threads that read (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("at least 1")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

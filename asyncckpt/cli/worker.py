@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default() -> str:
-    return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.executable)
+    return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
 
 
 def _ask(endpoint: str, build: Callable[[int], messages.Message]) -> messages.Message:
@@ -103,7 +103,11 @@ def _wait_for_exit(pid: int, timeout_s: float) -> bool:
 
 def _print_status(endpoint: str, report: dict[str, Any]) -> None:
     for name, value in {"endpoint": endpoint, **report}.items():
-        if not isinstance(value, (list, tuple, dict)):
+        if name == "roots":
+            print("roots: " + (", ".join(value) or "any"))
+        elif isinstance(value, float):
+            print(f"{name}: {value:.1f}")
+        elif not isinstance(value, (list, tuple, dict)):
             print(f"{name}: {human(value) if name.endswith('bytes') else value}")
         elif isinstance(value, dict):
             print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in value.items()))

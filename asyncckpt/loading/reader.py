@@ -79,7 +79,7 @@ class DefaultReader(CheckpointReader):
             raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
         options = _Options(
             map_location=map_location,
-            keys=None if keys is None else [keys] if isinstance(keys, str) else list(keys),
+            keys=_key_list(keys),
             strict=strict,
             verify=verify,
             threads=_thread_count(threads),
@@ -104,6 +104,16 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _key_list(keys: str | Iterable[str] | None) -> list[str] | None:
+    if keys is None:
+        return None
+    found = [keys] if isinstance(keys, str) else list(keys)
+    wrong = [k for k in found if not isinstance(k, str)]
+    if wrong:
+        raise ConfigError(f"keys holds {wrong[0]!r}: FQNs and prefixes are str, such as 'model'", field="keys")
+    return found
 
 
 def _thread_count(threads: int | None) -> int:

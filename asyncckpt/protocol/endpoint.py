@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -46,7 +47,8 @@ def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, inte
         environ: For `XDG_RUNTIME_DIR`, `TMPDIR` and the job's name (`JOB_VARIABLES`, first one set).
         uid: The user's id, part of the directory's name below the temporary directory.
         package: asyncckpt's version.
-        interpreter: Path of the Python interpreter.
+        interpreter: Which Python installation or virtual environment: `sys.prefix`. Not the executable, which has
+            several names in one environment.
     """
     job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), "")
     scope = "\0".join((str(PROTOCOL_VERSION), package, interpreter, job))
@@ -77,7 +79,9 @@ def make_directory(endpoint: str) -> str:
     path = socket_path(endpoint)
     directory = os.path.dirname(path)
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        _make_parents(os.path.dirname(directory))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
         found = os.lstat(directory)
     except OSError as error:
         raise EndpointError(
@@ -91,6 +95,14 @@ def make_directory(endpoint: str) -> str:
             path=directory,
         )
     return path
+
+
+def _make_parents(directory: str) -> None:
+    """Make missing parents with mode 0755 at most, whatever the umask: who can write one can replace what is in it."""
+    if not os.path.isdir(directory):
+        _make_parents(os.path.dirname(directory))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o755)
 
 
 def acquire_lock(path: str) -> int | None:

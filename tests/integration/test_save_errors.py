@@ -320,7 +320,7 @@ def test_a_default_worker_of_another_version_fails_the_save_and_the_next_one_sta
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
     package = asyncckpt.__version__
-    endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=package, interpreter=sys.executable)
+    endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=package, interpreter=sys.prefix)
     with contextlib.ExitStack() as stack:
         with other_version(endpoint, PROTOCOL_VERSION + 1):
             checkpointer = stack.enter_context(AsyncCheckpointer(worker_start_timeout_s=10.0))

@@ -65,7 +65,7 @@ def lose(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> None:
         error = handle.written.exception(DEADLINE_S)
         took = time.monotonic() - killed
     assert isinstance(error, WorkerUnavailableError)
-    assert "has died" in str(error)
+    assert "is gone" in str(error)
     assert handle.durable.exception(0) is error
     assert took < LOSS_BOUND_S
     assert checkpointer.pending() == []

@@ -155,3 +155,8 @@ def test_a_callback_that_exits_ends_neither_the_thread_nor_the_other_callbacks()
     thread.start()
     thread.join(10.0)
     assert called == [handle.written]
+
+
+def test_a_report_without_a_total_adds_its_phases_up() -> None:
+    report = SaveReport(save_id="x", nbytes=1200, seconds={"plan": 0.25, "copy": 0.5})
+    assert str(report).startswith("1.2 kB in 0.750 s")

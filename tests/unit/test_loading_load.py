@@ -586,3 +586,25 @@ def test_the_collector_is_on_again_after_a_load_that_failed(tmp_path: Path) -> N
     with pytest.raises(CheckpointNotFoundError):
         load(tmp_path / "nowhere")
     assert gc.isenabled()
+
+
+def test_the_newest_checkpoint_is_told_and_what_is_passed_over_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        for step in (5, 3):
+            checkpointer.save({"x": torch.ones(2)}, tmp_path / str(step), step=step)
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "3")
+    assert asyncckpt.latest_checkpoint(tmp_path / "none") is None
+    (tmp_path / "3" / "manifest.json").write_text("{")
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "5")
+    assert f"{tmp_path / '3'} is passed over, it is corrupt" in caplog.text
+    with pytest.raises(NotADirectoryError):
+        asyncckpt.latest_checkpoint(tmp_path / "5" / "manifest.json")
+
+
+def test_keys_that_are_no_names_are_refused(tmp_path: Path) -> None:
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save({"x": torch.ones(2)}, tmp_path / "a")
+    with pytest.raises(ConfigError, match="keys holds 3"):
+        asyncckpt.load(tmp_path / "a", keys=[3])

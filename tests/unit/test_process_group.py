@@ -43,3 +43,8 @@ def test_an_initialised_process_group_wins_over_the_environment(monkeypatch: pyt
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(ConfigError, match="rank 1 of 2"):
         find_rank_info(None, {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_a_rank_outside_its_world_is_refused_by_the_variables_names() -> None:
+    with pytest.raises(ConfigError, match="RANK=1 with WORLD_SIZE=1"):
+        find_rank_info(None, {"RANK": "1"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import stat
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_link_in_place_of_the_directory_is_refused(endpoint_dir: pathlib.Path) -
 
 def test_file_in_place_of_the_directory_is_refused(endpoint_dir: pathlib.Path) -> None:
     (endpoint_dir / "file").touch()
-    with pytest.raises(EndpointError, match="cannot make"):
+    with pytest.raises(EndpointError, match="must be a directory"):
         make_directory(f"ipc://{endpoint_dir}/file/w.sock")
 
 
@@ -124,3 +125,13 @@ def test_lock_through_a_link_is_refused(endpoint_dir: pathlib.Path) -> None:
     (endpoint_dir / "w.sock.lock").symlink_to("elsewhere")
     with pytest.raises(OSError, match="symbolic"):
         acquire_lock(f"{endpoint_dir}/w.sock")
+
+
+def test_missing_parents_are_not_open_to_others_whatever_the_umask(tmp_path: pathlib.Path) -> None:
+    before = os.umask(0)
+    try:
+        make_directory(f"ipc://{tmp_path}/a/b/c/w.sock")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")]
+    assert modes == [0o755, 0o755, 0o700]
