@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
-from asyncckpt.lineage import Lineage
+from asyncckpt.lineage import BRIEF_S, Lineage
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.parts import CheckpointProcess
@@ -78,11 +77,9 @@ class WorkerProcess(CheckpointProcess):
         if session is not None:
             session.flush(timeout_s)
 
-    def _call(self, build: Callable[[int], messages.Message]) -> messages.Message:
-        return self.connect().call(build, self.config.worker_timeout_s * 2)
-
-    def _ask_epoch(self, path: str) -> int:
-        reply = self._call(lambda n: messages.Lineage(id=n, path=path))
+    def _ask_epoch(self, path: str, brief: bool) -> int:
+        timeout_s = BRIEF_S if brief else self.config.worker_timeout_s
+        reply = self.connect().call(lambda n: messages.Lineage(id=n, path=path), timeout_s)
         assert isinstance(reply, messages.LineageFound)
         return reply.epoch
 

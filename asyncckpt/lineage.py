@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+
+BRIEF_S = 1.0
+RETRY_AFTER_S = 60.0
+"""While the directory cannot be looked at (a wedged disk, say), a save waits for `BRIEF_S` only: training goes on."""
 
 
 class Lineage:
     """Remembers the epoch per directory, so that only the first save into one looks.
 
     Args:
-        ask: Returns the epoch for a run whose first checkpoint goes to a path; raises when it cannot tell.
+        ask: Returns the epoch for a run whose first checkpoint goes to a path; raises when it cannot tell. Its second
+            argument says that it failed a moment ago: then it should wait for `BRIEF_S` only.
     """
 
-    def __init__(self, ask: Callable[[str], int]) -> None:
+    def __init__(self, ask: Callable[[str, bool], int]) -> None:
         self._ask = ask
         self._seen: set[str] = set()
         self._epoch = 0
+        self._failed_at = float("-inf")
 
     def epoch_for(self, path: str) -> int:
         """Return the epoch for a checkpoint at `path`: above every sibling of another run, and never falling.
@@ -28,6 +35,11 @@ class Lineage:
         """
         parent = os.path.dirname(path)
         if parent not in self._seen:
-            self._epoch = max(self._epoch, self._ask(path))
+            brief = time.monotonic() - self._failed_at < RETRY_AFTER_S
+            try:
+                self._epoch = max(self._epoch, self._ask(path, brief))
+            except Exception:
+                self._failed_at = time.monotonic()
+                raise
             self._seen.add(parent)
         return self._epoch
