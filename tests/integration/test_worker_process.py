@@ -146,10 +146,10 @@ def test_signal_drains_finishes_saves_and_leaves_no_socket(
 
 def test_unfinished_saves_at_the_drains_end_are_an_exit_code(endpoint: str, tmp_path: pathlib.Path) -> None:
     process = start(endpoint, "--drain-timeout-s", "0")
-    snapshot = Snapshot(nbytes=256 << 20)
-    with Client(endpoint) as client:
+    snapshot = Snapshot()
+    with Client(endpoint, rank=0, world_size=2) as client:  # the other rank never comes: it cannot be committed
         client.hello()
-        slot = client.allocate(snapshot.slot_nbytes(), populate=True)
+        slot = client.allocate(snapshot.slot_nbytes())
         save_id = new_save_id()
         client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
         client.submit(slot, save_id)
