@@ -7,12 +7,15 @@ import logging
 import os
 import secrets
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from asyncckpt.checkpoints import latest_checkpoint
 from asyncckpt.config import CheckpointerConfig
+from asyncckpt.coordination import Coordination
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
@@ -65,8 +68,10 @@ class Checkpointer(ABC):
         if not sys.platform.startswith("linux"):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
         self.config = config
-        self._reader = reader or DefaultReader()
+        self._rank = find_rank_info(config.rank_info)
+        self._reader = reader or DefaultReader(rank_info=self._rank)
         self._run_id = secrets.token_hex(6)
+        self._coordination: Coordination | None = None
         self._sequence = 0
         self._owner_pid = os.getpid()
         self._closed = False
@@ -118,6 +123,34 @@ class Checkpointer(ABC):
             )
         return found
 
+    def latest_checkpoint(self, root: str | os.PathLike[str], *, timeout_s: float = 60.0) -> str | None:
+        """Return the newest committed checkpoint below `root`, as `asyncckpt.latest_checkpoint`; None without any.
+
+        To go on after a crash: all ranks get rank 0's answer, so that they go on from the same checkpoint, and saves to
+        `root` that the worker still writes for a run that has died are waited for. On several ranks it is a collective.
+
+        Args:
+            root: The directory that holds the checkpoints' directories.
+            timeout_s: How long to wait for such saves, and for the other ranks.
+
+        Raises:
+            PlanTimeoutError: Not every rank has called it.
+            UnsupportedPathError: A URL.
+            SaveFailedError: Rank 0 could not look (on the other ranks).
+            OSError: `root` cannot be read.
+        """
+        self._check_usable()
+        directory, deadline = absolute_path(root), time.monotonic() + timeout_s
+
+        def look() -> str | None:
+            self._await_saves_below(directory, deadline)
+            return latest_checkpoint(directory)
+
+        return look() if self._coordination is None else self._coordination.same_answer(look, 2 * timeout_s)
+
+    def _await_saves_below(self, root: str, deadline: float) -> None:
+        """Wait for saves to `root` that go on without this checkpointer."""
+
     @abstractmethod
     def close(self) -> None:
         """Free everything. Twice is fine."""
@@ -168,6 +201,7 @@ class SyncCheckpointer(Checkpointer):
     Args:
         writer, reader: Own parts in the place of the default ones.
         config: Settings; single fields may also be given as keywords.
+        commit_hook: A `CommitHook`, or any object with one of its methods.
         **fields: Fields of `CheckpointerConfig`.
 
     Raises:
@@ -180,6 +214,7 @@ class SyncCheckpointer(Checkpointer):
         reader: CheckpointReader | None = None,
         *,
         config: CheckpointerConfig | None = None,
+        commit_hook: Any | None = None,
         **fields: Any,
     ) -> None:
         misplaced = sorted(set(fields) & _WORKER_FIELDS)
@@ -188,7 +223,13 @@ class SyncCheckpointer(Checkpointer):
                 f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
             )
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
-        self._writer = writer or SyncWriter(self.config, find_rank_info(self.config.rank_info))
+        if writer is None:
+            self._coordination = Coordination(self._rank, self.config, self._exchange, package=__version__)
+            writer = SyncWriter(self.config, self._coordination, hooks=HookRunner(commit_hook))
+        elif commit_hook is not None:
+            raise ConfigError("commit_hook belongs to the default writer, which was replaced", field="commit_hook")
+        self._writer = writer
+        self._takes_extra = commit_hook is not None or not isinstance(writer, SyncWriter)
 
     def save(
         self,
@@ -208,7 +249,7 @@ class SyncCheckpointer(Checkpointer):
         """
         self._check_usable()
         arguments = self._arguments(state_dict, path, step, metadata, self._next_save_id())
-        if isinstance(self._writer, SyncWriter):
+        if not self._takes_extra:
             refuse_unknown(kw)
         path_text = arguments.pop("path")
         report = self._writer.write(state_dict, path_text, **arguments, **kw)

@@ -82,7 +82,7 @@ class Trainer:
             hello=greeting(0, 1, "x"),
             worker_timeout_s=timeout_s,
             pending=lambda: [],
-            on_rows=self.rows.extend,
+            on_saves=lambda reply: self.rows.extend(reply.saves),
             on_lost=self.lost.append,
         )
 
