@@ -77,9 +77,9 @@ class WorkerProcess(CheckpointProcess):
         if session is not None:
             session.flush(timeout_s)
 
-    def _ask_epoch(self, path: str, brief: bool) -> int:
+    def _ask_epoch(self, path: str, run: str, brief: bool) -> int:
         timeout_s = BRIEF_S if brief else self.config.worker_timeout_s
-        reply = self.connect().call(lambda n: messages.Lineage(id=n, path=path), timeout_s)
+        reply = self.connect().call(lambda n: messages.Lineage(id=n, run=run, path=path), timeout_s)
         assert isinstance(reply, messages.LineageFound)
         return reply.epoch
 
@@ -130,6 +130,7 @@ class WorkerProcess(CheckpointProcess):
                 nbytes=nbytes,
                 umask=umask,
                 fsync=self.config.fsync,
+                commit_timeout_s=self.config.commit_timeout_s,
             ),
             SUBMIT_TIMEOUT_S,
         )
@@ -140,7 +141,9 @@ class WorkerProcess(CheckpointProcess):
         session = self._connection.session
         if session is not None and session.error is None:
             reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
-            session.request(lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason), SUBMIT_TIMEOUT_S)
+            session.request(
+                lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason, skipped=False), SUBMIT_TIMEOUT_S
+            )
         self._pending.withdraw(save_id)
         self.pool.give_up(save_id)
 

@@ -58,7 +58,7 @@ class SlotStager(CheckpointStager):
         leaves = encode_leaves(flat)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
-        save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path))
+        save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
         request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, kw))
         wanted = slot_nbytes(plan.body_nbytes, len(request))
@@ -118,6 +118,11 @@ class SlotStager(CheckpointStager):
             umask=umask,
             write_threads=self._config.write_threads or 0,
             package=self._package,
+            commit_timeout_s=self._config.commit_timeout_s,
+            hook_timeout_s=0,
+            plan="",
+            samples=b"",
+            contribution=b"",
         )
 
     def close(self) -> None:
