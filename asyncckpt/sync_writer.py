@@ -49,7 +49,7 @@ class SyncWriter(CheckpointWriter):
         self._plans = PlanCache(files_per_rank=config.files_per_rank)
         self._memory: Memory | None = None
         self._image: SlotImage | None = None
-        self._lineage = Lineage(lambda path, _: catalog.next_epoch_beside(path, files=self._files))
+        self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, files=self._files))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
     def write(self, state_dict: Mapping[str, Any], path: str, **kw: Any) -> SaveReport:
@@ -70,7 +70,7 @@ class SyncWriter(CheckpointWriter):
         leaves = encode_leaves(flat)
         save_id: SaveId = kw["save_id"]
         try:
-            save_id = save_id._replace(epoch=self._lineage.epoch_for(path))
+            save_id = save_id._replace(epoch=self._lineage.epoch_for(path, save_id.run_id))
             umask = current_umask()
             commit.prepare_directory(path, files=self._files, umask=umask, fsync=self._config.fsync)
             image = self._image_for(plan)
