@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
+    from asyncckpt.per_rank import PerRank as PerRank
 
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
@@ -35,6 +36,7 @@ _WHERE = {
     "CheckpointWriter": "parts",
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
+    "PerRank": "per_rank",
     "RankInfo": "config",
     "SaveHandle": "handle",
     "SaveReport": "handle",
@@ -52,6 +54,7 @@ __all__ = [
     "CheckpointWriter",
     "Checkpointer",
     "CheckpointerConfig",
+    "PerRank",
     "RankInfo",
     "SaveHandle",
     "SaveReport",
