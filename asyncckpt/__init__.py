@@ -13,11 +13,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from asyncckpt.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
-    from asyncckpt.checkpointer import SyncCheckpointer as SyncCheckpointer
     from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
+    from asyncckpt.factories import make_async_checkpointer as make_async_checkpointer
+    from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
     from asyncckpt.handle import SaveHandle as SaveHandle
     from asyncckpt.handle import SaveReport as SaveReport
     from asyncckpt.loading.loader import load as load
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
+    from asyncckpt.parts import CommitHook as CommitHook
     from asyncckpt.per_rank import PerRank as PerRank
+    from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
 
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
@@ -36,13 +39,16 @@ _WHERE = {
     "CheckpointWriter": "parts",
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
+    "CommitHook": "parts",
     "PerRank": "per_rank",
     "RankInfo": "config",
     "SaveHandle": "handle",
     "SaveReport": "handle",
-    "SyncCheckpointer": "checkpointer",
+    "SyncCheckpointer": "sync_checkpointer",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
+    "make_async_checkpointer": "factories",
+    "make_sync_checkpointer": "factories",
 }
 
 __all__ = [
@@ -54,6 +60,7 @@ __all__ = [
     "CheckpointWriter",
     "Checkpointer",
     "CheckpointerConfig",
+    "CommitHook",
     "PerRank",
     "RankInfo",
     "SaveHandle",
@@ -62,6 +69,8 @@ __all__ = [
     "__version__",
     "latest_checkpoint",
     "load",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
 ]
 
 

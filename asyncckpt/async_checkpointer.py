@@ -75,7 +75,9 @@ class AsyncCheckpointer(Checkpointer):
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
         if checkpoint_process is not None and commit_hook is not None:
-            raise ConfigError("commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook")
+            raise ConfigError(
+                "commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook"
+            )
         if checkpoint_process is None:
             process = self._connect(endpoint or endpoint_from_environment(), HookRunner(commit_hook))
             self._process = process
@@ -145,8 +147,7 @@ class AsyncCheckpointer(Checkpointer):
             finally:
                 self._saving.release()
         except BaseException as error:
-            if isinstance(self._process, WorkerProcess):  # the other ranks must not wait for this one
-                self._process.decline(save_id, repr(error))
+            self._decline(save_id, error)
             raise
 
     def _save(
@@ -168,6 +169,7 @@ class AsyncCheckpointer(Checkpointer):
             except _ARGUMENT_ERRORS:
                 raise
             except Exception as error:
+                self._decline(save_id, error)
                 self._tracker.add(handle)
                 handle.fail(error)
                 return handle
@@ -178,6 +180,11 @@ class AsyncCheckpointer(Checkpointer):
             if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
                 handle.fail(error)
             raise
+
+    def _decline(self, save_id: SaveId, error: BaseException) -> None:
+        """The other ranks must not wait for this one."""
+        if isinstance(self._process, WorkerProcess):
+            self._process.decline(save_id, repr(error))
 
     def _hand_over(self, handle: SaveHandle, result: Any, arguments: dict[str, Any], kw: Mapping[str, Any]) -> None:
         if isinstance(result, StagedSnapshot):

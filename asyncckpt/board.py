@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.exchange import POLL_S, Exchange, Meeting, refused, too_late
+from asyncckpt.protocol import fields as check
 from asyncckpt.protocol import messages
 
-PIECE_NBYTES = messages.MAX_PIECE_NBYTES
+PIECE_NBYTES = check.MAX_PIECE_NBYTES
 _REFUSED, _COMES = b"\0", b"\1"
 _SCOPE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
 """Variables that are equal on all ranks of one start of a job, and differ between starts."""

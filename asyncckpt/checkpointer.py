@@ -1,9 +1,8 @@
-"""Checkpointer, SyncCheckpointer and AsyncCheckpointer: arguments checked, parts wired, ends reported."""
+"""Checkpointer: what both kinds share: arguments checked, saves numbered, loads."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import sys
@@ -24,31 +23,13 @@ from asyncckpt.errors import (
     UnsupportedPlatformError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveReport
 from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.parts import CheckpointReader, CheckpointWriter
+from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.request import check_metadata
-from asyncckpt.sync_writer import SyncWriter
 
 MAX_STEP = (1 << 63) - 1
-_log = logging.getLogger("asyncckpt")
-
-
-_WORKER_FIELDS = frozenset(
-    {
-        "slots",
-        "on_busy",
-        "slot_timeout_s",
-        "on_worker_loss",
-        "on_error",
-        "commit_timeout_s",
-        "worker_timeout_s",
-        "worker_start_timeout_s",
-        "worker_shutdown_timeout_s",
-    }
-)
 
 
 def refuse_unknown(kw: Mapping[str, Any]) -> None:
@@ -148,7 +129,7 @@ class Checkpointer(ABC):
 
         return look() if self._coordination is None else self._coordination.same_answer(look, 2 * timeout_s)
 
-    def _await_saves_below(self, root: str, deadline: float) -> None:
+    def _await_saves_below(self, root: str, deadline: float) -> None:  # noqa: B027 -- without a worker there are none
         """Wait for saves to `root` that go on without this checkpointer."""
 
     @abstractmethod
@@ -193,71 +174,3 @@ class Checkpointer(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-class SyncCheckpointer(Checkpointer):
-    """Saves in the caller's time, without a worker process or shared memory, in the same format.
-
-    Args:
-        writer, reader: Own parts in the place of the default ones.
-        config: Settings; single fields may also be given as keywords.
-        commit_hook: A `CommitHook`, or any object with one of its methods.
-        **fields: Fields of `CheckpointerConfig`.
-
-    Raises:
-        ConfigError: An impossible setting.
-    """
-
-    def __init__(
-        self,
-        writer: CheckpointWriter | None = None,
-        reader: CheckpointReader | None = None,
-        *,
-        config: CheckpointerConfig | None = None,
-        commit_hook: Any | None = None,
-        **fields: Any,
-    ) -> None:
-        misplaced = sorted(set(fields) & _WORKER_FIELDS)
-        if misplaced:
-            raise ConfigError(
-                f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
-            )
-        super().__init__(CheckpointerConfig.resolve(config, fields), reader)
-        if writer is None:
-            self._coordination = Coordination(self._rank, self.config, self._exchange, package=__version__)
-            writer = SyncWriter(self.config, self._coordination, hooks=HookRunner(commit_hook))
-        elif commit_hook is not None:
-            raise ConfigError("commit_hook belongs to the default writer, which was replaced", field="commit_hook")
-        self._writer = writer
-        self._takes_extra = commit_hook is not None or not isinstance(writer, SyncWriter)
-
-    def save(
-        self,
-        state_dict: Mapping[str, Any],
-        path: str | os.PathLike[str],
-        *,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **kw: Any,
-    ) -> None:
-        """Write `state_dict` to the directory `path`. Blocks until the checkpoint is committed.
-
-        Raises:
-            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: The arguments.
-            CheckpointExistsError, SaveFailedError, CommitUnknownError, InsufficientMemoryError: The save.
-            CheckpointerClosedError, ForkedError: The checkpointer.
-        """
-        self._check_usable()
-        arguments = self._arguments(state_dict, path, step, metadata, self._next_save_id())
-        if not self._takes_extra:
-            refuse_unknown(kw)
-        path_text = arguments.pop("path")
-        report = self._writer.write(state_dict, path_text, **arguments, **kw)
-        if isinstance(report, SaveReport):
-            _log.info("saved step %d to %s: %s", arguments["step"], path_text, report)
-
-    def close(self) -> None:
-        """Free memory and threads. Twice is fine; does nothing in a forked child."""
-        if not self._closed and os.getpid() == self._owner_pid:
-            self._closed = True
-            self._writer.close()

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -86,45 +86,62 @@ class Coordination:
         """
         if self.agreement is not None:
             return self.agreement
-        mine = {
+        mine = {**self.introduction(path, step), "contribution": contribution.encode()}
+        self._met.add(sequence)
+        deadline = time.monotonic() + self._config.plan_timeout_s
+        meeting = self.meet(f"save/{sequence}")
+        try:
+            everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), deadline)]
+            check_equal(everybody)
+            self.settle(
+                {rank: found["contribution"] for rank, found in enumerate(everybody)},
+                flat,
+                lambda digests: meeting.gather(digests, deadline),
+            )
+        finally:
+            meeting.close()
+        assert self.agreement is not None
+        self.run_id = everybody[0]["run"]
+        return self.agreement
+
+    def introduction(self, path: str, step: int) -> dict[str, Any]:
+        """Return what must be equal on all ranks, and this rank's run id: rank 0's is taken."""
+        return {
             "run": self.run_id,
             "package": self._package,
             "path": path,
             "step": step,
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
-            "contribution": contribution.encode(),
         }
-        self._met.add(sequence)
-        deadline = time.monotonic() + self._config.plan_timeout_s
-        meeting = self._meeting(f"save/{sequence}")
-        try:
-            everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), deadline)]
-            self._check_equal(everybody)
-            contributions = decode_contributions({r: found["contribution"] for r, found in enumerate(everybody)})
-            checked = self._config.replicated == "check"
-            digests = digests_for(flat, candidates(contributions)[self.rank.rank]) if checked else b""
-            gathered = meeting.gather(digests, deadline)
-        finally:
-            meeting.close()
-        if checked:
-            contributions = with_digests(contributions, dict(enumerate(gathered)))
-        change = Change(contributions=contributions)
-        self.agreement = Agreement.start(self.rank.world_size).extended(change, change.encode())
-        self.run_id = everybody[0]["run"]
-        return self.agreement
 
-    def _check_equal(self, everybody: list[dict[str, Any]]) -> None:
-        for name in _AGREED:
-            for rank, found in enumerate(everybody):
-                if found[name] != everybody[0][name]:
-                    raise RanksDisagreeError(
-                        f"rank {rank} saves with {name} {found[name]!r}, rank 0 with {everybody[0][name]!r}; every rank "
-                        "must save the same step to the same path, with the same settings",
-                        detail=name,
-                        ranks=[0, rank],
-                        path=everybody[0]["path"],
-                    )
+    def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
+        """Extend the agreement by what ranks contribute; what several of them hold is compared first.
+
+        Args:
+            raw: Encoded contributions by rank, equal on all ranks.
+            flat: This rank's state, to be hashed where that is needed.
+            gather: Exchanges digests: this rank's for everybody's.
+
+        Raises:
+            ProtocolError: A rank sent nonsense.
+            AsyncCkptError: From `gather`.
+        """
+        contributions = decode_contributions(raw)
+        checked = self._config.replicated == "check"
+        positions = candidates(contributions).get(self.rank.rank, ())
+        gathered = gather(digests_for(flat, positions) if checked and positions else b"")
+        if checked:
+            contributions = with_digests(contributions, {rank: gathered[rank] for rank in contributions})
+        change = Change(contributions=contributions)
+        agreement = self.agreement or Agreement.start(self.rank.world_size)
+        self.agreement = agreement.extended(change, change.encode())
+
+    def store_per_rank(self, fqns: Sequence[str]) -> None:
+        """From now on each rank stores its own of these tensors. Called on all ranks alike."""
+        assert self.agreement is not None
+        change = Change(contributions={}, per_rank=tuple(fqns))
+        self.agreement = self.agreement.extended(change, change.encode())
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
@@ -132,13 +149,14 @@ class Coordination:
             return
         self._met.add(sequence)
         try:
-            meeting = self._meeting(f"save/{sequence}")
+            meeting = self.meet(f"save/{sequence}")
             meeting.refuse(reason)
             meeting.close()
         except AsyncCkptError as error:
             _log.warning("the other ranks cannot be told that this save has failed: %s", error)
 
-    def _meeting(self, name: str) -> Meeting:
+    def meet(self, name: str) -> Meeting:
+        """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
         return self._find().meet(f"{self._number}/{name}")
 
     # ---- what comes later
@@ -182,7 +200,7 @@ class Coordination:
         """
         if self.alone:
             return ask()
-        meeting = self._meeting(f"answer/{next(self._answers)}")
+        meeting = self.meet(f"answer/{next(self._answers)}")
         deadline = time.monotonic() + timeout_s
         try:
             try:
@@ -196,6 +214,24 @@ class Coordination:
         if found is not None and not isinstance(found, str):
             raise SaveFailedError("rank 0 answered with something else than a path", code="exchange", rank=0)
         return found
+
+
+def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
+    """Prove that all ranks save the same.
+
+    Raises:
+        RanksDisagreeError: Naming what differs, and the ranks.
+    """
+    for name in _AGREED:
+        for rank, found in enumerate(everybody):
+            if found[name] != everybody[0][name]:
+                raise RanksDisagreeError(
+                    f"rank {rank} saves with {name} {found[name]!r}, rank 0 with {everybody[0][name]!r}; "
+                    "every rank must save the same step to the same path, with the same settings",
+                    detail=name,
+                    ranks=[0, rank],
+                    path=everybody[0]["path"],
+                )
 
 
 def _unpacked(data: bytes) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
-from asyncckpt.checkpointer import SyncCheckpointer
 from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.sync_checkpointer import SyncCheckpointer
 
 
 def make_async_checkpointer(

@@ -99,4 +99,4 @@ class CommitHook:
         """
 
     def post_commit(self, path: str, **kw: Any) -> None:
-        """The checkpoint at `path` is committed. What this raises is logged; the arguments are those of `pre_commit`."""
+        """The checkpoint at `path` is committed; arguments as in `pre_commit`. What this raises is logged."""

@@ -18,7 +18,6 @@ from asyncckpt.handle import SaveReport
 from asyncckpt.protocol import lifecycle
 from asyncckpt.staging.slot_pool import LentSlot
 
-
 VERDICT_S = 0.5
 """How long the worker's own word on a save that took too long, which names the missing ranks, may take to arrive."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError
@@ -76,7 +77,7 @@ class GroupExchange(Exchange):
         self._rank, self._store = rank, store
 
     def meet(self, name: str) -> Meeting:
-        return _GroupMeeting(self._rank, dist.PrefixStore(f"asyncckpt/{name}", self._store))
+        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{name}", self._store))
 
 
 class _GroupMeeting(Meeting):
@@ -93,7 +94,7 @@ class _GroupMeeting(Meeting):
             if self._group is None:
                 self._arrive(deadline)
                 self._group = self._made(deadline)
-            return _all_gather(self._group, self._rank, payload)
+            return _all_gather(self._group, self._rank, payload, deadline)
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
@@ -123,8 +124,8 @@ class _GroupMeeting(Meeting):
         on_this = store.add(here, 0)
         if on_this != world_size:
             raise SaveFailedError(
-                f"{on_this} of {world_size} ranks are on the machine of rank {self._rank.rank}; this version saves from "
-                "ranks of one machine only",
+                f"{on_this} of {world_size} ranks are on the machine of rank {self._rank.rank}; this version saves "
+                "from ranks of one machine only",
                 code="several_machines",
                 rank=self._rank.rank,
             )
@@ -135,10 +136,11 @@ class _GroupMeeting(Meeting):
             raise refused(int(rank), reason)
 
     def _made(self, deadline: float) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+        options = gloo._Options()
         options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # all are on this machine
-        return dist.ProcessGroupGloo(self._store, self._rank.rank, self._rank.world_size, options)
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
+        return gloo(self._store, self._rank.rank, self._rank.world_size, options)
 
     def close(self) -> None:
         self._group = None  # closes its connections
@@ -151,14 +153,16 @@ def machine() -> str:
     return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _all_gather(group: Any, rank: RankInfo, payload: bytes) -> list[bytes]:
+def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> list[bytes]:
     """Gather bytes of different lengths. Without numpy, which `all_gather_object` needs."""
+    options: Any = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
     mine = torch.tensor([len(payload)], dtype=torch.int64)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(rank.world_size)]
-    group.allgather([lengths], [mine]).wait()
+    group.allgather([lengths], [mine], options).wait()
     counts = [int(n) for n in lengths]
     longest = max(1, *counts)
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in counts]
-    group.allgather([gathered], [padded]).wait()
+    group.allgather([gathered], [padded], options).wait()
     return [ctypes.string_at(t.data_ptr(), n) for t, n in zip(gathered, counts, strict=True)]

@@ -99,8 +99,12 @@ class Talk:
         return self._pipe.recv()[1]
 
 
-talk: Talk
-"""In a rank's process: its line to the test."""
+_line: list[Talk] = []
+
+
+def talk() -> Talk:
+    """Return, in a rank's process, its line to the test."""
+    return _line[0]
 
 
 @contextlib.contextmanager
@@ -130,8 +134,7 @@ def _main(
     arguments: tuple[Any, ...],
     pipe: Any,
 ) -> None:
-    global talk
-    talk = Talk(pipe)
+    _line.append(Talk(pipe))
     os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         import torch

@@ -74,3 +74,23 @@ def are_samples(value: Any) -> bool:
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException):
         return False
     return type(value) is bytes
+
+
+def unequal(samples: Mapping[int, Mapping[str, Sample]]) -> dict[str, tuple[bool, list[int]]]:
+    """Return what differs between ranks that name the same replica.
+
+    Args:
+        samples: By rank.
+
+    Returns:
+        By FQN: whether it is split, and the ranks that hold it.
+    """
+    found: dict[str, dict[int, Sample]] = {}
+    for rank, named in sorted(samples.items()):
+        for fqn, sample in named.items():
+            found.setdefault(fqn, {})[rank] = sample
+    return {
+        fqn: (any(s.split for s in by_rank.values()), list(by_rank))
+        for fqn, by_rank in found.items()
+        if len({s.digest for s in by_rank.values()}) > 1
+    }

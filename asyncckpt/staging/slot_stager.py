@@ -15,12 +15,13 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.digests import Samples, news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
-from asyncckpt.planning.digests import news_of, sample_digests
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.state_dict import Flattened, flatten
 from asyncckpt.protocol.request import SaveRequest, encode_request
+from asyncckpt.protocol.samples import DIGEST_NBYTES, encode_samples
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.slot_pool import LentSlot
 from asyncckpt.staging.umask import current_umask
@@ -133,9 +134,7 @@ class SlotStager(CheckpointStager):
         if not ranks.alone:
             if ranks.agreement is None:
                 flat = flatten(state_dict)
-                ranks.agree(
-                    flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"]
-                )
+                ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
             ranks.advance(save_id.sequence)
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
@@ -149,7 +148,7 @@ class SlotStager(CheckpointStager):
         if agreement is None:
             return _News("", b"", b"")
         checked = self._config.replicated == "check"
-        samples = sample_digests(plan, flat, sequence).encode() if checked else b""
+        samples = _encoded(sample_digests(plan, flat, sequence)) if checked else b""
         contribution = news_of(plan, flat, compare=checked).encode() if plan.news else b""
         return _News(agreement.fingerprint, samples, contribution)
 
@@ -180,6 +179,12 @@ class SlotStager(CheckpointStager):
 
     def close(self) -> None:
         """Nothing to free: the slots belong to the process."""
+
+
+def _encoded(samples: Samples) -> bytes:
+    names, split, digests = samples
+    each = range(0, len(digests), DIGEST_NBYTES)
+    return encode_samples(zip(names, map(bool, split), (digests[i : i + DIGEST_NBYTES] for i in each), strict=True))
 
 
 def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:

@@ -62,7 +62,7 @@ def test_every_rank_gets_everybodys_bytes_whatever_their_lengths(
 
 def only_rank_one_comes_late(exchange: Exchange, rank: int) -> tuple[str, Any, float]:
     if rank == 1:
-        rank_processes.talk.hear()
+        rank_processes.talk().hear()
     began = time.monotonic()
     try:
         exchange.meet("late").gather(b"x", time.monotonic() + 0.6)
@@ -120,7 +120,7 @@ def test_a_refusal_ends_the_meeting_for_the_others_with_its_reason(
 
 def only_rank_zero(exchange: Exchange, rank: int) -> list[int] | None:
     if rank == 1:
-        rank_processes.talk.hear()
+        rank_processes.talk().hear()
         return None
     with pytest.raises(PlanTimeoutError) as caught:
         exchange.meet("missing").gather(b"x", time.monotonic() + 0.3)
