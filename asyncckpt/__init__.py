@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.handle import SaveHandle as SaveHandle
     from asyncckpt.handle import SaveReport as SaveReport
+    from asyncckpt.loading.load_plan import LoadPlan as LoadPlan
+    from asyncckpt.loading.load_plan import plan_load as plan_load
     from asyncckpt.loading.loader import load as load
+    from asyncckpt.loading.opened import OpenCheckpoint as OpenCheckpoint
+    from asyncckpt.loading.opened import open_checkpoint as open_checkpoint
     from asyncckpt.parts import CheckpointProcess as CheckpointProcess
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
@@ -35,12 +39,16 @@ _WHERE = {
     "CheckpointWriter": "parts",
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
+    "LoadPlan": "loading.load_plan",
+    "OpenCheckpoint": "loading.opened",
     "RankInfo": "config",
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "SyncCheckpointer": "checkpointer",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
+    "open_checkpoint": "loading.opened",
+    "plan_load": "loading.load_plan",
 }
 
 __all__ = [
@@ -52,6 +60,8 @@ __all__ = [
     "CheckpointWriter",
     "Checkpointer",
     "CheckpointerConfig",
+    "LoadPlan",
+    "OpenCheckpoint",
     "RankInfo",
     "SaveHandle",
     "SaveReport",
@@ -59,6 +69,8 @@ __all__ = [
     "__version__",
     "latest_checkpoint",
     "load",
+    "open_checkpoint",
+    "plan_load",
 ]
 
 

@@ -29,7 +29,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
-from asyncckpt.process_group import find_rank_info
+from asyncckpt.process_group import find_only_rank
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
@@ -83,7 +83,7 @@ class AsyncCheckpointer(Checkpointer):
         ends.remember(self)
 
     def _connect(self, named: str | None) -> WorkerProcess:
-        rank = find_rank_info(self.config.rank_info)
+        rank = find_only_rank(self.config.rank_info)
         endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
         socket_path(endpoint)
         process = WorkerProcess(self.config, rank, endpoint=endpoint, named=named is not None, package=__version__)

@@ -25,7 +25,7 @@ from asyncckpt.handle import SaveReport
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.parts import CheckpointReader, CheckpointWriter
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import find_rank_info
+from asyncckpt.process_group import find_only_rank
 from asyncckpt.protocol.request import check_metadata
 from asyncckpt.sync_writer import SyncWriter
 
@@ -65,7 +65,7 @@ class Checkpointer(ABC):
         if not sys.platform.startswith("linux"):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
         self.config = config
-        self._reader = reader or DefaultReader()
+        self._reader = reader or DefaultReader(rank_info=config.rank_info)
         self._run_id = secrets.token_hex(6)
         self._sequence = 0
         self._owner_pid = os.getpid()
@@ -188,7 +188,7 @@ class SyncCheckpointer(Checkpointer):
                 f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
             )
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
-        self._writer = writer or SyncWriter(self.config, find_rank_info(self.config.rank_info))
+        self._writer = writer or SyncWriter(self.config, find_only_rank(self.config.rank_info))
 
     def save(
         self,

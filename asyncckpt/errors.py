@@ -37,6 +37,7 @@
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
     +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
+    +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
 `fields` are attributes of the instance; one that was not given is None.
@@ -241,6 +242,12 @@ class LeafTypeMismatchError(
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
     """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
+
+
+class PerRankUnavailableError(
+    AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
+):
+    """Values of other ranks than the reader; `keys` lists all. `saved`, `wanted`: the world sizes of both."""
 
 
 def _subclasses(cls: type[AsyncCkptError]) -> list[type[AsyncCkptError]]:

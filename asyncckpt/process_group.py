@@ -15,7 +15,7 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
     """Return `given`, else the default process group's rank, else torchrun's environment, else 0 of 1.
 
     Raises:
-        ConfigError: More than one rank, which this version cannot save from yet; or an unreadable environment.
+        ConfigError: An unreadable environment, or a rank outside its world.
     """
     info = RankInfo(*(given or _detected(os.environ if environ is None else environ)))
     if not 0 <= info.rank < info.world_size:
@@ -24,6 +24,16 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
             field="rank_info",
             value=repr(info),
         )
+    return info
+
+
+def find_only_rank(given: RankInfo | None) -> RankInfo:
+    """Return what `find_rank_info` does, for those who cannot save from several ranks yet.
+
+    Raises:
+        ConfigError: More than one rank; or as `find_rank_info`.
+    """
+    info = find_rank_info(given)
     if info.world_size != 1:
         raise ConfigError(
             f"this is rank {info.rank} of {info.world_size}, and this version saves from one rank only; where "
