@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
+    from asyncckpt.per_rank import PerRank as PerRank
 
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
@@ -41,6 +42,7 @@ _WHERE = {
     "CheckpointerConfig": "config",
     "LoadPlan": "loading.load_plan",
     "OpenCheckpoint": "loading.opened",
+    "PerRank": "per_rank",
     "RankInfo": "config",
     "SaveHandle": "handle",
     "SaveReport": "handle",
@@ -62,6 +64,7 @@ __all__ = [
     "CheckpointerConfig",
     "LoadPlan",
     "OpenCheckpoint",
+    "PerRank",
     "RankInfo",
     "SaveHandle",
     "SaveReport",

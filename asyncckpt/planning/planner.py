@@ -9,8 +9,10 @@ from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.layout import BoxSpec, build_layout
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.planning.agreement import Agreement
+from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.match import match
-from asyncckpt.planning.plan import SavePlan, Signature
+from asyncckpt.planning.plan import Box, SavePlan, Signature
 from asyncckpt.planning.state_dict import Flattened, check_keys, flatten
 from asyncckpt.planning.torch_types import dtype_name
 
@@ -20,16 +22,29 @@ def signature_of(flat: Flattened) -> Signature:
     return flat.tree, tuple((t.dtype, t.shape) for t in flat.tensors)
 
 
-def make_plan(flat: Flattened, signature: Signature, *, files_per_rank: int) -> SavePlan:
-    """Lay out every tensor of `flat`.
+def contribution_of(flat: Flattened) -> Contribution:
+    """Return what the other ranks are told about `flat`, without digests.
+
+    Raises:
+        DuplicateNameError, UnsupportedLeafError: As `make_plan`.
+    """
+    raise NotImplementedError
+
+
+def make_plan(
+    flat: Flattened, signature: Signature, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None
+) -> SavePlan:
+    """Lay out what this rank writes of `flat`.
 
     Args:
         flat: The state dict.
         signature: `signature_of(flat)`.
         files_per_rank: Shard files to spread over.
+        rank: Of this process.
+        agreement: With the other ranks; None: there are none.
 
     Raises:
-        DuplicateNameError: Two paths join to one FQN.
+        DuplicateNameError: Two paths join to one FQN, or a name is reserved for per-rank tensors.
         UnsupportedLeafError: A key that the index cannot hold.
     """
     check_keys(flat.tree)
@@ -52,6 +67,7 @@ def make_plan(flat: Flattened, signature: Signature, *, files_per_rank: int) -> 
     return SavePlan(
         signature=signature,
         layout=layout,
+        boxes=tuple(Box(n, s.offsets, s.sizes) for n, s in enumerate(specs)),
         structure=encode_structure(structure),
         n_tensors=len(specs),
         tensor_nbytes=sum(s.nbytes for s in specs),
@@ -77,10 +93,20 @@ class PlanCache:
     MAX_PLANS = 8
     """Chosen, not measured: full state, weights only, a second model, and room."""
 
-    def __init__(self, *, files_per_rank: int) -> None:
-        self._files_per_rank = files_per_rank
+    def __init__(self, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None) -> None:
+        self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """With the other ranks; setting another one drops all plans."""
+        return self._agreement
+
+    @agreement.setter
+    def agreement(self, agreement: Agreement | None) -> None:
+        self._agreement = agreement
+        self._plans.clear()
 
     def take(self, state_dict: Any) -> tuple[SavePlan, Flattened]:
         """Take `state_dict` apart and return the plan of its structure, making it when it is new.
