@@ -12,6 +12,7 @@ from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchEr
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import Selection, prefixes
+from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
@@ -130,7 +131,13 @@ def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
 def _value_at(state_dict: Mapping[Any, Any], path: Path) -> Any:
     value: Any = state_dict
     for key in path:
-        value = value[key]
+        value = _unmarked(value)[key]
+    return _unmarked(value)
+
+
+def _unmarked(value: Any) -> Any:
+    while isinstance(value, PerRank):
+        value = value.value
     return value
 
 
@@ -211,8 +218,11 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
     """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
 
     Returns:
-        `value`, or the tuple that stands for it now.
+        `value`, or the tuple that stands for it now. A `PerRank` stays one, and gets another value.
     """
+    if isinstance(value, PerRank):
+        value.value = replace_at(value.value, path, new)
+        return value
     if not path:
         return new
     key, old = path[0], value[path[0]]
