@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from asyncckpt.format.layout import PAGE_NBYTES, Layout
 from asyncckpt.format.tree import Node
 from asyncckpt.planning.agreement import Agreement
+from asyncckpt.planning.sampling import Turn
 from asyncckpt.protocol.request import PartRange
 
 Signature = tuple[Node, tuple[Any, ...]]
@@ -22,14 +23,15 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Replica(NamedTuple):
-    """A tensor that other ranks claim to hold too; `split`: it is written by several of them."""
+class SharedTensor(NamedTuple):
+    """A tensor that other ranks claim to hold too, and when they compare it; `split`: several of them write it."""
 
     fqn: str
-    dtype: str
-    shape: tuple[int, ...]
     number: int
     split: bool
+    turn: Turn
+    n_elements: int
+    itemsize: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,10 +43,11 @@ class SavePlan:
         layout: Parts and chunks.
         boxes: Aligned with the layout's chunks: what goes where.
         structure: `format.structure.encode_structure`'s bytes.
-        n_tensors, tensor_nbytes: What this rank writes, for reports.
+        n_tensors: Tensors whose first element this rank writes, for reports: over all ranks, every stored tensor once.
+        tensor_nbytes: What this rank writes.
         agreement: With the other ranks; None where there are none.
         news: Numbers of the tensors that are not agreed upon yet; the other ranks are to be told.
-        replicas: What is compared with other ranks' at later saves.
+        shared: What is compared with other ranks' at every save, some of it each time.
     """
 
     signature: Signature
@@ -55,7 +58,7 @@ class SavePlan:
     tensor_nbytes: int
     agreement: Agreement | None = None
     news: tuple[int, ...] = ()
-    replicas: tuple[Replica, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
 
     @property
     def fingerprint(self) -> str:
