@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
     from asyncckpt.handle import SaveHandle as SaveHandle
     from asyncckpt.handle import SaveReport as SaveReport
+    from asyncckpt.loading.load_plan import LoadPlan as LoadPlan
+    from asyncckpt.loading.load_plan import plan_load as plan_load
     from asyncckpt.loading.loader import load as load
+    from asyncckpt.loading.opened import OpenCheckpoint as OpenCheckpoint
+    from asyncckpt.loading.opened import open_checkpoint as open_checkpoint
     from asyncckpt.parts import CheckpointProcess as CheckpointProcess
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
@@ -40,6 +44,8 @@ _WHERE = {
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
     "CommitHook": "parts",
+    "LoadPlan": "loading.load_plan",
+    "OpenCheckpoint": "loading.opened",
     "PerRank": "per_rank",
     "RankInfo": "config",
     "SaveHandle": "handle",
@@ -49,6 +55,8 @@ _WHERE = {
     "load": "loading.loader",
     "make_async_checkpointer": "factories",
     "make_sync_checkpointer": "factories",
+    "open_checkpoint": "loading.opened",
+    "plan_load": "loading.load_plan",
 }
 
 __all__ = [
@@ -61,6 +69,8 @@ __all__ = [
     "Checkpointer",
     "CheckpointerConfig",
     "CommitHook",
+    "LoadPlan",
+    "OpenCheckpoint",
     "PerRank",
     "RankInfo",
     "SaveHandle",
@@ -71,6 +81,8 @@ __all__ = [
     "load",
     "make_async_checkpointer",
     "make_sync_checkpointer",
+    "open_checkpoint",
+    "plan_load",
 ]
 
 
