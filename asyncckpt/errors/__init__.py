@@ -216,60 +216,9 @@ class LeafTypeMismatchError(
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
     """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
-<<<<<<< HEAD:asyncckpt/errors/__init__.py
-=======
 
 
 class PerRankUnavailableError(
     AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
 ):
     """Values of other ranks than the reader; `keys` lists all. `saved`, `wanted`: the world sizes of both."""
-
-
-def _subclasses(cls: type[AsyncCkptError]) -> list[type[AsyncCkptError]]:
-    return [cls] + [s for c in cls.__subclasses__() for s in _subclasses(c)]
-
-
-ERRORS_BY_CODE: dict[str, type[AsyncCkptError]] = {cls.wire_code: cls for cls in _subclasses(AsyncCkptError)}
-
-
-def to_wire(error: BaseException) -> dict[str, Any]:
-    """Return `error` as code, text and fields: plain values and lists of them only, long ones cut, texts valid UTF-8.
-
-    An exception that is not of our tree becomes the root's code with the type's name in the text.
-    """
-    if isinstance(error, AsyncCkptError):
-        facts = {name: _fact(value) for name, value in error.facts().items()}
-        return {"code": error.wire_code, "text": _plain(error.message), "fields": facts}
-    return {"code": AsyncCkptError.wire_code, "text": _plain(f"{type(error).__name__}: {error}"), "fields": {}}
-
-
-def _fact(value: Any) -> Plain | list[Plain]:
-    """A list stays one, of plain values; cut when its texts and digits are as long as a text may be."""
-    if not isinstance(value, (list, tuple)):
-        return _plain(value)
-    found: list[Plain] = []
-    room = _MAX_TEXT_CHARS
-    for item in map(_plain, value):
-        room -= len(str(item)) + 1
-        if room < 0 and found:
-            break
-        found.append(item)
-    return found
-
-
-def _plain(value: Any) -> Plain:
-    if isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
-        return value
-    # A file name that is not UTF-8 reaches a message as lone surrogates, which msgpack refuses to pack.
-    return str(value)[:_MAX_TEXT_CHARS].encode("utf-8", "backslashreplace").decode()
-
-
-def from_wire(wire: Mapping[str, Any]) -> AsyncCkptError:
-    """Rebuild an error from `to_wire`'s dict; facts that this version does not know are dropped. Never raises."""
-    cls = ERRORS_BY_CODE.get(str(wire.get("code")), AsyncCkptError)
-    fields = wire.get("fields")
-    known = {n: v for n, v in fields.items() if n in cls.fields} if isinstance(fields, Mapping) else {}
-    facts = {n: list(v) if isinstance(v, tuple) else v for n, v in known.items()}  # msgpack gives tuples for lists
-    return cls(str(wire.get("text", "")), **facts)
->>>>>>> help-load:asyncckpt/errors.py
