@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
@@ -30,10 +29,10 @@ from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
-from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
+from asyncckpt.wiring import reach_worker
 
 _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
@@ -79,10 +78,12 @@ class AsyncCheckpointer(Checkpointer):
                 "commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook"
             )
         if checkpoint_process is None:
-            process = self._connect(endpoint or endpoint_from_environment(), HookRunner(commit_hook))
-            self._process = process
-            self._coordination = process.coordination
-            self._stager = checkpoint_stager or SlotStager(process, self.config, package=__version__)
+            named = endpoint or endpoint_from_environment()
+            self._process, self._coordination = process, ranks = reach_worker(
+                self.config, self._rank, named, HookRunner(commit_hook)
+            )
+            self._await_saves_below = process.await_saves_below
+            self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
         else:
             self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
         own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
@@ -90,18 +91,6 @@ class AsyncCheckpointer(Checkpointer):
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._saving = threading.Lock()
         ends.remember(self)
-
-    def _connect(self, named: str | None, hooks: HookRunner) -> WorkerProcess:
-        endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
-        socket_path(endpoint)
-        process = WorkerProcess(
-            self.config, self._rank, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks
-        )
-        if named is not None:
-            process.connect(start=False)
-        else:
-            process.connect_soon()
-        return process
 
     def save(
         self,
@@ -135,8 +124,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         save_id = self._next_save_id()  # every call takes one, whatever its end: all ranks count alike
         try:
-            if self._in_callback():
-                raise ReentrantCallError("save() was called by a future's callback, in the thread that completes saves")
+            self._refuse_in_callback("save()")
             if not self._saving.acquire(blocking=False):
                 raise ReentrantCallError(
                     "save() was called while another save() runs: by a signal handler, or from a second thread. Set a "
@@ -166,9 +154,9 @@ class AsyncCheckpointer(Checkpointer):
         try:
             try:
                 result = self._stager.stage(state_dict, **arguments, **kw)
-            except _ARGUMENT_ERRORS:
-                raise
             except Exception as error:
+                if isinstance(error, _ARGUMENT_ERRORS):
+                    raise
                 self._decline(save_id, error)
                 self._tracker.add(handle)
                 handle.fail(error)
@@ -225,8 +213,7 @@ class AsyncCheckpointer(Checkpointer):
             PendingSavesError: `on_error="raise"` and errors that nobody fetched.
         """
         self._check_usable()
-        if self._in_callback():
-            raise ReentrantCallError("wait() was called by a future's callback, in the thread that completes saves")
+        self._refuse_in_callback("wait()")
         self._tracker.wait(timeout)
         self._tracker.raise_errors()
 
@@ -239,12 +226,11 @@ class AsyncCheckpointer(Checkpointer):
 
         Raises:
             PendingSavesError: `on_error="raise"` and errors that nobody fetched.
-            ReentrantCallError: Called by a future's callback.
+            ReentrantCallError: Called by a future's callback or a hook.
         """
         if self._closed or os.getpid() != self._owner_pid:
             return
-        if self._in_callback():
-            raise ReentrantCallError("close() was called by a future's callback, in the thread that completes saves")
+        self._refuse_in_callback("close()")
         self._closed = True
         for handle in self._tracker.settle(self.config.worker_shutdown_timeout_s if timeout_s is None else timeout_s):
             _log.warning("close() leaves the save of step %d to %s to the worker", handle.step, handle.path)
@@ -260,12 +246,9 @@ class AsyncCheckpointer(Checkpointer):
             for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
 
-    def _await_saves_below(self, root: str, deadline: float) -> None:
-        if isinstance(self._process, WorkerProcess):
-            self._process.await_saves_below(root, deadline)
-
-    def _in_callback(self) -> bool:
-        return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
+    def _refuse_in_callback(self, call: str) -> None:
+        if isinstance(self._process, WorkerProcess) and self._process.in_client_thread():
+            raise ReentrantCallError(f"{call} was called by a callback or hook, in the thread that completes saves")
 
     def leave(self, timeout_s: float = EXIT_WAIT_S, *, at_exit: bool = False) -> None:
         """End without waiting for writes: by an exception, or at interpreter exit. What is staged is safe.

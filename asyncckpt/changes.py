@@ -1,14 +1,15 @@
-"""Fetches the changes of the run that the worker publishes, in the session's thread, without waiting."""
+"""What a client of the worker needs of the run that it belongs to; and the fetching of the run's changes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, Protocol
 
 import msgpack
 
-from asyncckpt.coordination import Coordination
+from asyncckpt.config import RankInfo
 from asyncckpt.protocol import messages
 
 _log = logging.getLogger("asyncckpt")
@@ -17,26 +18,46 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 """Sends a request, made from its id; None when there is no session."""
 
 
+class Run(Protocol):
+    """The run of this checkpointer's ranks; `coordination.Coordination` is one, which needs torch."""
+
+    rank: RankInfo
+    run_id: str
+    agreement: Any
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one rank."""
+
+    def refuse(self, sequence: int, reason: str) -> None:
+        """Tell ranks that wait for this one in their first save that it does not come."""
+
+    def take_change(self, effective: int, raw: bytes) -> None:
+        """Keep a change of the run for the saves from sequence `effective` on."""
+
+
 class Changes:
     """Follows the count of changes that every `Saves` message carries, and hands each change over once.
 
+    Fetches them in the session's thread, without waiting.
+
     Args:
-        coordination: Receives the changes.
+        run: Receives the changes.
         send: Sends a request.
     """
 
-    def __init__(self, coordination: Coordination, send: Send) -> None:
-        self._coordination, self._send = coordination, send
+    def __init__(self, run: Run, send: Send) -> None:
+        self._run, self._send = run, send
         self._taken = 0
         self._fetching = False
 
     def seen(self, changes: int) -> None:
         """The worker has published so many changes of this run."""
-        if changes > self._taken and not self._fetching and not self._coordination.alone:
+        if changes > self._taken and not self._fetching and not self._run.alone:
             self._fetch(self._taken + 1, b"")
 
     def _fetch(self, number: int, data: bytes) -> None:
-        board = f"change-{self._coordination.run_id}-{number}"
+        board = f"change-{self._run.run_id}-{number}"
         asked = self._send(lambda n: messages.Fetch(id=n, board=board, rank=0, offset=len(data)))
         self._fetching = asked is not None
         if asked is not None:
@@ -51,7 +72,7 @@ class Changes:
             if reply.data and len(data) < reply.total:
                 return self._fetch(number, data)
             found = msgpack.unpackb(data, strict_map_key=False)
-            self._coordination.take_change(int(found["effective"]), bytes(found["change"]))
+            self._run.take_change(int(found["effective"]), bytes(found["change"]))
             self._taken = number
         except Exception as error:  # it is asked for again at the next message
             _log.warning("change %d of this run was not understood: %r", number, error)

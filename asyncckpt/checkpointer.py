@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +53,7 @@ class Checkpointer(ABC):
         self._reader = reader or DefaultReader(rank_info=self._rank)
         self._run_id = secrets.token_hex(6)
         self._coordination: Coordination | None = None
+        self._await_saves_below: Callable[[str, float], None] = lambda root, deadline: None  # without a worker: none
         self._sequence = 0
         self._owner_pid = os.getpid()
         self._closed = False
@@ -128,9 +129,6 @@ class Checkpointer(ABC):
             return latest_checkpoint(directory)
 
         return look() if self._coordination is None else self._coordination.same_answer(look, 2 * timeout_s)
-
-    def _await_saves_below(self, root: str, deadline: float) -> None:  # noqa: B027 -- without a worker there are none
-        """Wait for saves to `root` that go on without this checkpointer."""
 
     @abstractmethod
     def close(self) -> None:

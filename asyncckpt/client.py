@@ -14,19 +14,16 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.board import BoardExchange
-from asyncckpt.changes import Changes
-from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.changes import Changes, Run
+from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
-from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
-from asyncckpt.exchange import Exchange
 from asyncckpt.format.names import SaveId
 from asyncckpt.hooks import HookRunner
 from asyncckpt.in_flight import await_saves_below
 from asyncckpt.lineage import BRIEF_S, Lineage
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
-from asyncckpt.process_group import find_exchange
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.slot_lender import SlotLender
@@ -34,6 +31,9 @@ from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 
 SUBMIT_TIMEOUT_S = 1e6
 """A doorbell is repeated as long as the session lives; the session's own deadlines end it."""
+
+VERDICT_S = 1.0
+"""Chosen: the worker looks at the clock several times a second."""
 
 _log = logging.getLogger("asyncckpt.client")
 
@@ -43,7 +43,7 @@ class WorkerProcess(CheckpointProcess):
 
     Args:
         config: For the timeouts and slot policy.
-        rank: Of this process.
+        run: Of this process's rank.
         endpoint: `ipc://...`.
         named: The user named the endpoint.
         package: asyncckpt's version.
@@ -53,21 +53,20 @@ class WorkerProcess(CheckpointProcess):
     def __init__(
         self,
         config: CheckpointerConfig,
-        rank: RankInfo,
+        run: Run,
         *,
         endpoint: str,
         named: bool,
         package: str,
         hooks: HookRunner | None = None,
     ) -> None:
-        self.config, self.rank, self.endpoint, self.hooks = config, rank, endpoint, hooks or HookRunner(None)
-        self.coordination = Coordination(rank, config, self._exchange, package=package)
-        self._changes = Changes(self.coordination, self._send)
+        self.config, self.run, self.endpoint, self.hooks = config, run, endpoint, hooks or HookRunner(None)
+        self._changes = Changes(run, self._send)
         self._connection = Connection(
             endpoint,
             named=named,
             config=config,
-            greet=partial(greeting, rank.rank, rank.world_size, package),
+            greet=partial(greeting, run.rank.rank, run.rank.world_size, package),
             pending=self._asked_for,
             on_saves=self._on_saves,
             on_lost=self._on_lost,
@@ -78,6 +77,7 @@ class WorkerProcess(CheckpointProcess):
         self._pending = PendingSaves(
             commit_timeout_s=config.commit_timeout_s,
             free=self.pool.free,
+            verdict_s=0.0 if run.alone else VERDICT_S,
             on_durable=self._ask_hook,
             on_committed=lambda snapshot: self.hooks.after(snapshot.path, snapshot.extra),
         )
@@ -111,9 +111,9 @@ class WorkerProcess(CheckpointProcess):
         session = self._connection.session
         return None if session is None or session.error is not None else session.request(build, SUBMIT_TIMEOUT_S)
 
-    def _exchange(self) -> Exchange:
-        timeout_s = self.config.worker_timeout_s
-        return find_exchange(self.rank) or BoardExchange(self.rank, self.call, timeout_s=timeout_s)
+    def board(self) -> BoardExchange:
+        """Return the exchange of the ranks that have this worker."""
+        return BoardExchange(self.run.rank, self.call, timeout_s=self.config.worker_timeout_s)
 
     def await_saves_below(self, root: str, deadline: float) -> None:
         """Wait until the worker has ended every save to a child of `root` that it has; up to `deadline`."""
@@ -172,17 +172,17 @@ class WorkerProcess(CheckpointProcess):
         """
         if save_id.sequence == self._settled:
             return None  # withdrawn, or handed over, already
-        ranks = self.coordination
-        if not ranks.alone:
-            save_id = save_id._replace(run_id=ranks.run_id)
+        run = self.run
+        if not run.alone:
+            save_id = save_id._replace(run_id=run.run_id)
         tail = f"-{save_id.sequence:08d}-{save_id.run_id}"
         for name in self._pending.names():
             if name.endswith(tail) and self._pending.is_staging(name):
                 return self.withdraw(SaveId.parse(name), reason)
-        if ranks.agreement is not None:
+        if run.agreement is not None:
             self.withdraw(save_id, reason)
-        elif not ranks.alone:
-            ranks.refuse(save_id.sequence, reason)
+        elif not run.alone:
+            run.refuse(save_id.sequence, reason)
         return None
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:

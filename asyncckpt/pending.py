@@ -18,9 +18,6 @@ from asyncckpt.handle import SaveReport
 from asyncckpt.protocol import lifecycle
 from asyncckpt.staging.slot_pool import LentSlot
 
-VERDICT_S = 0.5
-"""How long the worker's own word on a save that took too long, which names the missing ranks, may take to arrive."""
-
 
 class WriteFuture(Future[SaveReport]):
     """A future of the commit; `durable` is one of this rank's files."""
@@ -89,6 +86,7 @@ class PendingSaves:
     Args:
         commit_timeout_s: So long after it was staged, an uncommitted save's futures fail.
         free: Gives a save's slot back to the pool.
+        verdict_s: How long the worker's own word on a save that took too long, which names the missing ranks, may take.
         on_durable: Called when this rank's files are, once per save; `on_committed`: before `written` completes.
     """
 
@@ -97,10 +95,11 @@ class PendingSaves:
         *,
         commit_timeout_s: float,
         free: Callable[[SaveId], None],
+        verdict_s: float = 0.0,
         on_durable: Callable[[StagedSnapshot], None] = lambda snapshot: None,
         on_committed: Callable[[StagedSnapshot], None] = lambda snapshot: None,
     ) -> None:
-        self._timeout_s, self._free = commit_timeout_s, free
+        self._timeout_s, self._verdict_s, self._free = commit_timeout_s, verdict_s, free
         self._on_durable, self._on_committed = on_durable, on_committed
         self._lock = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._rows: dict[str, _Row] = {}
@@ -143,7 +142,7 @@ class PendingSaves:
             error = lost or (row.early_error if row else None)
             if row is not None and error is None:
                 row.snapshot, row.future = snapshot, future
-                row.deadline = time.monotonic() + self._timeout_s + VERDICT_S
+                row.deadline = time.monotonic() + self._timeout_s + self._verdict_s
                 return True
             self._rows.pop(str(snapshot.save_id), None)
         self._free(snapshot.save_id)

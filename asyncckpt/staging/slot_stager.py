@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
+from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
@@ -45,14 +46,16 @@ class SlotStager(CheckpointStager):
 
     Args:
         process: Lends slots and is told that a save begins.
+        ranks: Who else saves.
         config: For layout and writing options.
         package: asyncckpt's version.
     """
 
-    def __init__(self, process: WorkerProcess, config: CheckpointerConfig, *, package: str) -> None:
-        self._process, self._config, self._package = process, config, package
-        self._coordination = process.coordination
-        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=process.rank.rank)
+    def __init__(
+        self, process: WorkerProcess, ranks: Coordination, config: CheckpointerConfig, *, package: str
+    ) -> None:
+        self._process, self._ranks, self._config, self._package = process, ranks, config, package
+        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -130,7 +133,7 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks = self._coordination
+        ranks = self._ranks
         if not ranks.alone:
             if ranks.agreement is None:
                 flat = flatten(state_dict)
@@ -144,7 +147,7 @@ class SlotStager(CheckpointStager):
 
     def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> _News:
         """Return what this save tells the worker about replicas and structure."""
-        agreement = self._coordination.agreement
+        agreement = self._ranks.agreement
         if agreement is None:
             return _News("", b"", b"")
         checked = self._config.replicated == "check"
@@ -159,8 +162,8 @@ class SlotStager(CheckpointStager):
             save_id=str(save_id),
             step=kw["step"],
             path=kw["path"],
-            rank=self._process.rank.rank,
-            world_size=self._process.rank.world_size,
+            rank=self._ranks.rank.rank,
+            world_size=self._ranks.rank.world_size,
             parts=plan.part_ranges(),
             structure=plan.structure,
             objects=objects,

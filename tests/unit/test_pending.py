@@ -39,6 +39,7 @@ class Table(PendingSaves):
             nbytes=100,
             seconds={"copy": 0.5},
             began=time.perf_counter(),
+            extra={},
         )
         future = WriteFuture()
         return future, self.staged(snapshot, future, lost)
