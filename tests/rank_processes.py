@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import time
@@ -16,6 +18,12 @@ import torch.distributed as dist
 DEADLINE_S = 60.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "asyncckpt.async_checkpointer"])
+
+
+def start_server() -> None:
+    """Start what the ranks are forked from, before any test could be blamed for its pipes."""
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
 
 
 class Ranks:

@@ -7,9 +7,17 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+import rank_processes
 import real_worker
 
 from asyncckpt import AsyncCheckpointer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_server(request: pytest.FixtureRequest) -> None:
+    """Where a test runs several ranks: the process that they are forked from."""
+    if any("test_ranks" in item.nodeid for item in request.session.items):
+        rank_processes.start_server()
 
 
 @pytest.fixture
