@@ -42,16 +42,28 @@ def new_save_id(sequence: int = 0, epoch: int = 1) -> SaveId:
 class Snapshot:
     """A made-up state: `n_tensors` uint8 tensors of random bytes, from a seed.
 
+    `shard` (n, of): what this rank holds is the n-th of `of` equal pieces of each tensor.
+
     Attributes:
         images: One image per part, header included.
         nbytes: Bytes of all images, padded to pages.
     """
 
-    def __init__(self, *, n_tensors: int = 3, nbytes: int = 100_000, seed: int = 0, n_parts: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        n_tensors: int = 3,
+        nbytes: int = 100_000,
+        seed: int = 0,
+        n_parts: int = 1,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
         generator = random.Random(seed)
         sizes = [max(1, nbytes // n_tensors + i) for i in range(n_tensors)]
         specs = [
-            layout.BoxSpec(fqn=f"t{i}", dtype="uint8", global_shape=(n,), offsets=(0,), sizes=(n,))
+            layout.BoxSpec(
+                fqn=f"t{i}", dtype="uint8", global_shape=(n * shard[1],), offsets=(n * shard[0],), sizes=(n,)
+            )
             for i, n in enumerate(sizes)
         ]
         placed = layout.build_layout(specs, n_parts=n_parts)

@@ -112,6 +112,7 @@ class ScanLineage:
 
     peer: Peer
     id: int
+    run: str
     path: str
 
 

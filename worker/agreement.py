@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.protocol.samples import decode_samples
 from asyncckpt_worker.records import RankSave, Save, Slot
 
 
-def other_world(save: Save | None, request: SaveRequest) -> str:
-    """Return how a sealed request names another world than its save, if that is known, has; "" when it does not."""
-    if save is None or save.world_size == request.world_size:
-        return ""
-    return f"rank {request.rank} of {request.world_size} saves under an id that {save.world_size} ranks use"
-
-
-def disagreement(save: Save, entry: RankSave, slot: Slot) -> str:
-    """Return how a sealed request contradicts its session, its Begin or another rank; "" when it does not."""
+def own_contradiction(entry: RankSave, slot: Slot) -> str:
+    """Return how a sealed request contradicts its session or its Begin; "" when it does not."""
     request = entry.request
     assert request is not None
     wanted = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step}
     for name, value in wanted.items():
         if getattr(request, name) != value:
             return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
-    for other in save.ranks.values():
-        if (other.path, other.step, save.world_size) != (request.path, request.step, request.world_size):
-            return (
-                f"rank {entry.rank} saves step {request.step} of {request.world_size} ranks to {request.path}, "
-                f"rank {other.rank} step {other.step} of {save.world_size} ranks to {other.path}"
-            )
     return ""
+
+
+def disagreement(save: Save, entry: RankSave) -> tuple[str, int] | None:
+    """Return how a rank that has just come contradicts another, and which; None when it does not."""
+    for other in save.ranks.values():
+        if (other.path, other.step) != (entry.path, entry.step):
+            text = f"rank {entry.rank} saves step {entry.step} to {entry.path}, "
+            return text + f"rank {other.rank} step {other.step} to {other.path}", other.rank
+        if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
+            text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
+            text += f"rank {other.rank} {_plan(other.request) or 'none'}: "
+            return text + "a change of the state reached them at different saves; the next ones agree again", other.rank
+    return None
+
+
+def _plan(request: SaveRequest | None) -> str:
+    return request.plan if request else ""
+
+
+def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
+    """Compare the samples of a save that all ranks have sealed.
+
+    Returns:
+        FQN, whether a rank says that it is split, and the ranks in groups of equal digests; FQNs in order.
+    """
+    found: dict[str, dict[bytes, list[int]]] = {}
+    split: set[str] = set()
+    for rank in sorted(save.ranks):
+        request = save.ranks[rank].request
+        for fqn, sample in decode_samples(request.samples).items() if request else ():
+            found.setdefault(fqn, {}).setdefault(sample.digest, []).append(rank)
+            if sample.split:
+                split.add(fqn)
+    return [(fqn, fqn in split, list(groups.values())) for fqn, groups in sorted(found.items()) if len(groups) > 1]

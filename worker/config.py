@@ -23,7 +23,6 @@ class WorkerConfig:
         drain_timeout_s: How long a drain waits for saves in flight.
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
-        commit_timeout_s: How long a save waits for its other ranks once one of them is durable.
         threads: Threads that write one save, unless it asks for a number; 0 takes `rank_files.DEFAULT_THREADS`.
         heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
         log_format, log_file: "human" or "json"; None writes to stderr.
@@ -37,7 +36,6 @@ class WorkerConfig:
     idle_exit_s: float = 600.0
     drain_timeout_s: float = 120.0
     staging_grace_s: float = 10.0
-    commit_timeout_s: float = 1800.0
     threads: int = 0
     heartbeat_s: float = 0.5
     log_format: str = "human"
@@ -45,7 +43,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         socket_path(self.endpoint)
-        for name in ("idle_exit_s", "drain_timeout_s", "staging_grace_s", "commit_timeout_s", "heartbeat_s"):
+        for name in ("idle_exit_s", "drain_timeout_s", "staging_grace_s", "heartbeat_s"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; expected seconds, 0 or more", field=name, value=value)

@@ -83,7 +83,6 @@ class Daemon:
                 idle_exit_s=config.idle_exit_s,
                 drain_timeout_s=config.drain_timeout_s,
                 staging_grace_s=config.staging_grace_s,
-                commit_timeout_s=config.commit_timeout_s,
             ),
             time.monotonic(),
         )

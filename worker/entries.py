@@ -20,6 +20,7 @@ def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
         nbytes=m.nbytes,
         umask=m.umask,
         begun_at=now,
+        commit_timeout_s=m.commit_timeout_s,
     )
 
 
@@ -35,6 +36,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         nbytes=sum(p.nbytes for p in request.parts),
         umask=request.umask,
         begun_at=now,
+        commit_timeout_s=request.commit_timeout_s,
     )
 
 

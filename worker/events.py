@@ -99,12 +99,16 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """The answer to Commit. `unknown`: an error at the manifest itself; nobody knows whether it stands."""
+    """The answer to Commit. `unknown`: an error at the manifest itself; nobody knows whether it stands.
+
+    `uncovered`: stored names whose chunks do not cover their tensors.
+    """
 
     now: float
     save_id: str
     error: Wire | None = None
     unknown: bool = False
+    uncovered: tuple[str, ...] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -123,6 +127,7 @@ class LineageScanned:
     now: float
     peer: Peer
     id: int
+    run: str
     path: str
     epoch: int = 0
     error: Wire | None = None

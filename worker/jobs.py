@@ -12,7 +12,9 @@ from asyncckpt.protocol.request import decode_request
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
+from asyncckpt_worker.changes import MAX_NAMES
 from asyncckpt_worker.metrics import Metrics
+from asyncckpt_worker.provers import Prover, hole
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.writer import Writer
@@ -33,6 +35,7 @@ class Jobs:
 
     def __init__(self, scheduler: Scheduler, slots: SlotStore, writer: Writer, metrics: Metrics) -> None:
         self._scheduler, self._slots, self._writer, self._metrics = scheduler, slots, writer, metrics
+        self._prover = Prover()
 
     def submit(self, action: ac.Action) -> None:
         """Hand the action's job to its lane."""
@@ -106,6 +109,12 @@ class Jobs:
 
     def _commit(self, action: ac.Commit) -> ev.Published:
         try:
+            faults = self._prover.faults(action.requests)
+            if faults:
+                error_wire, names = to_wire(hole(action.requests[0], faults)), tuple(name for name, _ in faults)
+                return ev.Published(
+                    now=time.monotonic(), save_id=action.save_id, error=error_wire, uncovered=names[:MAX_NAMES]
+                )
             report = self._writer.commit(action)
         except BaseException as error:
             unknown = isinstance(error, CommitUnknownError)
@@ -120,10 +129,14 @@ class Jobs:
         try:
             epoch = self._writer.lineage(action.path)
         except BaseException as error:
-            return ev.LineageScanned(
-                now=time.monotonic(), peer=action.peer, id=action.id, path=action.path, error=to_wire(error)
-            )
-        return ev.LineageScanned(now=time.monotonic(), peer=action.peer, id=action.id, path=action.path, epoch=epoch)
+            return _scanned(action, error=to_wire(error))
+        return _scanned(action, epoch=epoch)
+
+
+def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
+    return ev.LineageScanned(
+        now=time.monotonic(), peer=action.peer, id=action.id, run=action.run, path=action.path, **found
+    )
 
 
 def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
@@ -145,7 +158,7 @@ def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
         case ac.Remove():
             return ev.Removed(now=now, save_id=action.save_id)
         case ac.ScanLineage():
-            return ev.LineageScanned(now=now, peer=action.peer, id=action.id, path=action.path, error=wire)
+            return _scanned(action, error=wire)
         case ac.Watch():
             return ev.Watched(now=now, session=action.session, alive=False)
     return None

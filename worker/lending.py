@@ -11,6 +11,7 @@ from asyncckpt.errors import (
     AsyncCkptError,
     InsufficientMemoryError,
     ProtocolError,
+    RanksDisagreeError,
     UnknownSaveError,
     WorkerUnavailableError,
     from_wire,
@@ -20,8 +21,8 @@ from asyncckpt.protocol.lifecycle import BEGUN, IN_FLIGHT
 from asyncckpt.protocol.messages import Allocate, Begin, Granted, Message, Ok, Refused, Release, Submit
 from asyncckpt_worker.actions import CreateSlot, FreeSlot, ReadSlot, Send
 from asyncckpt_worker.events import Peer, SlotCreated, SlotRead
+from asyncckpt_worker.intake import Intake
 from asyncckpt_worker.records import MAX_JOBS, MAX_SLOTS_PER_SESSION, Session, Slot, Tables, Waiter
-from asyncckpt_worker.saves import SaveBook
 
 MAX_WAITERS = 16
 """Repeats of one Submit that are all answered; a trainer repeats it a few times at most."""
@@ -30,9 +31,9 @@ MAX_WAITERS = 16
 class Lending:
     """Changes `tables.slots` and adds the actions that follow."""
 
-    def __init__(self, tables: Tables, saves: SaveBook) -> None:
+    def __init__(self, tables: Tables, intake: Intake) -> None:
         self._t = tables
-        self._saves = saves
+        self._intake = intake
 
     def send(self, peer: Peer, message: Message) -> None:
         """Add a Send action."""
@@ -167,10 +168,6 @@ class Lending:
                 text = f"save {m.save_id} was begun in slot {entry.slot}, generation {entry.generation}"
                 return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
             return self.send(session.peer, Ok(id=m.id))
-        save = self._t.saves.get(m.save_id)
-        if save is not None and save.world_size != session.world_size:
-            text = f"save {m.save_id} is one of {save.world_size} ranks, this session has {session.world_size}"
-            return self.refuse(session.peer, m.id, ProtocolError(text, detail="world_size"))
         before = self._t.entry(slot.key)
         if m.generation <= slot.taken or (before and before.phase == BEGUN and m.generation <= before.generation):
             text = f"generation {m.generation} of slot {m.slot} is over"
@@ -182,8 +179,8 @@ class Lending:
             return self.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
-        self._saves.supersede(slot, m.save_id)
-        error = self._saves.begin(session, m)
+        self._intake.supersede(slot, m.save_id)
+        error = self._intake.begin(session, m)
         slot.key = (m.save_id, session.rank)
         if error is not None:
             return self.refuse(session.peer, m.id, from_wire(error))
@@ -215,7 +212,7 @@ class Lending:
         slot.reading, slot.opened = False, event.opened
         request = event.request
         if request is not None and event.generation > slot.taken:
-            taken = self._saves.take_up(slot, event.generation, request)
+            taken = self._intake.take_up(slot, event.generation, request)
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
@@ -225,8 +222,9 @@ class Lending:
                 if self._t.entry((w.save_id, slot.rank)) is not None:
                     self.send(w.peer, Ok(id=w.id))
                 else:
-                    text = f"save {w.save_id} is one of another rank or world than this session's"
-                    self.refuse(w.peer, w.id, ProtocolError(text, detail="disagree"))
+                    detail = "the request in the slot is of another rank or world than its session, or than its save"
+                    text = f"save {w.save_id}: {detail}"
+                    self.refuse(w.peer, w.id, RanksDisagreeError(text, detail=detail, save_id=w.save_id))
             elif slot.read_again:
                 slot.waiters.append(w)
             else:
@@ -243,7 +241,7 @@ class Lending:
             entry = self._t.entry(slot.key)
             if entry is not None and slot.key is not None and entry.phase == BEGUN and entry.slot == slot.number:
                 text = "the trainer ended, or gave its memory back, before the snapshot was complete"
-                self._saves.abandon(self._t.saves[slot.key[0]], entry, "not_sealed", text)
+                self._intake.abandon(self._t.saves[slot.key[0]], entry, "not_sealed", text)
             in_flight = entry is not None and entry.phase in IN_FLIGHT and entry.slot == slot.number
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.fd >= 0 and not in_flight and not slot.writes:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from asyncckpt.format.names import SaveId
-from asyncckpt.storage.catalog import check_epoch
 from asyncckpt_worker.records import Save
 
 
@@ -18,16 +16,9 @@ def rival(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
     return None
 
 
-def next_epoch(path: str, on_disk: int, saves: Mapping[str, Save]) -> int:
-    """Return the epoch of a run that begins at `path`: above that of every save beside it, on disk or not yet.
-
-    Raises:
-        SaveFailedError: There is none left.
-    """
-    parent = os.path.dirname(path)
-    beside = [s.save_id for s in saves.values() if any(os.path.dirname(e.path) == parent for e in s.ranks.values())]
-    largest = max((SaveId.parse(save_id).epoch for save_id in beside), default=0)
-    return check_epoch(max(on_disk, largest + 1), path)
+def same_call(save_id: str, saves: Mapping[str, Save]) -> list[Save]:
+    """Return the saves of the same sequence and run: `save_id`'s own, and those under another epoch."""
+    return [s for s in saves.values() if s.save_id[7:] == save_id[7:]]
 
 
 def has_elder(save: Save, saves: Mapping[str, Save]) -> bool:

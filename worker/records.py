@@ -1,4 +1,4 @@
-"""What the brain remembers: sessions, slots, saves. Plain records; `state`, `lending` and `saves` change them."""
+"""What the brain remembers: sessions, slots, saves, runs. Plain records; the books change them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT, TRANSITIONS
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import Action, Log
@@ -35,6 +36,9 @@ class Session:
     hello: int | None
     replaces: str = ""
     """The session to end once this one's process has been seen."""
+
+    run: str = ""
+    """The run that it saves for, or "": not known yet."""
 
     granted: dict[int, int] = field(default_factory=dict)
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
@@ -103,6 +107,7 @@ class RankSave:
     nbytes: int
     umask: int
     begun_at: float
+    commit_timeout_s: float
     phase: str = BEGUN
     preparing: bool = False
     prepared: bool = False
@@ -111,10 +116,17 @@ class RankSave:
     result: Any = None
     error: Wire | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    durable_at: float | None = None
+    consented: bool = False
 
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
+
+    @property
+    def needs_consent(self) -> bool:
+        """Whether the commit waits for what this rank's hook says."""
+        return self.request is not None and self.request.hook_timeout_s > 0 and not self.consented
 
 
 @dataclass(slots=True)
@@ -128,8 +140,27 @@ class Save:
     error: Wire | None = None
     committing: bool = False
     removing: bool = False
+    sealed_since: float | None = None
+    """When the first rank was taken up: from here its other ranks have `commit_timeout_s`."""
+
     waiting_since: float | None = None
     """When the first rank was durable."""
+
+    def has_sealed(self, rank: int) -> bool:
+        """Whether `rank`'s snapshot was taken up, in a save that has not ended."""
+        return rank in self.ranks and self.ranks[rank].phase in IN_FLIGHT
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not sealed it yet; none once it has ended."""
+        if self.outcome is not None or sum(r.phase in IN_FLIGHT for r in self.ranks.values()) == self.world_size:
+            return []
+        return [rank for rank in range(self.world_size) if not self.has_sealed(rank)]
+
+    @property
+    def timeout_s(self) -> float:
+        """How long its ranks may take: the smallest that one of them has named."""
+        return min(r.commit_timeout_s for r in self.ranks.values())
 
     @property
     def busy(self) -> bool:
@@ -140,6 +171,35 @@ class Save:
     def unfinished(self) -> bool:
         """Whether the save has been submitted by some rank, and not ended; or has a job outstanding."""
         return self.busy or (self.outcome is None and any(r.phase in IN_FLIGHT for r in self.ranks.values()))
+
+
+@dataclass(slots=True)
+class Run:
+    """The ranks that save together, and what they were told. `changes`: what was published, first to last."""
+
+    run_id: str
+    world_size: int
+    members: dict[int, str] = field(default_factory=dict)
+    """Rank -> its session."""
+
+    gone: dict[int, str] = field(default_factory=dict)
+    """Rank -> how its session ended; its slots have been read since."""
+
+    highest: int = -1
+    """The highest sequence that was heard of."""
+
+    withdrawn: dict[int, Wire] = field(default_factory=dict)
+    """Sequence -> why that save can never be."""
+
+    epochs: dict[str, int] = field(default_factory=dict)
+    """Directory -> the epoch of this run's checkpoints in it."""
+
+    changes: list[bytes] = field(default_factory=list)
+    told: set[tuple[int, bytes]] = field(default_factory=set)
+    """(Rank, digest) of the contributions that were published."""
+
+    names: dict[str, bool] = field(default_factory=dict)
+    """FQNs to be stored for each rank -> whether that was published."""
 
 
 @dataclass(slots=True)
@@ -161,6 +221,10 @@ class Tables:
     saves: dict[str, Save] = field(default_factory=dict)
     changed: dict[SaveKey, None] = field(default_factory=dict)
     """Ranks whose phase became durable or ended in this event, in order."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    announced: dict[str, None] = field(default_factory=dict)
+    """Runs that got a change in this event."""
 
     lineage_scans: int = 0
     next_slot: int = 1
@@ -205,4 +269,6 @@ def row_of(save: Save, entry: RankSave) -> Mapping[str, Any]:
     row: dict[str, Any] = {"save_id": save.save_id, "phase": entry.phase, "report": dict(entry.report)}
     if entry.error is not None:
         row["error"] = dict(entry.error)
+    if save.sealed_since is not None and (missing := save.missing):
+        row["missing"] = missing[:MAX_MISSING]
     return row

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt_worker.records import Tables
+from asyncckpt.protocol.lifecycle import BEGUN, DURABLE, SUBMITTED, WRITING
+from asyncckpt_worker.records import Save, Tables
 
 MAX_ROWS = 100
 """Newest saves, sessions and slots in a status report: it must fit into one frame."""
 
+MAX_RANKS_SHOWN = 64
+"""Ranks of one save that are named there."""
+
+_ORDER = (BEGUN, SUBMITTED, WRITING, DURABLE)
+
 
 def report(t: Tables, instance: str) -> Mapping[str, Any]:
     """Return what the tables hold, as plain values."""
-    saves = sorted(t.entries(), key=lambda pair: pair[1].begun_at)[-MAX_ROWS:]
+    saves = sorted(t.saves.values(), key=lambda s: min(e.begun_at for e in s.ranks.values()))[-MAX_ROWS:]
     return {
         "draining": t.draining,
         "instance": instance,
@@ -25,9 +31,24 @@ def report(t: Tables, instance: str) -> Mapping[str, Any]:
             {"slot": s.number, "nbytes": s.nbytes, "state": s.state, "save_id": s.key[0] if s.key else None}
             for s in list(t.slots.values())[:MAX_ROWS]
         ],
-        "saves": [
-            {"save_id": save.save_id, "rank": e.rank, "phase": e.phase, "step": e.step, "path": e.path[:1000]}
-            for save, e in saves
-        ],
+        "saves": [_row(save) for save in saves],
         "jobs": t.jobs,
     }
+
+
+def _row(save: Save) -> Mapping[str, Any]:
+    first = save.ranks[min(save.ranks)]
+    return {
+        "save_id": save.save_id,
+        "step": first.step,
+        "path": first.path[:1000],
+        "phase": save.outcome or _phase(save),
+        "ranks": {str(rank): save.ranks[rank].phase for rank in sorted(save.ranks)[:MAX_RANKS_SHOWN]},
+        "missing": save.missing[:MAX_RANKS_SHOWN],
+    }
+
+
+def _phase(save: Save) -> str:
+    """The least that a rank has reached; one that was not heard of has begun at the most."""
+    phases = [e.phase for e in save.ranks.values()]
+    return BEGUN if len(phases) < save.world_size else min(phases, key=_ORDER.index)

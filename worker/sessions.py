@@ -7,17 +7,22 @@ from collections.abc import Callable
 from asyncckpt.errors import ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
 from asyncckpt_worker.actions import Unwatch, Watch
+from asyncckpt_worker.boards import BoardBook
 from asyncckpt_worker.events import Died, Peer, Watched
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.records import MAX_SESSIONS, Session, Tables
+from asyncckpt_worker.runs import RunBook
 
 
 class SessionBook:
     """Changes `tables.sessions` and adds the actions that follow."""
 
-    def __init__(self, tables: Tables, lending: Lending, welcome: Callable[[int], Welcome]) -> None:
+    def __init__(
+        self, tables: Tables, lending: Lending, runs: RunBook, boards: BoardBook, welcome: Callable[[int], Welcome]
+    ) -> None:
         self._t = tables
         self._lending = lending
+        self._runs, self._boards = runs, boards
         self._welcome = welcome
 
     def hello(self, peer: Peer, m: Hello) -> None:
@@ -75,12 +80,14 @@ class SessionBook:
         if session is not None:
             self._t.log("info", "process died", session=session.name, count="sessions_died", pid=session.pid)
             self._forget(session)
+            self._runs.leave(session, f"its process {session.pid} died")
 
     def goodbye(self, session: Session) -> None:
         """End a session in order."""
         self._t.log("info", "session closed", session=session.name, count="sessions_closed")
         self._t.actions.append(Unwatch(session=session.name))
         self._forget(session)
+        self._runs.leave(session, "its checkpointer was closed")
 
     def _replace(self, session: Session) -> None:
         """End the session that this one's client gave up: nobody else would, as long as the process lives."""
@@ -88,10 +95,12 @@ class SessionBook:
         if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
             self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")
             self._t.actions.append(Unwatch(session=old.name))
-            self._forget(old)
+            self._runs.hand_over(old, session)
+            self._forget(old, session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: Session, successor: Session | None = None) -> None:
         self._t.sessions.pop(session.name, None)
+        self._boards.ended(session, successor)
         self._t.peers.pop(session.peer, None)
         for number in sorted(session.slots):
             self._lending.close(self._t.slots[number])

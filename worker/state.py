@@ -4,12 +4,15 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
 
     none       Begin                                        -> begun        Prepare (make the directory, preflight)
     none       a sealed slot is read                        -> begun, then as below
-    begun      its slot is read and sealed                  -> submitted    Prepare, unless that is done
+    begun      its slot is read and sealed                  -> submitted    Prepare, unless that is done; failed, if
+                                                                   the ranks disagree or their replicas differ
     begun      Prepared with an error                       -> failed
-    begun      Withdraw, slot closing and not sealed        -> abandoned
+    begun      Withdraw, slot closing and not sealed        -> abandoned    on all ranks; also when a rank is gone
+                                                                   (`runs`) that has not sealed
     submitted  Prepared                                     -> writing      Write
     writing    Written                                      -> durable      Commit, once all ranks are durable and agree
-                                                                   and no earlier save of the run is in flight
+                                                                   (hooks included) and no earlier save of the run
+                                                                   is in flight
     durable    Published                                    -> committed
     durable    Published, unknown                           -> unknown
     any of them, on an error of its own or of another rank  -> failed       Remove, once no job writes any more
@@ -31,27 +34,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import SaveFailedError, UnknownSaveError
+from asyncckpt.errors import AsyncCkptError, UnknownSaveError
 from asyncckpt.protocol.lifecycle import BEGUN
 from asyncckpt.protocol.messages import (
     Allocate,
     Begin,
+    Consent,
     Drain,
+    Fetch,
     Goodbye,
     Heartbeat,
     Hello,
     Lineage,
-    LineageFound,
+    Message,
     Ok,
-    Refused,
     Release,
-    Saves,
+    Share,
     Status,
     Submit,
     Welcome,
     Withdraw,
 )
-from asyncckpt_worker.actions import Action, Exit, ScanLineage, SendStatus
+from asyncckpt_worker.actions import Action, Exit, SendStatus
+from asyncckpt_worker.boards import BoardBook
+from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.events import (
     Broken,
     Died,
@@ -69,10 +75,13 @@ from asyncckpt_worker.events import (
     Watched,
     Written,
 )
-from asyncckpt_worker.lending import Lending, busy
-from asyncckpt_worker.order import next_epoch
-from asyncckpt_worker.records import MAX_JOBS, Session, Tables, row_of
+from asyncckpt_worker.intake import Intake
+from asyncckpt_worker.lending import Lending
+from asyncckpt_worker.lineages import LineageBook
+from asyncckpt_worker.records import Session, Tables
 from asyncckpt_worker.report import report
+from asyncckpt_worker.rows import news, states
+from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.sessions import SessionBook
 
@@ -89,7 +98,6 @@ class BrainConfig:
     idle_exit_s: float
     drain_timeout_s: float
     staging_grace_s: float
-    commit_timeout_s: float
 
 
 class Brain:
@@ -98,9 +106,13 @@ class Brain:
     def __init__(self, config: BrainConfig, now: float) -> None:
         self._config = config
         self.tables = Tables(now=now)
-        self._saves = SaveBook(self.tables, config.commit_timeout_s)
-        self._lending = Lending(self.tables, self._saves)
-        self._sessions = SessionBook(self.tables, self._lending, self._welcome)
+        self._runs, changes = RunBook(self.tables), ChangeBook(self.tables)
+        self._saves = SaveBook(self.tables, self._runs, changes)
+        self._intake = Intake(self.tables, self._saves, self._runs, changes)
+        self._lending = Lending(self.tables, self._intake)
+        self._lineages = LineageBook(self.tables, self._runs, self._lending)
+        self._boards = BoardBook(self.tables, changes)
+        self._sessions = SessionBook(self.tables, self._lending, self._runs, self._boards, self._welcome)
         self._idle_since: float | None = now
         self._drain_deadline: float | None = None
         self._grace_deadline = now
@@ -113,8 +125,11 @@ class Brain:
         t.now = max(t.now, event.now)
         self._dispatch(event)
         self._lending.free_what_is_over()
+        for run, rank in self._runs.settle():
+            self._saves.gone(run, rank)
+        self._lending.free_what_is_over()
         self._lending.create_what_was_postponed()
-        self._push_changes()
+        t.actions += news(t)
         t.forget_old_saves()
         self._consider_exit()
         actions, t.actions = t.actions, []
@@ -124,9 +139,10 @@ class Brain:
     def wakes_at(self) -> float | None:
         """When the next Tick is due at the latest, by the events' clock; None: whenever."""
         times = [self._drain_deadline, self._grace_deadline if self.tables.draining else None]
+        times += [self._saves.deadline(save)[0] for save in self.tables.saves.values() if save.outcome is None]
         if self._idle_since is not None and self._config.idle_exit_s > 0:
             times.append(self._idle_since + self._config.idle_exit_s)
-        return min((t for t in times if t is not None and t >= self.tables.now), default=None)
+        return min((t for t in times if t is not None and self.tables.now <= t < float("inf")), default=None)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +169,7 @@ class Brain:
             case Removed():
                 self._saves.removed(event)
             case LineageScanned():
-                self._lineage_scanned(event)
+                self._lineages.scanned(event)
             case StopRequested():
                 self._drain(event.immediately, "asked to stop")
             case Broken():
@@ -183,7 +199,7 @@ class Brain:
     def _requested(self, session: Session, m: Any) -> None:
         match m:
             case Heartbeat():
-                self._lending.send(session.peer, self._states(session, m))
+                self._lending.send(session.peer, states(self.tables, session, m))
             case Allocate():
                 self._lending.allocate(session, m)
             case Release():
@@ -193,27 +209,25 @@ class Brain:
             case Submit():
                 self._lending.submit(session, m)
             case Withdraw():
-                self._saves.withdraw(session, m.save_id, m.reason)
+                self._intake.withdraw(session, m)
                 self._lending.send(session.peer, Ok(id=m.id))
+            case Consent():
+                self._saves.consent(session, m)
+                self._lending.send(session.peer, Ok(id=m.id))
+            case Share():
+                self._answer(session, m.id, self._boards.share(session, m))
+            case Fetch():
+                self._answer(session, m.id, self._boards.fetch(session, m))
             case Goodbye():
                 self._lending.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)
             case Lineage():
-                if self.tables.jobs >= MAX_JOBS:
-                    return self._lending.refuse(session.peer, m.id, busy())
-                self.tables.lineage_scans += 1
-                self.tables.actions.append(ScanLineage(peer=session.peer, id=m.id, path=m.path))
-        return None
+                self._lineages.ask(session, m)
 
-    def _lineage_scanned(self, event: LineageScanned) -> None:
-        self.tables.lineage_scans -= 1
-        if event.error is not None:
-            return self._lending.send(event.peer, Refused(id=event.id, error=event.error))
-        try:
-            epoch = next_epoch(event.path, event.epoch, self.tables.saves)
-        except SaveFailedError as error:
-            return self._lending.refuse(event.peer, event.id, error)
-        return self._lending.send(event.peer, LineageFound(id=event.id, epoch=epoch))
+    def _answer(self, session: Session, id: int, found: Message | AsyncCkptError) -> None:
+        if isinstance(found, AsyncCkptError):
+            return self._lending.refuse(session.peer, id, found)
+        return self._lending.send(session.peer, found)
 
     def _welcome(self, id: int) -> Welcome:
         c = self._config
@@ -225,19 +239,6 @@ class Brain:
             instance=c.instance,
             heartbeat_s=c.heartbeat_s,
         )
-
-    def _states(self, session: Session, m: Heartbeat) -> Saves:
-        known = [(self.tables.saves.get(i), self.tables.entry((i, session.rank))) for i in dict.fromkeys(m.saves)]
-        return Saves(id=m.id, changes=0, saves=tuple(row_of(s, e) for s, e in known if s is not None and e is not None))
-
-    def _push_changes(self) -> None:
-        t = self.tables
-        changed, t.changed = t.changed, {}
-        for key in changed:
-            save, entry = t.saves[key[0]], t.saves[key[0]].ranks[key[1]]
-            session = t.sessions.get(entry.session)
-            if session is not None and session.hello is None:
-                self._lending.send(session.peer, Saves(id=0, changes=0, saves=(row_of(save, entry),)))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
-from asyncckpt.protocol.lifecycle import DURABLE
+from collections.abc import Iterable
+
+from asyncckpt.errors import (
+    CommitTimeoutError,
+    RanksDisagreeError,
+    ReplicaMismatchError,
+    SaveFailedError,
+    SaveSkippedError,
+    to_wire,
+)
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save
+
+SHOWN = 20
+"""Ranks that a text names at most; the error's field has more."""
 
 
 def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
     """One rank cannot go on. `code`: a word of ours."""
     return to_wire(
         SaveFailedError(
-            f"save {save.save_id} (step {entry.step}, rank {entry.rank}) to {entry.path or 'an unknown path'}: "
-            f"{detail}; nothing was published",
+            f"save {save.save_id} (step {entry.step}, rank {entry.rank}) to {entry.path}: {detail}; "
+            "nothing was published",
             code=code,
             rank=entry.rank,
             path=entry.path,
@@ -24,16 +35,73 @@ def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
     )
 
 
-def timed_out(save: Save, timeout_s: float) -> Wire:
-    """Ranks did not come in time after the first one was durable."""
-    missing = [r for r in range(save.world_size) if r not in save.ranks or save.ranks[r].phase != DURABLE]
+def not_sealed(save_id: str, rank: int, detail: str) -> Wire:
+    """A rank is gone that has not sealed."""
+    return to_wire(
+        SaveFailedError(
+            f"save {save_id}: rank {rank} has not staged it: {detail}; nothing was published",
+            code="not_sealed",
+            rank=rank,
+            detail=detail,
+            save_id=save_id,
+        )
+    )
+
+
+def withdrawn(save_id: str, rank: int, reason: str, *, skipped: bool) -> Wire:
+    """A rank does not take part."""
+    if skipped:
+        text = f"save {save_id} was skipped: rank {rank} says {reason}; nothing was published"
+        return to_wire(SaveSkippedError(text, save_id=save_id, rank=rank))
+    text = f"save {save_id}: rank {rank} has withdrawn: {reason}; nothing was published"
+    return to_wire(SaveFailedError(text, code="withdrawn", rank=rank, detail=reason, save_id=save_id))
+
+
+def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int]) -> Wire:
+    """The ranks of one save differ."""
+    return to_wire(
+        RanksDisagreeError(
+            f"save {save_id}: {detail}; nothing was published; all ranks must call save() as often and in the same "
+            "order, with the same path and step",
+            detail=detail,
+            save_id=save_id,
+            path=path,
+            ranks=sorted(ranks),
+        )
+    )
+
+
+def other_world(save_id: str, known: int, rank: int, world_size: int) -> Wire:
+    """A rank of another world uses the ids of this one."""
+    return disagree(save_id, "", f"rank {rank} of {world_size} saves under an id that {known} ranks use", [rank])
+
+
+def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]]) -> Wire:
+    """Replicas that ranks write in parts differ. `groups`: the ranks that hold equal ones."""
+    shown = " and ".join(str(g[:SHOWN]) for g in groups[:SHOWN])
+    return to_wire(
+        ReplicaMismatchError(
+            f"save {save.save_id} to {path}: tensor {fqn!r} is written by its ranks in parts, as replicas of one "
+            f"another, but differs between ranks {shown}; nothing was published; from one of the next saves on it is "
+            "stored for each rank",
+            fqn=fqn,
+            ranks=sorted(r for g in groups for r in g),
+            save_id=save.save_id,
+            path=path,
+        )
+    )
+
+
+def timed_out(save: Save) -> Wire:
+    """Ranks did not seal in time after the first one had."""
+    missing = save.missing
     path = next(iter(save.ranks.values())).path
     return to_wire(
         CommitTimeoutError(
-            f"save {save.save_id} to {path}: ranks {missing[:20]} were not durable "
-            f"{timeout_s:g} s after the first one; nothing was published",
+            f"save {save.save_id} to {path}: ranks {missing[:SHOWN]} had not staged it {save.timeout_s:g} s after the "
+            "first one; nothing was published",
             missing_ranks=missing,
-            timeout_s=timeout_s,
+            timeout_s=save.timeout_s,
             save_id=save.save_id,
             path=path,
         )

@@ -178,7 +178,7 @@ def test_two_ranks_commit_one_checkpoint(endpoint: str, tmp_path: pathlib.Path) 
             client.hello()
             slot = client.allocate(Snapshot().slot_nbytes())
             assert not pathlib.Path(path, MANIFEST_NAME).exists()
-            client.stage(slot, Snapshot(seed=client.rank), save_id, path)
+            client.stage(slot, Snapshot(seed=client.rank, shard=(client.rank, 2)), save_id, path)
             client.submit(slot, save_id)
         assert zero.wait(save_id)["phase"] == one.wait(save_id)["phase"] == "committed"
     assert [r.rank for r in read_manifest(path, Files()).ranks] == [0, 1]
@@ -335,7 +335,8 @@ def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
             monkeypatch.undo()
             raise AssertionError("made up")
 
-        monkeypatch.setattr(worker.daemon.brain._saves, method, bug)
+        book = worker.daemon.brain._intake if method in ("take_up", "begin") else worker.daemon.brain._saves
+        monkeypatch.setattr(book, method, bug)
         try:
             assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]
         except SaveFailedError as error:

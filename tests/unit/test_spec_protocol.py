@@ -14,6 +14,8 @@ from asyncckpt.protocol.messages import REPLIES, REQUESTS
 from asyncckpt.protocol.request import SaveRequest
 
 SPEC = spec("protocol")
+IMPORTED = {"MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_CONTRIBUTION_NBYTES", "MAX_JOBS"}
+"""Limits that the worker's modules take from elsewhere."""
 
 
 def _described(cls: type[messages.Message]) -> str:
@@ -41,6 +43,20 @@ def test_every_type_of_a_field_is_explained() -> None:
 def test_limit_equals_the_codes(name: str, value: str) -> None:
     module, _, constant = name.partition(".")
     assert getattr(importlib.import_module(f"asyncckpt.protocol.{module}"), constant) == int(value)
+
+
+@pytest.mark.parametrize(("name", "value"), table(SPEC, "limit of the worker", "value"))
+def test_limit_equals_the_workers(name: str, value: str) -> None:
+    module, _, constant = name.partition(".")
+    assert getattr(importlib.import_module(f"asyncckpt_worker.{module}"), constant) == int(value)
+
+
+def test_every_limit_of_the_ranks_books_is_in_the_spec() -> None:
+    named = {name for name, _ in table(SPEC, "limit of the worker", "value")}
+    for module in ("runs", "lineages", "boards", "changes", "report"):
+        loaded = importlib.import_module(f"asyncckpt_worker.{module}")
+        own = {f"{module}.{n}" for n in vars(loaded) if n.startswith("MAX_")}
+        assert {n for n in own if n.partition(".")[2] not in IMPORTED} <= named
 
 
 def test_every_limit_of_the_code_is_in_the_spec() -> None:

@@ -22,6 +22,7 @@ from asyncckpt_worker.state import Brain, BrainConfig
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
 NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
+COMMIT_TIMEOUT_S = 300.0
 CONFIG = BrainConfig(
     package="sim",
     pid=1,
@@ -31,7 +32,6 @@ CONFIG = BrainConfig(
     idle_exit_s=0.0,
     drain_timeout_s=1e6,
     staging_grace_s=1e5,
-    commit_timeout_s=300.0,
 )
 
 
@@ -157,7 +157,7 @@ class World:
         assert not rivals, f"{action.save_id} is committed while {rivals} use its path"
         elders = [s.save_id for s in others if s.save_id[16:] == action.save_id[16:] and s.save_id < action.save_id]
         since = saves[action.save_id].waiting_since
-        overdue = since is not None and self.now - since >= CONFIG.commit_timeout_s
+        overdue = since is not None and self.now - since >= COMMIT_TIMEOUT_S
         assert overdue or not elders, f"{action.save_id} is committed before {elders}"
 
     def check_slots(self) -> None:
@@ -205,7 +205,9 @@ class World:
                 self.removed.add(job.save_id)
                 return self.feed(ev.Removed(now=self.now, save_id=job.save_id))
             case ac.ScanLineage():
-                return self.feed(ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, path=job.path, epoch=1))
+                return self.feed(
+                    ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, run=job.run, path=job.path, epoch=1)
+                )
 
     # ---- the network
 

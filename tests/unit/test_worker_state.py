@@ -25,12 +25,12 @@ CONFIG = BrainConfig(
     idle_exit_s=600.0,
     drain_timeout_s=120.0,
     staging_grace_s=10.0,
-    commit_timeout_s=1800.0,
 )
 FIRST = "000001-00000000-aaaaaaaaaaaa"
 SECOND = "000001-00000001-aaaaaaaaaaaa"
 PATH = "/ckpt/a"
-RUN = "a" * 12
+COMMIT_TIMEOUT_S = 1800.0
+RUN, OTHER_RUN = "a" * 12, "c" * 12
 ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
 T = TypeVar("T")
 
@@ -91,7 +91,14 @@ class Bench:
         return create.slot
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
-        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, "commit_timeout_s": 1800.0}
+        fields = {
+            "step": 5,
+            "path": PATH,
+            "nbytes": 1,
+            "umask": 0o22,
+            "fsync": True,
+            "commit_timeout_s": COMMIT_TIMEOUT_S,
+        }
         fields |= changes
         return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
 
@@ -137,7 +144,7 @@ REQUEST = SaveRequest(
     umask=0o22,
     write_threads=0,
     package="t",
-    commit_timeout_s=1800.0,
+    commit_timeout_s=COMMIT_TIMEOUT_S,
     hook_timeout_s=0,
     plan="",
     samples=b"",
@@ -433,7 +440,8 @@ def test_begin_of_the_next_save_in_a_slot_ends_the_one_that_was_never_sealed(ben
 def test_begin_of_another_world_size_is_refused(bench: Bench) -> None:
     bench.begin(bench.slot())
     bench.hello(b"q", "2" * 16, rank=1, world_size=2)
-    assert code(bench.begin(bench.slot(b"q"), peer=b"q")) == "protocol"
+    assert code(bench.begin(bench.slot(b"q"), peer=b"q")) == "ranks_disagree"
+    assert bench.row()["error"]["code"] == "ranks_disagree"
 
 
 def test_begin_is_refused_when_too_many_jobs_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +541,11 @@ def test_sealed_request_that_contradicts_its_begin_fails_the_save(bench: Bench, 
     bench.read(slot, **changes)
     assert not bench.of(ac.Write)
     save = bench.brain.tables.saves[FIRST]
-    assert save.outcome == "failed" and save.error is not None and save.error["fields"]["code"] == "disagree"
+    assert save.outcome == "failed" and save.error is not None
+    if "world_size" in changes:
+        assert save.error["code"] == "ranks_disagree"
+    else:
+        assert save.error["fields"]["code"] == "disagree"
 
 
 def test_forgotten_save_is_not_written_again_from_its_old_slot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,26 +661,26 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
 
 
 def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
-    assert bench.say(m.Lineage, id=70, run=RUN, path=PATH) is None
-    bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=4)
+    assert bench.say(m.Lineage, id=70, run=OTHER_RUN, path=PATH) is None
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, run=OTHER_RUN, path=PATH, epoch=4)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=4)
-    bench.say(m.Lineage, id=71, run=RUN, path=PATH)
-    bench.feed(ev.LineageScanned, peer=b"p", id=71, path=PATH, error=ERROR)
+    bench.say(m.Lineage, id=71, run=OTHER_RUN, path="/other/b")
+    bench.feed(ev.LineageScanned, peer=b"p", id=71, run=OTHER_RUN, path="/other/b", error=ERROR)
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
 
 
 def test_lineage_counts_saves_that_no_disk_shows_yet(bench: Bench) -> None:
     bench.begin(bench.slot(), "000007-00000000-aaaaaaaaaaaa", path="/ckpt/first")
     for path, epoch in (("/ckpt/b", 8), ("/elsewhere/b", 2)):
-        bench.say(m.Lineage, id=70, run=RUN, path=path)
-        bench.feed(ev.LineageScanned, peer=b"p", id=70, path=path, epoch=2)
+        bench.say(m.Lineage, id=70, run=OTHER_RUN, path=path)
+        bench.feed(ev.LineageScanned, peer=b"p", id=70, run=OTHER_RUN, path=path, epoch=2)
         assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=epoch)
 
 
 def test_lineage_beyond_the_last_epoch_is_refused(bench: Bench) -> None:
     bench.begin(bench.slot(), "999999-00000000-aaaaaaaaaaaa", path="/ckpt/first")
-    bench.say(m.Lineage, id=70, run=RUN, path=PATH)
-    bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=2)
+    bench.say(m.Lineage, id=70, run=OTHER_RUN, path=PATH)
+    bench.feed(ev.LineageScanned, peer=b"p", id=70, run=OTHER_RUN, path=PATH, epoch=2)
     assert bench.of(ac.Send)[0].message.error["fields"]["code"] == "epoch"
 
 
@@ -707,7 +719,7 @@ def test_save_that_fails_lets_the_ones_after_it_go(durable_small: Bench) -> None
 
 def test_save_that_never_ends_holds_the_next_one_until_its_deadline(durable_small: Bench) -> None:
     bench = durable_small
-    bench.now = CONFIG.commit_timeout_s
+    bench.now = COMMIT_TIMEOUT_S
     bench.feed(ev.Tick)
     assert [c.save_id for c in bench.of(ac.Commit)] == [SMALL] and bench.phase(LARGE) == "writing"
     bench.feed(ev.Published, save_id=SMALL)
@@ -925,7 +937,7 @@ def test_rank_of_another_world_never_spoils_a_commit(moment: str) -> None:
     before = bench.phase()
     bench.submit(second, peer=b"q")
     bench.read(second, rank=1, world_size=2)
-    assert code(next(a.message for a in bench.of(ac.Send) if a.peer == b"q")) == "protocol"
+    assert code(next(a.message for a in bench.of(ac.Send) if a.peer == b"q")) == "ranks_disagree"
     assert bench.phase(rank=1) is None
     assert bench.phase() == (before if moment.startswith("commit") else "failed")
     bench.say(m.Withdraw, b"q", save_id=FIRST, reason="", skipped=False)
@@ -949,7 +961,7 @@ def test_missing_rank_ends_in_a_commit_timeout(pair: tuple[Bench, int, int]) -> 
     bench, first, _ = pair
     bench.at_writing(first)
     bench.feed(ev.Written, key=(FIRST, 0), result="r0")
-    bench.now = CONFIG.commit_timeout_s
+    bench.now = COMMIT_TIMEOUT_S
     bench.feed(ev.Tick)
     assert bench.row()["error"]["code"] == "commit_timeout" and "[1]" in bench.row()["error"]["text"]
     assert bench.row()["error"]["fields"]["missing_ranks"] == [1]
@@ -1098,4 +1110,5 @@ def test_status_report_names_sessions_slots_and_saves(bench: Bench) -> None:
     report = brains_report(bench.brain.tables, "ab" * 8)
     assert report["sessions"][0]["pid"] == 7
     assert report["slots"][0] == {"slot": 1, "nbytes": 12288, "state": "lent", "save_id": FIRST}
-    assert report["saves"][0] == {"save_id": FIRST, "rank": 0, "phase": "writing", "step": 5, "path": PATH}
+    row = {"save_id": FIRST, "step": 5, "path": PATH, "phase": "writing", "ranks": {"0": "writing"}, "missing": []}
+    assert report["saves"][0] == row

@@ -1,0 +1,97 @@
+"""The brain's changes: what the ranks of a run report about their states, published for all of them at once.
+
+A trainer attaches what is new to its request, again and again until a change holds it. So nothing that is dropped here
+is lost; and what is never published costs speed only, since a rank stores on its own what the others have not heard of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import msgpack
+
+from asyncckpt.format.names import SaveId
+from asyncckpt_worker.records import Run, Save, Tables
+
+PREFIX = "change-"
+MAX_CHANGES = 256
+"""Changes of one run. Chosen: a structure changes a few times in a run, if ever."""
+
+MAX_CHANGES_NBYTES = 128 << 20
+"""Of all runs together. They stay as long as their run is remembered, since a rank may ask late."""
+
+MAX_NAMES = 10_000
+"""FQNs to be stored for each rank that one run may name."""
+
+MAX_NAME_CHARS = 4096
+
+EFFECTIVE_AFTER = 2
+"""A change holds from the save after the next one: the ranks hear of it while the next may be under way already."""
+
+_OF_ONE_RANK = re.compile(r"@rank[0-9]+\Z")
+
+
+class ChangeBook:
+    """Changes `Run.changes`, and what belongs to it."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._t = tables
+
+    def note(self, save: Save, names: Iterable[str]) -> None:
+        """FQNs that are to be stored for each rank from the next change on."""
+        run = self._run_of(save)
+        if run is not None:
+            for name in names:
+                if len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS and not _OF_ONE_RANK.search(name):
+                    run.names.setdefault(name, False)
+
+    def publish_from(self, save: Save) -> None:
+        """All ranks of a save have come, or it ends: make what is new known to all ranks of its run."""
+        run = self._run_of(save)
+        if run is None:
+            return
+        fresh: dict[int, bytes] = {}
+        digests = set()
+        for rank in sorted(save.ranks):
+            request = save.ranks[rank].request
+            if request is not None and request.contribution:
+                key = (rank, hashlib.blake2b(request.contribution, digest_size=16).digest())
+                if key not in run.told:
+                    fresh[rank] = request.contribution
+                    digests.add(key)
+        names = [name for name, told in run.names.items() if not told]
+        if not fresh and not names:
+            return
+        body = self._packed(run, fresh, names)
+        if body is None:
+            return
+        run.changes.append(body)
+        run.told |= digests
+        run.names |= dict.fromkeys(names, True)
+        self._t.announced[run.run_id] = None
+        text = f"change {len(run.changes)} of run {run.run_id}: {len(fresh)} contributions, {len(names)} names"
+        self._t.log("info", text, save_id=save.save_id, count="changes_published")
+
+    def board(self, name: str) -> bytes | None:
+        """Return what lies on a board of the worker's own; None when there is none of that name."""
+        run_id, _, number = name.removeprefix(PREFIX).partition("-")
+        run = self._t.runs.get(run_id)
+        if run is None or not number.isascii() or not number.isdigit() or len(number) > 9:
+            return None
+        return run.changes[int(number) - 1] if 0 < int(number) <= len(run.changes) else None
+
+    def _packed(self, run: Run, fresh: dict[int, bytes], names: list[str]) -> bytes | None:
+        kept = sum(len(change) for other in self._t.runs.values() for change in other.changes)
+        size = sum(map(len, fresh.values())) + sum(map(len, names))
+        if len(run.changes) >= MAX_CHANGES or kept + size > MAX_CHANGES_NBYTES:
+            text = f"no more changes of run {run.run_id} are published: it has {len(run.changes)}, all runs {kept} B"
+            self._t.log("warning", text, count="changes_refused")
+            return None
+        change = bytes(msgpack.packb({"contributions": fresh, "per_rank": names}))
+        return bytes(msgpack.packb({"effective": run.highest + EFFECTIVE_AFTER, "change": change}))
+
+    def _run_of(self, save: Save) -> Run | None:
+        run = self._t.runs.get(SaveId.parse(save.save_id).run_id)
+        return run if run is not None and run.world_size == save.world_size > 1 else None
