@@ -8,17 +8,16 @@ from typing import Any
 
 from asyncckpt.conference import Conference
 from asyncckpt.coordination import check_equal
-from asyncckpt.errors import CommitUnknownError, ReplicaMismatchError
+from asyncckpt.errors import CommitUnknownError, ReplicaMismatchError, SaveFailedError
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.structure import decode_structure
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.protocol.samples import decode_samples, unequal
-from asyncckpt.storage.coverage import prove_coverage
+from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.rank_files import RankResult
 from asyncckpt.sync_steps import SyncSteps
 
@@ -114,19 +113,28 @@ def _store(
 
     everybody = conference.together(store, steps.config.commit_timeout_s)
     differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
-    if differing:
-        steps.ranks.store_per_rank(sorted(differing))
-    for fqn, (split, holders) in differing.items():
+    holes = uncovered([found["structure"] for found in everybody])
+    if differing or holes:  # known to all ranks alike, so that the next save works
+        steps.ranks.store_per_rank(sorted({found[0] for found in differing} | {found[0] for found in holes}))
+    for fqn, split, groups in differing:
         if split:
             raise ReplicaMismatchError(
-                f"save {save_id} to {path}: tensor {fqn!r} differs between ranks {holders}, which write parts of it as "
+                f"save {save_id} to {path}: tensor {fqn!r} differs between ranks {groups}, which write parts of it as "
                 "replicas of one another; nothing was published, and from the next save on each rank stores its own",
                 fqn=fqn,
-                ranks=holders,
+                ranks=sorted(rank for group in groups for rank in group),
                 save_id=str(save_id),
                 path=path,
             )
-    prove_coverage(path, [decode_structure(found["structure"]) for found in everybody])
+    if holes:
+        raise SaveFailedError(
+            f"save {save_id} to {path}: the ranks together do not store tensor {holes[0][0]!r} exactly once: "
+            f"{holes[0][1]}; nothing was published, and from the next save on each rank stores its own",
+            code="coverage",
+            path=path,
+            detail=f"{holes[0][0]}: {holes[0][1]}",
+            save_id=str(save_id),
+        )
     return [_result_of(found["result"]) for found in everybody]
 
 

@@ -24,6 +24,7 @@ def start_server() -> None:
     """Start what the ranks are forked from, before any test could be blamed for its pipes."""
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the first one leaves libuv's own pipe
 
 
 class Ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.protocol.samples import decode_samples
+from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.records import RankSave, Save, Slot
 
 
@@ -36,17 +36,5 @@ def _plan(request: SaveRequest | None) -> str:
 
 
 def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
-    """Compare the samples of a save that all ranks have sealed.
-
-    Returns:
-        FQN, whether a rank says that it is split, and the ranks in groups of equal digests; FQNs in order.
-    """
-    found: dict[str, dict[bytes, list[int]]] = {}
-    split: set[str] = set()
-    for rank in sorted(save.ranks):
-        request = save.ranks[rank].request
-        for fqn, sample in decode_samples(request.samples).items() if request else ():
-            found.setdefault(fqn, {}).setdefault(sample.digest, []).append(rank)
-            if sample.split:
-                split.add(fqn)
-    return [(fqn, fqn in split, list(groups.values())) for fqn, groups in sorted(found.items()) if len(groups) > 1]
+    """Compare the samples of a save that all ranks have sealed; as `protocol.samples.unequal`."""
+    return unequal({rank: decode_samples(e.request.samples) for rank, e in save.ranks.items() if e.request})

@@ -76,21 +76,20 @@ def are_samples(value: Any) -> bool:
     return type(value) is bytes
 
 
-def unequal(samples: Mapping[int, Mapping[str, Sample]]) -> dict[str, tuple[bool, list[int]]]:
+def unequal(samples: Mapping[int, Mapping[str, Sample]]) -> list[tuple[str, bool, list[list[int]]]]:
     """Return what differs between ranks that name the same replica.
 
     Args:
         samples: By rank.
 
     Returns:
-        By FQN: whether it is split, and the ranks that hold it.
+        FQN, whether a rank says that it is split, and the ranks in groups of equal digests; FQNs in order.
     """
-    found: dict[str, dict[int, Sample]] = {}
+    found: dict[str, dict[bytes, list[int]]] = {}
+    split: set[str] = set()
     for rank, named in sorted(samples.items()):
         for fqn, sample in named.items():
-            found.setdefault(fqn, {})[rank] = sample
-    return {
-        fqn: (any(s.split for s in by_rank.values()), list(by_rank))
-        for fqn, by_rank in found.items()
-        if len({s.digest for s in by_rank.values()}) > 1
-    }
+            found.setdefault(fqn, {}).setdefault(sample.digest, []).append(rank)
+            if sample.split:
+                split.add(fqn)
+    return [(fqn, fqn in split, list(groups.values())) for fqn, groups in sorted(found.items()) if len(groups) > 1]

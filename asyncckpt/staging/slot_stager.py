@@ -16,13 +16,12 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
-from asyncckpt.planning.digests import Samples, news_of, sample_digests
+from asyncckpt.planning.digests import news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.state_dict import Flattened, flatten
 from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.protocol.samples import DIGEST_NBYTES, encode_samples
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.slot_pool import LentSlot
 from asyncckpt.staging.umask import current_umask
@@ -31,6 +30,10 @@ _OURS = frozenset({"path", "step", "save_id", "metadata"})
 
 REQUEST_SLACK_NBYTES = 64 * 1024
 """Room for objects that grow between saves, so that a longer log line needs no new slot. Chosen, not measured."""
+
+
+TELL_AGAIN = 4
+"""News are hashed whole, so they go with one save, and again with every so manieth as long as no change has come."""
 
 
 class _News(NamedTuple):
@@ -56,6 +59,7 @@ class SlotStager(CheckpointStager):
     ) -> None:
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
         self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
+        self._told: SavePlan | None = None
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -151,8 +155,11 @@ class SlotStager(CheckpointStager):
         if agreement is None:
             return _News("", b"", b"")
         checked = self._config.replicated == "check"
-        samples = _encoded(sample_digests(plan, flat, sequence)) if checked else b""
-        contribution = news_of(plan, flat, compare=checked).encode() if plan.news else b""
+        samples = sample_digests(plan, flat, sequence).encode() if checked else b""
+        contribution = b""
+        if plan.news and (plan is not self._told or sequence % TELL_AGAIN == 0):
+            self._told = plan
+            contribution = news_of(plan, flat, compare=checked).encode()
         return _News(agreement.fingerprint, samples, contribution)
 
     def _request(
@@ -182,12 +189,6 @@ class SlotStager(CheckpointStager):
 
     def close(self) -> None:
         """Nothing to free: the slots belong to the process."""
-
-
-def _encoded(samples: Samples) -> bytes:
-    names, split, digests = samples
-    each = range(0, len(digests), DIGEST_NBYTES)
-    return encode_samples(zip(names, map(bool, split), (digests[i : i + DIGEST_NBYTES] for i in each), strict=True))
 
 
 def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:

@@ -30,7 +30,7 @@ def at(place: str, endpoint: str, what: Callable[[Exchange, int], Any], rank: in
         return what(found, rank)
     with AsyncCheckpointer(endpoint=endpoint) as checkpointer:
         process: Any = checkpointer._process
-        return what(process._exchange(), rank)
+        return what(process.board(), rank)
 
 
 def everywhere(rank: int, place: str, endpoint: str, what: Callable[[Exchange, int], Any]) -> Any:

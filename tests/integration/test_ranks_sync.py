@@ -170,21 +170,31 @@ def test_replicas_that_diverge_are_noticed_and_stored_for_each_rank_from_then_on
     assert found[0][1] == found[1][1], "taken whole from its writer"
 
 
-def changes_structure(rank: int, root: str) -> list[str]:
+def changes_structure(rank: int, root: str) -> list[Any]:
+    outcome: list[Any] = []
     with SyncCheckpointer() as checkpointer:
         state = state_of(rank)
         checkpointer.save(state, f"{root}/a")
         state["new"] = torch.ones(3)
         if rank == 1:
             state["mine"] = torch.ones(2)
-            del state["large"]
         checkpointer.save(state, f"{root}/b")
-        return sorted(checkpointer.load(f"{root}/b"))
+        outcome.append(sorted(checkpointer.load(f"{root}/b")))
+        if rank == 1:
+            del state["large"]
+        with pytest.raises(SaveFailedError) as caught:
+            checkpointer.save(state, f"{root}/c")
+        outcome.append((caught.value.code, "large" in caught.value.detail))
+        checkpointer.save(state, f"{root}/d")
+        outcome.append(torch.equal(checkpointer.load(f"{root}/d")["large"], state_of(0)["large"]))
+    return outcome
 
 
-def test_structures_may_change_on_one_rank(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(AssertionError, match="coverage|large"):
-        rank_processes.run(2, changes_structure, str(tmp_path))
+def test_structures_may_change_and_what_nobody_writes_any_more_fails_one_save(tmp_path: pathlib.Path) -> None:
+    keys = sorted([*state_of(0), "only1", "new", "mine"])
+    assert rank_processes.run(2, changes_structure, str(tmp_path)) == [[keys, ("coverage", True), True]] * 2
+    alone = asyncckpt.load(tmp_path / "b", keys=["new", "mine"])
+    assert (alone["new"].tolist(), alone["mine"].tolist()) == ([1, 1, 1], [1, 1])
 
 
 def test_several_ranks_need_a_process_group(tmp_path: pathlib.Path) -> None:
