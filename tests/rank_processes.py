@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -61,12 +62,12 @@ class Ranks:
 
     def send(self, rank: int, value: Any) -> None:
         """Send something to the `talk` of a rank."""
-        self._pipes[rank].send(("value", value))
+        _send(self._pipes[rank], "value", value)
 
     def receive(self, rank: int, timeout_s: float = DEADLINE_S) -> Any:
         """Return what a rank said by its `talk`, or returned; its failure fails the test."""
         assert self._pipes[rank].poll(timeout_s), f"rank {rank} has said nothing for {timeout_s:g} s"
-        kind, value = self._pipes[rank].recv()
+        kind, value = pickle.loads(self._pipes[rank].recv_bytes())
         assert kind != "error", f"rank {rank} failed:\n{value}"
         return value
 
@@ -100,12 +101,12 @@ class Talk:
 
     def say(self, value: Any) -> None:
         """Send `value` to the test's `receive`."""
-        self._pipe.send(("value", value))
+        _send(self._pipe, "value", value)
 
     def hear(self, timeout_s: float = DEADLINE_S) -> Any:
         """Return what the test's `send` sent."""
         assert self._pipe.poll(timeout_s), "the test has said nothing"
-        return self._pipe.recv()[1]
+        return pickle.loads(self._pipe.recv_bytes())[1]
 
 
 _line: list[Talk] = []
@@ -134,6 +135,10 @@ def run(
         return ranks.results(timeout_s)
 
 
+def _send(pipe: Any, kind: str, value: Any) -> None:
+    pipe.send_bytes(pickle.dumps((kind, value)))  # torch would send tensors by memory that dies with the sender
+
+
 def _main(
     rank: int,
     world_size: int,
@@ -155,6 +160,6 @@ def _main(
         found = function(rank, *arguments)
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send(("result", found))
+        _send(pipe, "result", found)
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        _send(pipe, "error", traceback.format_exc())

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-import msgpack
 import torch
 import xxhash
 
@@ -20,6 +19,7 @@ from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
 from asyncckpt.planning.state_dict import Flattened
+from asyncckpt.protocol.samples import encode_samples
 
 MAX_THREADS = 4
 """Memory bandwidth is the limit, as with copies (staging/copy_cpu.py)."""
@@ -42,8 +42,10 @@ class Samples(NamedTuple):
     digests: bytes
 
     def encode(self) -> bytes:
-        """Return msgpack {"names", "split", "digests"}; b"" without any."""
-        return bytes(msgpack.packb(self._asdict())) if self.names else b""
+        """Return the request's field (protocol/SPEC.md): b"" without any."""
+        each = range(0, len(self.digests), DIGEST_NBYTES)
+        digests = (self.digests[i : i + DIGEST_NBYTES] for i in each)
+        return encode_samples(zip(self.names, map(bool, self.split), digests, strict=True))
 
 
 def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
