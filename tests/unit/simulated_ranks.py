@@ -1,0 +1,111 @@
+"""Several ranks in one process: they exchange what they hold, plan, stage, and their structures are joined."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from asyncckpt.format.layout import PAGE_NBYTES
+from asyncckpt.format.names import SaveId
+from asyncckpt.format.structure import decode_structure
+from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.planning.agreement import Agreement
+from asyncckpt.planning.contributions import Change, Contribution, candidates, decode_contributions, with_digests
+from asyncckpt.planning.digests import Samples, digests_for, news_of, sample_digests
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.planner import PlanCache, contribution_of
+from asyncckpt.planning.state_dict import flatten
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.storage.contents import SavedTensor, _join
+
+SAVE_ID = SaveId(1, 2, "0123456789ab")
+State = Mapping[str, Any]
+
+
+class Ranks:
+    """All ranks of a job."""
+
+    def __init__(self, world_size: int, *, files_per_rank: int = 1) -> None:
+        start = Agreement.start(world_size)
+        self.plans = [PlanCache(files_per_rank=files_per_rank, rank=r, agreement=start) for r in range(world_size)]
+        self.made: list[SavePlan] = []
+        self.tensors: dict[str, SavedTensor] = {}
+
+    @property
+    def agreement(self) -> Agreement:
+        """What all of them agreed upon."""
+        assert len({plans.agreement.fingerprint for plans in self.plans if plans.agreement}) == 1
+        assert self.plans[0].agreement is not None
+        return self.plans[0].agreement
+
+    def apply(self, change: Change) -> None:
+        """Let every rank apply a change, as it decodes it."""
+        raw = change.encode()
+        for plans in self.plans:
+            assert plans.agreement is not None
+            plans.agreement = plans.agreement.extended(Change.decode(raw), raw)
+
+    def exchange(self, states: Sequence[State], *, compare: bool = True) -> None:
+        """The first exchange, in two phases."""
+        flats = [flatten(state) for state in states]
+        given = decode_contributions({rank: contribution_of(flat).encode() for rank, flat in enumerate(flats)})
+        if compare:
+            wanted = candidates(given)
+            given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
+        self.apply(Change(contributions=given))
+
+    def news(self, states: Sequence[State | None], *, compare: bool = True) -> dict[int, Contribution]:
+        """What the ranks whose structure is new would attach; None: that rank does not save."""
+        found = {}
+        for rank, state in enumerate(states):
+            if state is not None:
+                plan, flat = self.plans[rank].take(state)
+                if plan.news:
+                    found[rank] = news_of(plan, flat, compare=compare)
+        return found
+
+    def samples(self, states: Sequence[State], sequence: int) -> list[Samples]:
+        """What every rank gives for comparison."""
+        return [sample_digests(*plans.take(state), sequence) for plans, state in zip(self.plans, states, strict=True)]
+
+    def save(self, states: Sequence[State]) -> dict[str, torch.Tensor]:
+        """Stage on every rank, prove coverage as a reader does, and return the stored tensors by stored name."""
+        images, ranks, memories = [], [], []
+        self.made = []
+        try:
+            for plans, state in zip(self.plans, states, strict=True):
+                plan, flat = plans.take(state)
+                memory = Memory(-1, PAGE_NBYTES + plan.body_nbytes)
+                memories.append(memory)
+                memory.view()[:] = b"\xa5" * memory.nbytes
+                SlotImage(memory.address, plan).fill(flat.tensors, SAVE_ID)
+                starts = [where.offset for where in plan.part_ranges()]
+                images.append((ctypes.string_at(memory.address, memory.nbytes), starts))
+                structure: Any = decode_structure(plan.structure)
+                ranks.append(SimpleNamespace(structure=structure, index=SimpleNamespace(rank=len(ranks))))
+                self.made.append(plan)
+        finally:
+            for memory in memories:
+                memory.close()
+        self.structures = [r.structure for r in ranks]
+        self.tensors = _join("/x", tuple(ranks))  # type: ignore[arg-type]
+        return {name: _assembled(saved, images) for name, saved in self.tensors.items()}
+
+
+def _assembled(saved: SavedTensor, images: list[tuple[bytes, list[int]]]) -> torch.Tensor:
+    dtype = torch_dtype(saved.dtype)
+    whole = torch.empty((*saved.global_shape, dtype.itemsize), dtype=torch.uint8)
+    for rank, chunk in saved.chunks:
+        image, starts = images[rank]
+        at = starts[chunk.part] + chunk.offset_bytes
+        if not chunk.nbytes:
+            continue
+        piece = torch.frombuffer(bytearray(image[at : at + chunk.nbytes]), dtype=torch.uint8)
+        box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[box] = piece.view(*chunk.sizes, dtype.itemsize)
+    return whole.view(-1).view(dtype).view(saved.global_shape)

@@ -1,0 +1,143 @@
+"""What ranks tell each other: it comes back as it was given, and junk ends in typed errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+
+from asyncckpt.errors import ProtocolError
+from asyncckpt.planning.contributions import Change, Contribution, candidates, decode_contributions, with_digests
+
+A, B, C = ("a", "float32", (2, 3)), ("b", "int64", ()), ("c", "uint8", (0, 1 << 40))
+
+
+def of(*tensors: Any, digests: tuple[bytes, ...] | None = None, own_nbytes: int = 7) -> Contribution:
+    return Contribution(tensors=tensors, own_nbytes=own_nbytes, digests=digests or (b"",) * len(tensors))
+
+
+def test_a_contribution_comes_back() -> None:
+    given = of(A, B, C, digests=(b"12345678", b"", b"abcdefgh"))
+    assert Contribution.decode(given.encode()) == given
+    assert Contribution.decode(of().encode()) == of()
+
+
+def test_a_change_comes_back_and_its_bytes_do_not_depend_on_order_or_identity() -> None:
+    one = Change(contributions={0: of(A, B), 5: of(A, B), 2: of(C)}, per_rank=("x", "y"))
+    other = Change(contributions={5: of(*list((A, B))), 2: of(C), 0: of(A, B)}, per_rank=("x", "y"))
+    assert one.encode() == other.encode()
+    found = Change.decode(one.encode())
+    assert found == one
+    assert found.encode() == one.encode()
+
+
+def test_a_worker_that_knows_contributions_as_bytes_can_make_a_change() -> None:
+    raw = msgpack.packb({"contributions": {1: of(A).encode()}, "per_rank": ["x"], "later": 1})
+    assert Change.decode(raw) == Change(contributions={1: of(A)}, per_rank=("x",))
+
+
+def test_equal_parts_are_kept_once() -> None:
+    found = decode_contributions({rank: of(A, B, own_nbytes=rank).encode() for rank in range(3)})
+    assert found[0].tensors is found[1].tensors is found[2].tensors
+    assert [c.own_nbytes for c in found.values()] == [0, 1, 2]
+
+
+def packed(tensors: Any = (), own_nbytes: Any = 0, digests: Any = ()) -> bytes:
+    return bytes(msgpack.packb([msgpack.packb(tensors), own_nbytes, msgpack.packb(digests)]))
+
+
+JUNK: dict[str, bytes] = {
+    "nothing": b"",
+    "no msgpack": b"\xc1",
+    "a number": b"\x01",
+    "too few members": bytes(msgpack.packb([b"\x90", 0])),
+    "tensors that are no bytes": bytes(msgpack.packb([[], 0, b"\x90"])),
+    "tensors that are a map": bytes(msgpack.packb([{}, 0, b"\x90"])),
+    "something behind the end": packed() + b"\x00",
+    "one digest too many": packed(digests=[b""]),
+    "a digest of another length": packed([A], digests=[b"1234567"]),
+    "a digest of text": packed([A], digests=["12345678"]),
+    "digests in a map": packed(digests={}),
+    "a negative size": packed(own_nbytes=-1),
+    "a size that is a float": packed(own_nbytes=1.0),
+    "a bool for a size": packed(own_nbytes=True),
+    "a tensor of two members": packed([A[:2]], digests=[b""]),
+    "a name that is bytes": packed([(b"a", "float32", ())], digests=[b""]),
+    "an unknown dtype": packed([("a", "float33", ())], digests=[b""]),
+    "a dtype that is a list": packed([("a", [], ())], digests=[b""]),
+    "a negative length": packed([("a", "float32", (-1,))], digests=[b""]),
+    "a huge length": packed([("a", "float32", (1 << 63,))], digests=[b""]),
+    "too many dimensions": packed([("a", "float32", (1,) * 65)], digests=[b""]),
+    "a shape that is a number": packed([("a", "float32", 3)], digests=[b""]),
+    "a name twice": packed([A, A], digests=[b"", b""]),
+    "lists without end": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_junk_is_no_contribution(name: str) -> None:
+    with pytest.raises(ProtocolError):
+        Contribution.decode(JUNK[name])
+    with pytest.raises(ProtocolError, match="rank 3"):
+        decode_contributions({2: of(A).encode(), 3: JUNK[name]})
+    with pytest.raises(ProtocolError):
+        Change.decode(msgpack.packb({"contributions": {0: JUNK[name]}, "per_rank": []}))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        [],
+        1,
+        {"contributions": {}},
+        {"per_rank": []},
+        {"contributions": [], "per_rank": []},
+        {"contributions": {"0": of(A).encode()}, "per_rank": []},
+        {"contributions": {-1: of(A).encode()}, "per_rank": []},
+        {"contributions": {1 << 40: of(A).encode()}, "per_rank": []},
+        {"contributions": {0: "text"}, "per_rank": []},
+        {"contributions": {}, "per_rank": "ab"},
+        {"contributions": {}, "per_rank": [1]},
+    ],
+)
+def test_junk_is_no_change(raw: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Change.decode(msgpack.packb(raw))
+
+
+@pytest.mark.parametrize("decode", [Contribution.decode, Change.decode])
+def test_cut_or_flipped_bytes_end_in_a_value_or_a_typed_error(decode: Callable[[bytes], Any]) -> None:
+    given = of(A, B, digests=(b"12345678", b""))
+    data = (
+        given.encode() if decode == Contribution.decode else Change(contributions={0: given}, per_rank=("x",)).encode()
+    )
+    for n in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode(data[:n])
+        for bit in range(8):
+            try:
+                decode(data[:n] + bytes([data[n] ^ 1 << bit]) + data[n + 1 :])
+            except ProtocolError:
+                continue
+
+
+def test_candidates_are_held_by_several_alike() -> None:
+    other_shape = ("b", "int64", (1,))
+    found = candidates({0: of(A, B, C), 1: of(C, A, other_shape), 2: of(("lonely", "bool", ()), A)})
+    assert found == {0: (0, 2), 1: (0, 1), 2: (1,)}
+
+
+def test_digests_are_put_where_they_belong() -> None:
+    given = {0: of(A, B), 1: of(("x", "bool", ()), A)}
+    found = with_digests(given, {0: b"12345678", 1: b"abcdefgh"})
+    assert found[0].digests == (b"12345678", b"")
+    assert found[1].digests == (b"", b"abcdefgh")
+
+
+@pytest.mark.parametrize("digests", [{}, {0: b"12345678"}, {0: b"1234567", 1: b"12345678"}, {0: b"", 1: b"1" * 16}])
+def test_another_number_of_digests_is_refused_by_rank(digests: dict[int, bytes]) -> None:
+    with pytest.raises(ProtocolError, match="rank"):
+        with_digests({0: of(A), 1: of(A)}, digests)

@@ -1,0 +1,320 @@
+"""Saves of several ranks, simulated: every stored tensor is covered exactly once, with the right bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import states  # noqa: E402
+from simulated_ranks import Ranks  # noqa: E402
+
+from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError  # noqa: E402
+from asyncckpt.format import tree as trees  # noqa: E402
+from asyncckpt.format.names import is_reserved, per_rank_name, split_per_rank_name  # noqa: E402
+from asyncckpt.per_rank import PerRank  # noqa: E402
+from asyncckpt.planning import assignment  # noqa: E402
+from asyncckpt.planning.contributions import Change  # noqa: E402
+from asyncckpt.planning.match import match  # noqa: E402
+from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
+from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten, unflatten  # noqa: E402
+
+
+def assert_stored(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert states.bits_of(found[name]) == states.bits_of(tensor), name
+
+
+@pytest.fixture
+def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small tensors be cut, so that tests are quick."""
+    monkeypatch.setattr(assignment, "CUT_NBYTES", 256)
+
+
+@pytest.mark.parametrize("files_per_rank", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_replicas_of_every_dtype_and_shape_are_stored_once(
+    world_size: int, files_per_rank: int, fine_cuts: None, rng: random.Random
+) -> None:
+    torch.manual_seed(5)
+    state = {**states.every_tensor(), "rows": torch.randn(40, 100), "inner": torch.randn(1, 1, 64, 32).transpose(2, 3)}
+    ranks = Ranks(world_size, files_per_rank=files_per_rank)
+    ranks.exchange([state] * world_size)
+    found = ranks.save([state] * world_size)
+    flat = flatten(state)
+    assert_stored(found, dict(zip(flat.fqns, flat.tensors, strict=True)))
+    loads = [plan.tensor_nbytes for plan in ranks.made]
+    assert sum(loads) == sum(t.numel() * t.element_size() for t in flat.tensors)
+    assert max(loads) - min(loads) <= 2 * 4000, "a row of the widest tensor"
+    assert sum(plan.n_tensors for plan in ranks.made) == len(flat.tensors)
+    assert {"rows", "inner", "large"} & {s.fqn for s in ranks.made[0].shared if s.split}
+    assert {s.fqn for s in ranks.made[0].shared if s.split} == {
+        name for name, tensor in ranks.tensors.items() if len(tensor.chunks) > 1
+    }
+
+
+def test_large_tensors_are_cut_and_moved_from_where_they_lie() -> None:
+    big = torch.arange(1 << 20, dtype=torch.int32).view(1, 1024, 1024)
+    state = {"big": big, "turned": big.transpose(1, 2), "parameter": torch.nn.Parameter(torch.randn(700, 600))}
+    ranks = Ranks(3)
+    ranks.exchange([state] * 3)
+    assert_stored(ranks.save([state] * 3), state)
+    assert {s.fqn for s in ranks.made[0].shared if s.split} >= {"big", "turned"}
+    loads = [plan.tensor_nbytes for plan in ranks.made]
+    assert max(loads) - min(loads) <= 2 << 20
+
+
+def test_a_rank_that_writes_nothing_still_refers_to_everything() -> None:
+    state = {"w": torch.ones(3), "tied": None}
+    state["tied"] = state["w"]
+    ranks = Ranks(2)
+    ranks.exchange([state] * 2)
+    assert_stored(ranks.save([state] * 2), {"w": state["w"]})
+    assert sorted(plan.tensor_nbytes for plan in ranks.made) == [0, 12]
+    for structure in ranks.structures:
+        assert structure.tree == ("d", ("w", ("T", 0), "tied", ("T", 0)))
+
+
+def test_batch_statistics_that_differ_are_stored_for_each_rank() -> None:
+    weight = torch.randn(8, 8)
+    given = [{"w": weight, "mean": torch.full((4,), float(rank))} for rank in range(3)]
+    ranks = Ranks(3)
+    ranks.exchange(given)
+    expected = {"w": weight, **{f"mean@rank{rank}": given[rank]["mean"] for rank in range(3)}}
+    assert_stored(ranks.save(given), expected)
+
+
+@pytest.mark.parametrize("shapes", [((2, 6), (2, 6)), ((2, 6), (3, 6))])
+def test_halves_that_users_cut_by_hand_are_both_stored(shapes: tuple[Any, Any]) -> None:
+    given = [{"half": torch.randn(shape)} for shape in shapes]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    assert_stored(ranks.save(given), {f"half@rank{n}": given[n]["half"] for n in range(2)})
+
+
+def test_integer_keys_of_two_pipeline_stages_do_not_meet() -> None:
+    def stage(n: int) -> dict[str, Any]:
+        return {
+            "model": {f"layer{n}.weight": torch.randn(3, n + 2)},
+            "optim": {"state": {0: {"step": torch.tensor(7.0), "exp_avg": torch.randn(3, n + 2)}}},
+        }
+
+    given = [stage(0), stage(1)]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    expected = {f"model.layer{n}.weight": given[n]["model"][f"layer{n}.weight"] for n in range(2)}
+    expected |= {f"optim.state.0.exp_avg@rank{n}": given[n]["optim"]["state"][0]["exp_avg"] for n in range(2)}
+    expected["optim.state.0.step"] = torch.tensor(7.0)
+    assert_stored(ranks.save(given), expected)
+
+
+def test_assumed_replicas_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [{"w": torch.zeros(4)}, {"w": torch.zeros(4)}]
+    ranks = Ranks(2)
+    ranks.exchange(given, compare=False)
+    assert_stored(ranks.save(given), {"w": given[0]["w"]})
+
+
+def test_news_are_stored_per_rank_until_they_are_agreed_upon() -> None:
+    first = {"w": torch.ones(5)}
+    ranks = Ranks(2)
+    ranks.exchange([first, first])
+    more = {**first, "new": torch.arange(3), "mine": torch.ones(2)}
+    less = {**first, "new": torch.arange(3)}
+    assert_stored(
+        ranks.save([more, less]),
+        {"w": first["w"], "new@rank0": more["new"], "new@rank1": more["new"], "mine@rank0": more["mine"]},
+    )
+    news = ranks.news([more, less])
+    assert [[bool(d) for d in news[rank].digests] for rank in (0, 1)] == [[False, True, True], [False, True]]
+    ranks.apply(Change(contributions=news))
+    assert not ranks.news([more, less])
+    assert_stored(ranks.save([more, less]), {"w": first["w"], "new": more["new"], "mine": more["mine"]})
+    assert not ranks.news([first, first]), "structures accumulate"
+
+
+def test_a_name_that_proved_unequal_moves_to_each_rank() -> None:
+    given = [{"w": torch.ones(5)}, {"w": torch.ones(5)}]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    given[1]["w"][3] = 0
+    one, other = ranks.samples(given, 0)
+    assert (one.names, other.names) == (["w"], ["w"]) and one.digests != other.digests
+    ranks.apply(Change(contributions={}, per_rank=("w",)))
+    assert_stored(ranks.save(given), {"w@rank0": given[0]["w"], "w@rank1": given[1]["w"]})
+    assert ranks.samples(given, 1)[0].names == []
+
+
+def test_any_state_is_stored_by_two_ranks_without_holes(rng: random.Random, fine_cuts: None) -> None:
+    for _ in range(25):
+        maker = states.StateMaker(rng)
+        state = maker.state()
+        other = maker.mutated(state)
+        try:
+            contribution_of(flatten(state)), contribution_of(flatten(other))
+        except (UnsupportedLeafError, DuplicateNameError):
+            continue
+        ranks = Ranks(2, files_per_rank=rng.choice([1, 2]))
+        ranks.exchange([state, other])
+        found = ranks.save([state, other])
+        for rank, value in enumerate((state, other)):
+            flat = flatten(value)
+            for number, entry in enumerate(ranks.structures[rank].tensors):
+                assert states.bits_of(found[entry.fqn]) == states.bits_of(flat.tensors[number])
+
+
+def test_samples_are_equal_wherever_replicas_lie(rng: random.Random) -> None:
+    base = torch.randn(100, 90)
+    given = [{"a": base, "b": torch.ones(3)}, {"b": torch.ones(3), "a": base.t().contiguous().t()}]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    for sequence in range(12):
+        one, other = (dict(zip(s.names, _eights(s.digests), strict=True)) for s in ranks.samples(given, sequence))
+        assert one == other and set(one) == {"a", "b"}
+
+
+def _eights(raw: bytes) -> list[bytes]:
+    return [raw[n : n + 8] for n in range(0, len(raw), 8)]
+
+
+def test_every_element_is_compared_some_time() -> None:
+    given = [{"w": torch.zeros(50, 101)}, {"w": torch.zeros(50, 101)}]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    given[1]["w"][49, 100] = 1
+    found = [ranks.samples(given, sequence) for sequence in range(5)]
+    assert sum(one.digests != other.digests for one, other in found) == 1
+
+
+def test_a_new_agreement_drops_the_plans() -> None:
+    ranks = Ranks(2)
+    state = {"w": torch.ones(2)}
+    before = ranks.plans[0].take(state)[0]
+    assert ranks.plans[0].take(state)[0] is before
+    ranks.exchange([state, state])
+    after = ranks.plans[0].take(state)[0]
+    assert before.fingerprint != after.fingerprint and before.news and not after.news
+
+
+# ---- PerRank --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_marked_is_stored_for_each_rank_even_when_equal() -> None:
+    given = [{"rng": PerRank({"cpu": torch.arange(4), "n": rank}), "w": torch.ones(2)} for rank in range(2)]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    expected = {"w": torch.ones(2), "rng.cpu@rank0": torch.arange(4), "rng.cpu@rank1": torch.arange(4)}
+    assert_stored(ranks.save(given), expected)
+    inner = ("d", ("cpu", ("T", 0), "n", ("O", 0)))
+    assert ranks.structures[1].tree == ("d", ("rng", ("r", inner), "w", ("T", 1)))
+
+
+def test_one_rank_marks_too() -> None:
+    plan, _ = PlanCache(files_per_rank=1).take({"a": PerRank(torch.ones(2)), "b": torch.ones(2)})
+    assert b"a@rank0" in plan.structure and b"b@rank0" not in plan.structure and not plan.news
+
+
+def test_marked_tensors_are_no_ones_business_but_their_size_counts() -> None:
+    found = contribution_of(flatten({"a": PerRank(torch.ones(5)), "b": torch.ones(2)}))
+    assert [key[0] for key in found.tensors] == ["b"]
+    assert found.own_nbytes == 20
+
+
+def test_an_alias_of_a_marked_tensor_is_marked() -> None:
+    tensor = torch.ones(3)
+    state = {"first": tensor, "marked": PerRank([tensor, 1]), "other": torch.zeros(3)}
+    flat = flatten(state)
+    assert flat.fqns == ["first", "other"]
+    assert (flat.per_rank, flat.common) == ({0}, [1])
+    ranks = Ranks(2)
+    ranks.exchange([state, state])
+    assert sorted(ranks.save([state, state])) == ["first@rank0", "first@rank1", "other"]
+
+
+def test_a_mark_inside_a_mark_means_nothing_more() -> None:
+    flat = flatten({"a": PerRank({"b": PerRank(torch.ones(1)), "c": [PerRank(PerRank(1))]})})
+    assert flat.tree == ("d", ("a", ("r", ("d", ("b", ("T", 0), "c", ("l", (("O", 0),)))))))
+    assert [path for path, _ in trees.per_rank_nodes(flat.tree)] == [("a",)]
+    assert flatten({"a": PerRank(PerRank(1))}).tree == ("d", ("a", ("r", ("O", 0))))
+
+
+def test_a_mark_inside_itself_is_refused() -> None:
+    ring = PerRank(None)
+    ring.value = ring
+    with pytest.raises(UnsupportedLeafError, match="inside itself"):
+        flatten({"a": ring})
+
+
+MARKED: dict[str, Any] = {
+    "tensor": torch.ones(2),
+    "scalar": 5,
+    "flat list": [1, 2],
+    "list": [torch.ones(1), {"x": None}],
+    "tuple": (torch.ones(1),),
+    "bytes": bytes(HOIST_NBYTES),
+    "ordered": torch.nn.Linear(2, 2).state_dict(),
+    "empty": {},
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marked_values_match_come_back_and_are_checked(name: str) -> None:
+    state = {"x": 1, "marked": PerRank(MARKED[name]), "list": [PerRank(MARKED[name])]}
+    flat = flatten(state)
+    again = match(*signature_of(flat), state)
+    assert again is not None and again.tree == flat.tree and len(again.objects) == len(flat.objects)
+    assert trees.checked(flat.tree, len(flat.tensors), len(flat.objects)) == flat.tree
+    bare = {"x": 1, "marked": MARKED[name], "list": [MARKED[name]]}
+    states.assert_same(unflatten(flat.tree, flat.tensors, flat.objects), bare)
+    kept = unflatten(flat.tree, flat.tensors, flat.objects, marks=True)
+    assert isinstance(kept["marked"], PerRank) and isinstance(kept["list"][0], PerRank)
+    assert match(*signature_of(flat), bare) is None
+    assert match(*signature_of(flatten(bare)), state) is None
+    make_plan(flat, signature_of(flat), files_per_rank=1)
+
+
+def test_a_tree_with_a_mark_inside_a_mark_is_refused() -> None:
+    for raw in (["r", ["r", ["O", 0]]], ["r", ["d", ["a", ["r", ["O", 0]]]]], ["r", ["l", [["r", ["O", 0]]]]], ["r"]):
+        with pytest.raises(ValueError, match=r"per-rank node|members"):
+            trees.checked(raw, 0, 1)
+
+
+def test_keys_inside_a_mark_are_checked() -> None:
+    flat = flatten({"a": PerRank({1 << 70: 1})})
+    with pytest.raises(UnsupportedLeafError):
+        make_plan(flat, signature_of(flat), files_per_rank=1)
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w@rank0", "w@rank17", "@rank3", "w@rank007", "w@rank12345678"])
+def test_names_of_ranks_are_reserved_for_tensors(name: str) -> None:
+    for state in ({name: torch.ones(1)}, {"a": {name: bytes(HOIST_NBYTES)}}, {"t": PerRank({name: torch.ones(1)})}):
+        for build in (lambda f: make_plan(f, signature_of(f), files_per_rank=1), contribution_of):
+            with pytest.raises(DuplicateNameError, match="reserved") as caught:
+                build(flatten(state))
+            assert caught.value.fqn.endswith(name)
+    tied = torch.ones(1)
+    with pytest.raises(DuplicateNameError):
+        contribution_of(flatten({"fine": tied, name: tied}))
+    contribution_of(flatten({name: 5, "o": OrderedDict({name: "text"})}))
+
+
+@pytest.mark.parametrize("name", ["w@rank", "w@rank1.x", "w@ranks1", "rank1", "w@rank1 ", "w@rank1\n", "w@rank٣"])
+def test_other_names_are_the_users(name: str) -> None:
+    assert not is_reserved(name) and split_per_rank_name(name) is None
+    contribution_of(flatten({name: torch.ones(1)}))
+
+
+def test_a_name_of_a_rank_comes_apart_again() -> None:
+    assert per_rank_name("a.b", 12) == "a.b@rank12"
+    assert split_per_rank_name("a.b@rank12") == ("a.b", 12)
+    assert split_per_rank_name("a\nb@rank0") == ("a\nb", 0)
+    assert split_per_rank_name("a@rank" + "9" * 5000) is None
