@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
@@ -63,11 +63,11 @@ class _Shared(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A tensor that these ranks newly hold, and the digest that they gave."""
+    """A tensor that these ranks newly hold, and the digest that they gave; None: unequal ones."""
 
     ranks: tuple[int, ...]
     key: TensorKey
-    digest: bytes
+    digest: bytes | None
 
 
 class Agreement:
@@ -136,18 +136,32 @@ class Agreement:
     def _news(self, change: Change) -> dict[str, list[_Held]]:
         """Return what is not agreed upon, by FQN."""
         news: dict[str, list[_Held]] = {}
-        blank = not (self._shared or self._sole or self._per_rank or self._everywhere)
-        for ranks, tensors, digests in _alike(change):
-            for key, digest in zip(tensors, digests, strict=True):
-                new = ranks if blank else tuple(r for r in ranks if self.duty(r, *key).kind is DutyKind.NEWS)
-                if new:
-                    news.setdefault(key[0], []).append(_Held(new, key, digest))
+        for ranks, tensors in _by_tensors(change):
+            columns = zip(*(change.contributions[rank].digests for rank in ranks), strict=True)
+            for key, digests in zip(tensors, columns, strict=True):
+                new, given = ranks, digests
+                if key[0] in self._everywhere or self._is_known(key[0]):
+                    pairs = self._new_holders(key, ranks, digests)
+                    if not pairs:
+                        continue
+                    new, given = zip(*pairs, strict=True)
+                digest = given[0] if given.count(given[0]) == len(given) else None
+                news.setdefault(key[0], []).append(_Held(new, key, digest))
         return news
+
+    def _new_holders(
+        self, key: TensorKey, ranks: tuple[int, ...], digests: tuple[bytes, ...]
+    ) -> list[tuple[int, bytes]]:
+        shared = self._shared.get(key)
+        if shared is not None and shared.holders.issuperset(ranks):  # the usual case, of thousands of ranks as well
+            return []
+        pairs = zip(ranks, digests, strict=True)
+        return [(rank, digest) for rank, digest in pairs if self.duty(rank, *key).kind is DutyKind.NEWS]
 
     def _settle(self, fqn: str, held: list[_Held], sets: _RankSets) -> tuple[int, ...]:
         """Decide about one name; return the ranks that share it, and none when it is not shared."""
         holders, first = sets.joined(held), held[0]
-        alike = all(h.key == first.key and h.digest == first.digest for h in held)
+        alike = all(h.key == first.key and h.digest == first.digest is not None for h in held)
         # IMPORTANT: two ranks that write different things under one plain name would cost a whole checkpoint.
         is_free = fqn not in self._sole and first.key not in self._shared
         if len(holders) > 1 and alike and is_free and self._n_shapes.get(fqn, 0) < MAX_SHAPES:
@@ -179,19 +193,20 @@ class Agreement:
     def _loads(self, change: Change, new: set[TensorKey]) -> dict[int, int]:
         """Return what each rank of the change writes of its structure anyway."""
         loads = {rank: c.own_nbytes for rank, c in change.contributions.items()}
-        for ranks, tensors, _ in _alike(change):
-            whole = 0
+        for ranks, tensors in _by_tensors(change):
+            members, whole = frozenset(ranks), 0
             for key in tensors:
                 if key in new:
                     continue
-                replica, shared = replica_of(key[2], DTYPES[key[1]].itemsize), self._shared.get(key)
+                nbytes, n_rows = replica_of(key[2], DTYPES[key[1]].itemsize)
+                shared = None if key[0] in self._everywhere else self._shared.get(key)
                 if shared is None:
-                    whole += replica.nbytes
+                    whole += nbytes
                     continue
-                for rank in ranks:
-                    duty = self.duty(rank, *key)
-                    rows = sum(n for _, n in duty.pieces) if duty.kind is DutyKind.SHARED else replica.n_rows
-                    loads[rank] += replica.nbytes * rows // replica.n_rows
+                for rank in members - shared.holders:
+                    loads[rank] += nbytes
+                for rank in members & shared.duties.keys():
+                    loads[rank] += sum(nbytes * rows // n_rows for _, rows in shared.duties[rank].pieces)
             for rank in ranks:
                 loads[rank] += whole
         return loads
@@ -229,12 +244,10 @@ class _RankSets:
         return found
 
 
-def _alike(change: Change) -> Iterator[tuple[tuple[int, ...], tuple[TensorKey, ...], tuple[bytes, ...]]]:
-    """Yield (ranks, tensors, digests) for each group of ranks that gave the same; of most jobs there are few."""
-    groups: dict[Any, list[int]] = {}
+def _by_tensors(change: Change) -> Iterator[tuple[tuple[int, ...], tuple[TensorKey, ...]]]:
+    """Yield (ranks, tensors) for each group of ranks that hold the same; of most jobs there are few."""
+    groups: dict[int, list[int]] = {}
     for rank in sorted(change.contributions):
-        contribution = change.contributions[rank]
-        groups.setdefault((id(contribution.tensors), contribution.digests), []).append(rank)
+        groups.setdefault(id(change.contributions[rank].tensors), []).append(rank)
     for ranks in groups.values():
-        contribution = change.contributions[ranks[0]]
-        yield tuple(ranks), contribution.tensors, contribution.digests
+        yield tuple(ranks), change.contributions[ranks[0]].tensors

