@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from many_ranks import save_ranks
+from many_ranks import Cut, save_ranks
+from states import StateMaker, assert_same
 
 import asyncckpt
 from asyncckpt import PerRank
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, PerRankUnavailableError
+from asyncckpt.loading.opened import open_checkpoint
 from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.storage.coverage import Box
 
 COMMON = torch.arange(24.0).reshape(6, 4)
 
@@ -155,6 +162,18 @@ def test_what_only_another_rank_marked_is_left_out_at_equal_world_size(tmp_path:
     assert caught.value.keys == ["data.at"]
 
 
+@pytest.mark.parametrize("target", [{"rng": 0}, {"rng": {"cpu": {"x": torch.zeros(1)}}}, {"rng": {"seed": [0]}}])
+def test_per_rank_values_of_another_form_are_refused_too(path: str, target: dict[str, Any]) -> None:
+    with pytest.raises(PerRankUnavailableError):
+        read(path, 0, 1, target)
+    with pytest.raises(LeafTypeMismatchError) if target != {"rng": {"seed": [0]}} else contextlib.nullcontext():
+        read(path, 0, 3, target)
+
+
+def test_what_was_never_saved_beside_per_rank_values_is_missing(path: str) -> None:
+    assert DefaultReader(rank_info=RankInfo(0, 1)).read(path, {"rng": {"new": 0}})[1] == ["rng.new"]
+
+
 def test_members_behind_one_of_another_rank_keep_their_place(tmp_path: Path) -> None:
     path = save_ranks(tmp_path / "c", [{"l": [PerRank(torch.zeros(1)), torch.ones(2), torch.ones(3)]}] * 2)
     target = {"l": [torch.full((1,), 5.0), torch.zeros(2), torch.zeros(3)]}
@@ -274,3 +293,42 @@ def test_empty_tensors_that_no_rank_wrote_are_there(tmp_path: Path) -> None:
 def test_a_mismatch_of_kinds_with_a_target_is_refused_as_ever(path: str) -> None:
     with pytest.raises(LeafTypeMismatchError):
         read(path, 0, 3, {"rng": {"cpu": 1}})
+
+
+# ---- random states --------------------------------------------------------------------------------------------------
+
+
+def random_rows(rng: random.Random) -> Cut:
+    """Cut tensors in runs of rows, as many as come, for whoever; some of them empty."""
+
+    def cut(fqn: str, shape: tuple[int, ...], holders: Sequence[int]) -> dict[int, list[Box]]:
+        n_rows = shape[0] if shape else 0
+        cuts = sorted(rng.randrange(n_rows + 1) for _ in range(rng.randrange(5))) if n_rows else []
+        found: dict[int, list[Box]] = {}
+        for low, high in pairwise([0, *cuts, n_rows]):
+            box: Box = ((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:])) if shape else ((), ())
+            found.setdefault(rng.choice(list(holders)), []).append(box)
+        return found
+
+    return cut
+
+
+def test_random_states_cut_at_random_come_back_to_every_rank(tmp_path: Path, rng: random.Random) -> None:
+    for n in range(40):
+        maker = StateMaker(rng)
+        state = maker.state()
+        for tensor in maker.tensors:
+            tensor.detach().copy_(torch.randint(0, 2, tensor.shape))
+        world_size = rng.randrange(1, 5)
+        states = [
+            {**state, "mine": torch.full((3,), r), "own": PerRank({"n": r, "t": torch.tensor([r])})}
+            for r in range(world_size)
+        ]
+        path = save_ranks(tmp_path / str(n), states, cut=random_rows(rng))
+        for rank, saved in enumerate(states):
+            assert_same(read(path, rank, world_size), {**saved, "own": saved["own"].value})
+        keys = [fqn for fqn in open_checkpoint(path).keys() if not fqn.startswith("own.")]  # noqa: SIM118
+        assert_same(read(path, 9, 10, keys=keys)["mine"], states[0]["mine"])
+        for saved in (states[0], states[-1]):
+            read(path, world_size - 1, world_size, saved, strict=True)
+            assert saved["own"].value["n"] == saved["mine"][0].item() == world_size - 1
