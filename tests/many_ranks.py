@@ -106,7 +106,6 @@ def checkpoint_files(
         fsync=False,
         writer="tests",
         ranks=tuple(records),
-        metadata={"note": "two"},
     )
     return files | {"manifest.json": encode_manifest(manifest)}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
+from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
-from asyncckpt.format.tree import fqn_of, leaves
-from asyncckpt.storage.contents import Contents, corrupt, read_contents, read_objects
+from asyncckpt.format.tree import fqn_of, leaves, per_rank_nodes
+from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_contents, read_objects
 from asyncckpt.storage.files import Files
 
 HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
@@ -38,30 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _describe(contents: Contents, files: Files) -> dict[str, Any]:
     manifest = contents.manifest
-    tensors = []
-    for tensor in contents.tensors.values():
-        shards = sorted({contents.ranks[rank].index.shards[chunk.part].name for rank, chunk in tensor.chunks})
-        tensors.append(
-            {
-                "fqn": tensor.fqn,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.global_shape),
-                "nbytes": sum(chunk.nbytes for _, chunk in tensor.chunks),
-                "chunks": len(tensor.chunks),
-                "shards": shards,
-            }
-        )
-    objects = []
-    for rank, rank_contents in enumerate(contents.ranks):
-        values = read_objects(contents, rank, files)
-        for path, node in leaves(rank_contents.structure.tree):
-            if node[0] == "O":
-                try:
-                    shown = _shown(values[node[1]])
-                except ValueError as error:
-                    name = rank_contents.index.objects.name
-                    raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error
-                objects.append({"rank": rank, "fqn": fqn_of(path), "value": shown})
     return {
         "path": contents.path,
         "step": manifest.step,
@@ -78,9 +56,49 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
             for rank, rank_contents in enumerate(contents.ranks)
             for shard in rank_contents.index.shards
         ],
-        "tensors": tensors,
-        "objects": objects,
+        "tensors": [_tensor(contents, tensor) for tensor in contents.tensors.values()],
+        "objects": [found for rank in range(len(contents.ranks)) for found in _objects(contents, rank, files)],
     }
+
+
+def _tensor(contents: Contents, tensor: SavedTensor) -> dict[str, Any]:
+    """`fqn` is the stored name; `rank` whose own it is, None for a tensor of all; `pieces` who wrote which box."""
+    own = split_per_rank_name(tensor.fqn)
+    return {
+        "fqn": tensor.fqn,
+        "rank": own[1] if own else None,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.global_shape),
+        "nbytes": sum(chunk.nbytes for _, chunk in tensor.chunks),
+        "chunks": len(tensor.chunks),
+        "pieces": [
+            {
+                "rank": rank,
+                "part": chunk.part,
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                "nbytes": chunk.nbytes,
+            }
+            for rank, chunk in tensor.chunks
+        ],
+        "shards": sorted({contents.ranks[rank].index.shards[chunk.part].name for rank, chunk in tensor.chunks}),
+    }
+
+
+def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, Any]]:
+    """Yield one rank's objects; `per_rank` says that it marked them as its own."""
+    tree = contents.ranks[rank].structure.tree
+    values = read_objects(contents, rank, files)
+    marked = {fqn_of(leaf) for path, node in per_rank_nodes(tree) for leaf, _ in leaves(node, path)}
+    for path, node in leaves(tree):
+        if node[0] == "O":
+            fqn = fqn_of(path)
+            try:
+                shown = _shown(values[node[1]])
+            except ValueError as error:
+                name = contents.ranks[rank].index.objects.name
+                raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error
+            yield {"rank": rank, "fqn": fqn, "per_rank": fqn in marked, "value": shown}
 
 
 def _shown(raw: Any) -> str:
@@ -107,8 +125,41 @@ def _print(described: dict[str, Any]) -> None:
         ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]
     )
     print(f"\ntensors: {len(described['tensors'])}")
-    rows = [[t["fqn"], t["dtype"], str(t["shape"]), human(t["nbytes"]), str(t["chunks"])] for t in described["tensors"]]
-    print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS"), rows)
+    print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "RANKS"), _tensor_rows(described["tensors"]))
     print(f"\nobjects: {len(described['objects'])}")
-    cut = [[o["fqn"], o["value"][:MAX_VALUE_CHARS], str(o["rank"])] for o in described["objects"]]
-    print_table(("FQN", "VALUE", "RANK"), cut)
+    print_table(("FQN", "VALUE", "RANKS"), _object_rows(described["objects"]))
+
+
+def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
+    """One row per tensor; those that each rank has of its own in one row where they are alike: `x@rank[0-3]`."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for n, tensor in enumerate(tensors):
+        alike = n if tensor["rank"] is None else tensor["fqn"].rpartition("@rank")[0]
+        groups.setdefault((alike, tensor["dtype"], *tensor["shape"]), []).append(tensor)
+    rows = []
+    for group in groups.values():
+        first, owners = group[0], [t["rank"] for t in group]
+        writers = _ranks({piece["rank"] for t in group for piece in t["pieces"]})
+        name = first["fqn"] if len(group) == 1 else f"{first['fqn'].rpartition('@rank')[0]}@rank[{_ranks(owners)}]"
+        nbytes, chunks = sum(t["nbytes"] for t in group), sum(t["chunks"] for t in group)
+        rows.append([name, first["dtype"], str(first["shape"]), human(nbytes), str(chunks), writers])
+    return rows
+
+
+def _object_rows(objects: list[dict[str, Any]]) -> list[list[str]]:
+    """One row per FQN and value, with the ranks that have it."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for found in objects:
+        groups.setdefault((found["fqn"], found["value"]), []).append(found["rank"])
+    return [[fqn, value[:MAX_VALUE_CHARS], _ranks(ranks)] for (fqn, value), ranks in groups.items()]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Return numbers as `0-3,7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in runs) or "-"

@@ -1,7 +1,7 @@
 """Which part of a tensor is wanted, and which byte ranges of its chunks hold it. Pure.
 
-A box of a row-major chunk is a set of runs of bytes. Runs whose distance is less than a unit of reading are read as one
-range, since the units between them are the same; so their number is bounded by the length of the chunk in units.
+What is wanted of a row-major chunk is a set of runs of bytes. Runs whose distance is less than a unit of reading are
+read as one range, since no unit lies between them; so their number is bounded by the length of the chunk in units.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ SLAB_NBYTES = 4 << 20
 
 
 class Region(NamedTuple):
-    """What slices select: a box (offsets, sizes, in elements), the steps inside it, and the shape of the result."""
+    """What slices select: in each dimension `counts` elements from `offsets` on, `steps` apart.
+
+    `shape`: of the result, which lacks the dimensions that an int selected from.
+    """
 
     offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
     steps: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A part of a box within one chunk, in elements.
+    """A part of a region within one chunk, in elements.
 
-    `start` and `length`: the range of the chunk, gaps included. `strides`: of the box in that range.
-    `offsets`: where it lies in the box that was asked for.
+    `start` and `length`: the range of the chunk, gaps included. `strides`: of the wanted elements in that range.
+    `offsets`, `sizes`: their box in what the region selects.
     """
 
     start: int
@@ -59,7 +62,7 @@ def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
     at = next((n for n, item in enumerate(wanted) if item is Ellipsis), len(wanted))
     rest = [slice(None)] * (len(shape) - len(wanted) + n_ellipses)
     full = wanted[:at] + rest + wanted[at + n_ellipses :]
-    offsets, sizes, steps, result = [], [], [], []
+    offsets, counts, steps, result = [], [], [], []
     for dim, (item, n) in enumerate(zip(full, shape, strict=True)):
         if isinstance(item, slice):
             try:
@@ -70,13 +73,12 @@ def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
                 raise _refused(slices, fqn, f"step {step} of dimension {dim} is not positive")
             count = len(range(start, stop, step))
             result.append(count)
-            size = (count - 1) * step + 1 if count else 0
         else:
-            start, size, step = _position(item, n, dim, slices, fqn), 1, 1
-        offsets.append(start if size else 0)
-        sizes.append(size)
+            start, count, step = _position(item, n, dim, slices, fqn), 1, 1
+        offsets.append(start)
+        counts.append(count)
         steps.append(step)
-    return Region(tuple(offsets), tuple(sizes), tuple(steps), tuple(result))
+    return Region(tuple(offsets), tuple(counts), tuple(steps), tuple(result))
 
 
 def _position(item: Any, n: int, dim: int, slices: Any, fqn: str) -> int:
@@ -104,59 +106,76 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def pieces_of(
-    chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int], *, itemsize: int, unit: int
-) -> Iterator[Piece]:
-    """Yield the pieces of `chunk` that make its part of a box.
+def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iterator[Piece]:
+    """Yield the pieces of `chunk` that make its part of a region.
 
     Args:
         chunk: Of the tensor.
-        offsets, sizes: The box, in elements of the global tensor.
+        region: Of the same tensor.
         itemsize: Bytes of an element.
         unit: Runs whose distance in bytes is less go into one piece.
 
     Yields:
-        Pieces that cover every wanted element of the chunk once. One without gaps is as long as it comes where the
-        box is as wide as the chunk; others are bounded by `SLAB_NBYTES`, or one row.
+        Pieces that cover every wanted element of the chunk once. One that is a run of both the chunk and the result is
+        as long as it comes; others are bounded by `SLAB_NBYTES`, or one row.
     """
-    low = tuple(map(max, chunk.offsets, offsets))
-    high = tuple(min(c + cs, o + s) for c, cs, o, s in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True))
+    low = [max(0, -((o - c) // step)) for o, c, step in zip(region.offsets, chunk.offsets, region.steps, strict=True)]
+    high = [
+        min(count, -((o - c - size) // step))
+        for o, count, step, c, size in zip(
+            region.offsets, region.counts, region.steps, chunk.offsets, chunk.sizes, strict=True
+        )
+    ]
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
         return
     strides = row_major(chunk.sizes)
-    cutter = _Cutter(strides, row_major(sizes), max(1, SLAB_NBYTES // itemsize), unit / itemsize)
-    first = sum((lo - c) * stride for lo, c, stride in zip(low, chunk.offsets, strides, strict=True))
-    inside = tuple(lo - o for lo, o in zip(low, offsets, strict=True))
-    yield from cutter.cut(first, inside, tuple(h - lo for lo, h in zip(low, high, strict=True)))
+    first = sum(
+        (o + lo * step - c) * stride
+        for o, lo, step, c, stride in zip(region.offsets, low, region.steps, chunk.offsets, strides, strict=True)
+    )
+    apart = tuple(stride * step for stride, step in zip(strides, region.steps, strict=True))
+    cutter = _Cutter(apart, row_major(region.counts), max(1, SLAB_NBYTES // itemsize), unit / itemsize)
+    yield from cutter.cut(first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
 class _Cutter:
-    """Cuts a box of a chunk into pieces; lengths in elements."""
+    """Cuts what is wanted of a chunk into pieces; lengths in elements.
 
-    def __init__(self, strides: tuple[int, ...], box_strides: tuple[int, ...], limit: int, unit: float) -> None:
-        self._strides, self._box_strides, self._limit, self._unit = strides, box_strides, limit, unit
+    Args:
+        strides: Of the wanted elements in the chunk.
+        result_strides: Of the same in the result.
+        limit: A longer piece is cut, unless it is one run of both.
+        unit: A wider gap is not read.
+    """
+
+    def __init__(self, strides: tuple[int, ...], result_strides: tuple[int, ...], limit: int, unit: float) -> None:
+        self._strides, self._result_strides, self._limit, self._unit = strides, result_strides, limit, unit
 
     def cut(self, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Piece]:
-        strides = self._strides
-        length, filled = _span(sizes, strides), math.prod(sizes)
-        whole = length == filled and (length <= self._limit or _span(sizes, self._box_strides) == filled)
+        length, filled = _span(sizes, self._strides), math.prod(sizes)
         dim = next((d for d, n in enumerate(sizes) if n > 1), None)
-        if whole or dim is None:
-            yield Piece(start, length, offsets, sizes, strides)
+        is_run = length == filled and _span(sizes, self._result_strides) == filled
+        narrow = self._widest_gap(sizes) < self._unit
+        if is_run or dim is None or (narrow and length <= self._limit):
+            yield Piece(start, length, offsets, sizes, self._strides)
             return
-        gap = strides[dim] - _span(sizes[dim + 1 :], strides[dim + 1 :])
-        step = 1
-        if gap < self._unit:
-            if length <= self._limit:
-                yield Piece(start, length, offsets, sizes, strides)
-                return
-            step = max(1, self._limit // strides[dim])
+        stride = self._strides[dim]
+        step = max(1, self._limit // stride) if narrow else 1
         for at in range(0, sizes[dim], step):
             yield from self.cut(
-                start + at * strides[dim],
+                start + at * stride,
                 (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
                 (*sizes[:dim], min(step, sizes[dim] - at), *sizes[dim + 1 :]),
             )
+
+    def _widest_gap(self, sizes: tuple[int, ...]) -> int:
+        """Elements between two neighbours of any dimension."""
+        widest, inner = 0, 1
+        for size, stride in zip(sizes[::-1], self._strides[::-1], strict=True):
+            if size > 1:
+                widest = max(widest, stride - inner)
+                inner += (size - 1) * stride
+        return widest
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -76,7 +76,6 @@ def match(
     """
     flat = flatten(state_dict)
     rename = _renamer(key_map)
-    away = frozenset(saved.away)
     matches = Matches()
     filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
     for leaf_path, node in leaves(flat.tree):
@@ -87,12 +86,10 @@ def match(
         found = saved.leaves.get(saved_fqn)
         if found is None:
             error = _container_there(fqn, saved_fqn, node, saved, path)
-            if saved_fqn in away:
-                matches.unavailable.append(fqn)
-            elif error is not None:
+            if error is not None:
                 refuse(error)
             else:
-                matches.missing.append(fqn)
+                (matches.unavailable if saved.is_away(saved_fqn) else matches.missing).append(fqn)
             continue
         matches.found[saved_fqn] = found
         if kind_of(node) != kind_of(found):

@@ -82,6 +82,14 @@ class SavedTree:
         """FQNs of leaves that belong to other ranks than the reader."""
         return tuple(fqn for fqn in self._away if fqn not in self.leaves) if self._away else ()
 
+    def is_away(self, fqn: str) -> bool:
+        """Whether `fqn`, which is neither leaf nor container of the tree, belongs to other ranks: or all in it does."""
+        return bool(self.away) and (fqn in self._away_names or not self._away.keys().isdisjoint(prefixes(fqn)))
+
+    @cached_property
+    def _away_names(self) -> set[str]:
+        return {name for fqn in self.away for name in (fqn, *prefixes(fqn))}
+
     def without_holes(self, node: Node) -> Node:
         """Return `node`, a part of the tree, as a state dict is built from it."""
         return _closed(node) if self._away else node

@@ -85,8 +85,8 @@ def wanted_pieces(
         saved: The tensor.
         rank, chunk: Of the tensor.
         pieces: Of that chunk.
-        target: Of the shape of the box that was asked for; its dtype is as wide as the saved one. Must stay alive
-            until the ranges have been read.
+        target: Of the shape of what the region selects; its dtype is as wide as the saved one. Must stay alive until
+            the ranges have been read.
     """
     itemsize, shape = target.itemsize, tuple(target.shape)
     for piece in pieces:

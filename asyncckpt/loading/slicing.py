@@ -47,24 +47,23 @@ def read_tensor(
     region = region_of(slices, saved.global_shape, saved.fqn)
     dtype = torch_dtype(saved.dtype)
     check_lengths(contents, files, saved)
-    box = tensor_for(saved, contents.path, shape=region.sizes, dtype=_CARRIERS[dtype.itemsize])
-    read_ranges(contents, _ranges(contents, saved, region, box, verify), files, threads=threads, verify=verify)
-    if any(step > 1 for step in region.steps):
-        box = box[tuple(slice(None, None, step) for step in region.steps)].clone(memory_format=torch.contiguous_format)
-    return box.view(dtype).view(region.shape).detach()
+    found = tensor_for(saved, contents.path, shape=region.counts, dtype=_CARRIERS[dtype.itemsize])
+    read_ranges(contents, _ranges(contents, saved, region, found, verify), files, threads=threads, verify=verify)
+    return found.view(dtype).view(region.shape).detach()
 
 
 def _ranges(
-    contents: Contents, saved: SavedTensor, region: Region, box: torch.Tensor, verify: bool
+    contents: Contents, saved: SavedTensor, region: Region, target: torch.Tensor, verify: bool
 ) -> Iterator[tuple[tuple[int, int], Wanted]]:
     for rank, chunk in saved.chunks:
         block_nbytes = contents.ranks[rank].index.block_nbytes
-        yield from wanted_pieces(saved, rank, chunk, _pieces(chunk, region, box.itemsize, block_nbytes, verify), box)
+        pieces = _pieces(chunk, region, target.itemsize, block_nbytes, verify)
+        yield from wanted_pieces(saved, rank, chunk, pieces, target)
 
 
 def _pieces(chunk: Chunk, region: Region, itemsize: int, block_nbytes: int, verify: bool) -> list[Piece]:
     def cut(unit: int) -> Iterator[Piece]:
-        return pieces_of(chunk, region.offsets, region.sizes, itemsize=itemsize, unit=unit)
+        return pieces_of(chunk, region, itemsize=itemsize, unit=unit)
 
     if verify:
         return list(cut(block_nbytes))

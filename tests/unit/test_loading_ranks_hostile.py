@@ -1,0 +1,119 @@
+"""Checkpoints of several ranks that contradict themselves: typed errors that name the tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from many_ranks import SAVE_ID, checkpoint_files, save_ranks
+
+from asyncckpt import PerRank
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.manifest import decode_manifest, encode_manifest
+from asyncckpt.format.names import index_name
+from asyncckpt.loading.opened import open_checkpoint
+from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.storage.coverage import Box
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import CORRUPT, verify_checkpoint
+
+
+def forged(path: Path, states: Sequence[Mapping[str, Any]], rank: int, change: Callable[[dict[str, Any]], None]) -> str:
+    """Write a checkpoint of which one rank's structure was changed under a manifest that vouches for it."""
+    files = checkpoint_files(states)
+    name = index_name(SAVE_ID, rank)
+    index = msgpack.unpackb(files[name])
+    structure = msgpack.unpackb(index["structure"])
+    change(structure)
+    files[name] = msgpack.packb({**index, "structure": msgpack.packb(structure)})
+    manifest = decode_manifest(files["manifest.json"])
+    records = list(manifest.ranks)
+    records[rank] = dataclasses.replace(
+        records[rank], index_nbytes=len(files[name]), index_checksum=file_checksum(files[name])
+    )
+    files["manifest.json"] = encode_manifest(dataclasses.replace(manifest, ranks=tuple(records)))
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return os.fspath(path)
+
+
+def refused(path: str) -> CorruptCheckpointError:
+    """Read it in every way; return the error of a load."""
+    assert verify_checkpoint(path, Files(), fast=True).state == CORRUPT
+    with pytest.raises(CorruptCheckpointError):
+        open_checkpoint(path)
+    target = {"w": torch.zeros(4)}
+    with pytest.raises(CorruptCheckpointError):
+        DefaultReader(rank_info=RankInfo(0, 2)).read(path, target)
+    assert not bool(target["w"].any())
+    with pytest.raises(CorruptCheckpointError) as caught:
+        DefaultReader(rank_info=RankInfo(0, 1)).read(path)
+    return caught.value
+
+
+CUTS: dict[str, dict[int, list[Box]]] = {
+    "hole": {0: [((0,), (1,))], 1: [((2,), (2,))]},
+    "overlap": {0: [((0,), (3,))], 1: [((2,), (2,))]},
+    "twice": {0: [((0,), (4,))], 1: [((0,), (4,))]},
+    "nobody": {},
+    "overlap as large as the hole": {0: [((0,), (2,))], 1: [((1,), (2,))]},
+}
+
+
+@pytest.mark.parametrize("boxes", CUTS.values(), ids=CUTS)
+def test_pieces_that_do_not_make_the_tensor_are_refused(tmp_path: Path, boxes: dict[int, list[Box]]) -> None:
+    path = save_ranks(tmp_path / "c", [{"w": torch.ones(4)}] * 2, cut=lambda fqn, shape, holders: boxes)
+    assert refused(path).fqn == "w"
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float64", [4]), ("int32", [4]), ("float32", [2, 2]), ("float32", [8])])
+def test_a_tensor_that_another_rank_has_as_another_is_refused(tmp_path: Path, dtype: str, shape: list[int]) -> None:
+    def change(structure: dict[str, Any]) -> None:
+        structure["tensors"][0][1:] = [dtype, shape, []]
+
+    path = forged(tmp_path / "c", [{"w": torch.ones(4)}] * 2, 1, change)
+    assert refused(path).fqn == "w"
+
+
+@pytest.mark.parametrize("name", ["own@rank0", "own@rank2", "own@rank01", "own@rank" + "9" * 5000])
+def test_a_name_of_another_rank_is_refused(tmp_path: Path, name: str) -> None:
+    def change(structure: dict[str, Any]) -> None:
+        structure["tensors"][1][0] = name
+
+    states = [{"w": torch.ones(4), "own": PerRank(torch.ones(2))}] * 2
+    path = forged(tmp_path / "c", states, 1, change)
+    assert refused(path).fqn == name
+
+
+def test_a_mark_inside_a_mark_is_refused(tmp_path: Path) -> None:
+    def change(structure: dict[str, Any]) -> None:
+        tree = structure["tree"]
+        tree[1][3] = ["r", ["d", ["x", tree[1][3]]]]
+
+    states = [{"w": torch.ones(4), "own": PerRank(torch.ones(2))}] * 2
+    path = forged(tmp_path / "c", states, 1, change)
+    assert "inside another" in str(refused(path))
+
+
+@pytest.mark.parametrize("node", [["r"], ["r", None], ["r", ["T", 0], 1], ["r", ["T", 9]], ["-"], ["r", ["-"]]])
+def test_malformed_marks_are_refused(tmp_path: Path, node: Any) -> None:
+    def change(structure: dict[str, Any]) -> None:
+        structure["tree"][1][1] = node
+
+    refused(forged(tmp_path / "c", [{"w": torch.ones(4)}] * 2, 1, change))
+
+
+def test_an_index_of_another_rank_is_refused(tmp_path: Path) -> None:
+    path = save_ranks(tmp_path / "c", [{"w": torch.ones(4)}] * 2)
+    zero, one = (tmp_path / "c" / index_name(SAVE_ID, rank) for rank in range(2))
+    one.write_bytes(zero.read_bytes())
+    refused(path)
