@@ -23,6 +23,14 @@ class Intake:
     def __init__(self, tables: Tables, saves: SaveBook, runs: RunBook, changes: ChangeBook) -> None:
         self._t, self._saves, self._runs, self._changes = tables, saves, runs, changes
 
+    def refuse_other_world(self, session: Session, save_id: str) -> Wire | None:
+        """Return why a session cannot begin a save of ranks of another world, which ends by that; else None."""
+        save, run = self._t.saves.get(save_id), self._t.runs.get(SaveId.parse(save_id).run_id)
+        known = save.world_size if save is not None else run.world_size if run is not None else session.world_size
+        if known == session.world_size:
+            return None
+        return self._refuse_world(save_id, session.rank, session.world_size, session.name)
+
     # ---- begin ------------------------------------------------------------------------------------------------------
 
     def begin(self, session: Session, message: Begin) -> Wire | None:
@@ -31,10 +39,7 @@ class Intake:
         Returns:
             Why the save has failed at once, or None.
         """
-        run = self._runs.join(session, SaveId.parse(message.save_id).run_id)
-        known = self._t.saves.get(message.save_id)
-        if run is None or (known is not None and known.world_size != session.world_size):
-            return self._refuse_world(message.save_id, session.rank, session.world_size, session.name)
+        self._runs.join(session, SaveId.parse(message.save_id).run_id)
         self._runs.heard_of(message.save_id, session.world_size)
         save = self._open(message.save_id, session.world_size)
         entry = entry_of_begin(session, message, self._t.now)

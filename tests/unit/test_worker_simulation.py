@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
 import pytest
 
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.lifecycle import ABANDONED, COMMITTED, ENDED, FAILED, IN_FLIGHT
+from asyncckpt.protocol.lifecycle import ABANDONED, COMMITTED, DURABLE, ENDED, FAILED, IN_FLIGHT
 from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.state import Brain, BrainConfig
@@ -23,6 +25,7 @@ from asyncckpt_worker.state import Brain, BrainConfig
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
 NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
 COMMIT_TIMEOUT_S = 300.0
+HOOK_TIMEOUT_S = 100.0
 CONFIG = BrainConfig(
     package="sim",
     pid=1,
@@ -61,7 +64,12 @@ class Trainer:
     sequence: int = 0
     waiting: dict[int, m.Message] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+    """Saves to which its hook has spoken."""
+
+    hooked: bool = False
     welcomed: bool = False
+    epoch: int | None = None
 
     def id(self) -> int:
         self.ids += 1
@@ -93,6 +101,15 @@ class World:
         self.paths: set[str] = set()
         self.rejected: set[str] = set()
         self.removed: set[str] = set()
+        self.granted: set[tuple[str, int]] = set()
+        self.refused: set[str] = set()
+        self.split: set[str] = set()
+        """Saves whose ranks differ: in their plans, or in a replica that is split."""
+
+        self.heard: dict[str, set[tuple[bool, str, str]]] = {}
+        """What trainers were told of a save's end: committed, the error's code, and its detail."""
+
+        self.epochs: dict[str, int] = {}
         self.exit: ac.Exit | None = None
 
     def luck(self, share: float) -> bool:
@@ -149,7 +166,12 @@ class World:
         assert action.save_id not in self.commits, "committed twice"
         assert action.save_id not in self.removed, "committed after its files were removed"
         assert all((action.save_id, r) in self.sealed for r in range(world_size)), "committed what nobody sealed"
-        assert len({(r.path, r.step, r.world_size) for r in action.requests}) == 1
+        assert len({(r.path, r.step, r.world_size, r.plan) for r in action.requests}) == 1
+        assert action.save_id not in self.split, "committed though ranks differ"
+        asked = {(action.save_id, r.rank) for r in action.requests if r.hook_timeout_s}
+        assert asked <= self.granted and action.save_id not in self.refused, "committed without consent"
+        gone = self.brain.tables.runs[action.save_id[-12:]].gone
+        assert all(r in {q.rank for q in action.requests} for r in gone)
         assert len(action.results) == world_size
         saves = self.brain.tables.saves
         others = [s for s in saves.values() if s.outcome is None and s.save_id != action.save_id]
@@ -225,11 +247,14 @@ class World:
             return
         if isinstance(message, m.Saves):
             for row in message.saves:
-                if row["phase"] in ENDED:
-                    trainer.pending.discard(row["save_id"])
+                self.told(peer, trainer, row)
         asked = trainer.waiting.pop(getattr(message, "id", 0), None)
         if isinstance(message, m.Welcome):
             trainer.welcomed = True
+        elif isinstance(message, m.LineageFound):
+            trainer.epoch = message.epoch
+            assert self.epochs.setdefault(trainer.run, message.epoch) == message.epoch, "ranks of a run differ in epoch"
+            assert len(set(self.epochs.values())) == len(self.epochs), "two runs have one epoch"
         elif isinstance(message, m.Granted) and asked is not None:
             trainer.slots.setdefault(message.slot, self.memory[message.slot])
         elif isinstance(message, m.Refused) and isinstance(asked, (m.Begin, m.Submit)):
@@ -239,11 +264,29 @@ class World:
                 # The slot was opened for nothing; the next save opens a further generation.
                 trainer.holds = {n: s for n, s in trainer.holds.items() if s != asked.save_id}
 
+    def told(self, peer: bytes, trainer: Trainer, row: Any) -> None:
+        """A trainer reads a row: its save has ended, or waits for its hook."""
+        save_id = row["save_id"]
+        if row["phase"] in ENDED:
+            trainer.pending.discard(save_id)
+            error = row.get("error", {})
+            facts = (row["phase"] == COMMITTED, error.get("code", ""), str(error.get("fields", {}).get("detail", "")))
+            self.heard.setdefault(save_id, set()).add(facts)
+        elif row["phase"] == DURABLE and trainer.hooked and save_id not in trainer.answered:
+            trainer.answered.add(save_id)
+            granted = not self.luck(0.05)
+            if granted:
+                self.granted.add((save_id, trainer.rank))
+            else:
+                self.refused.add(save_id)
+            consent = m.Consent(id=trainer.id(), save_id=save_id, granted=granted, reason="simulated")
+            self.post(peer, trainer.ask(consent))
+
     # ---- the trainers
 
     def spawn(self, run: str, rank: int, world_size: int) -> None:
         name = f"{self.random.getrandbits(64):016x}"
-        trainer = Trainer(name, run, rank, world_size)
+        trainer = Trainer(name, run, rank, world_size, hooked=self.luck(0.2))
         self.trainers[name.encode()] = trainer
         hello = m.Hello(
             id=trainer.id(),
@@ -259,7 +302,10 @@ class World:
 
     def act(self, peer: bytes, trainer: Trainer) -> None:
         """One step of a trainer: whatever an honest one might do now."""
-        if not trainer.welcomed or self.luck(0.2):
+        asking = any(isinstance(w, m.Lineage) for w in trainer.waiting.values())
+        if trainer.welcomed and trainer.epoch is None and not asking:
+            self.post(peer, trainer.ask(m.Lineage(id=trainer.id(), run=trainer.run, path="/ckpt/first")))
+        if trainer.epoch is None or self.luck(0.2):
             for message in list(trainer.waiting.values()):
                 self.post(peer, message)
             return
@@ -278,12 +324,26 @@ class World:
         elif choice < 0.25:
             saves = tuple(sorted(trainer.pending))
             self.post(peer, m.Heartbeat(id=trainer.id(), saves=saves))
+        elif choice < 0.255 and self.chaos > 0:
+            self.post(peer, m.Goodbye(id=trainer.id()))
+            trainer.alive = False
+        elif choice < 0.28:
+            self.skip(peer, trainer)
         elif free:
             self.save(peer, trainer, self.random.choice(free))
 
+    def skip(self, peer: bytes, trainer: Trainer) -> None:
+        """Take no part in the next save, and say so before anything else; its epoch may not be known."""
+        tail = f"-{trainer.sequence:08d}-{trainer.run}"
+        epoch = self.random.choice((0, trainer.epoch))
+        trainer.sequence += 1
+        message = m.Withdraw(id=trainer.id(), save_id=f"{epoch:06d}{tail}", reason="simulated", skipped=True)
+        self.post(peer, trainer.ask(message))
+        self.withdrawn.add(f"{trainer.epoch:06d}{tail}")
+
     def save(self, peer: bytes, trainer: Trainer, number: int) -> None:
         memory = trainer.slots[number]
-        save_id = f"000001-{trainer.sequence:08d}-{trainer.run}"
+        save_id = f"{trainer.epoch:06d}-{trainer.sequence:08d}-{trainer.run}"
         trainer.sequence += 1
         memory.generation += 1
         memory.sealed = None
@@ -301,7 +361,7 @@ class World:
             nbytes=1,
             umask=0,
             fsync=True,
-            commit_timeout_s=300.0,
+            commit_timeout_s=COMMIT_TIMEOUT_S,
         )
         self.post(peer, trainer.ask(begin))
         fate = self.random.random()
@@ -315,6 +375,7 @@ class World:
             trainer.pending.discard(save_id)
             self.withdrawn.add(save_id)
             return
+        plan, samples = self.views(save_id, trainer)
         memory.sealed = SaveRequest(
             save_id=save_id,
             step=trainer.sequence,
@@ -330,11 +391,11 @@ class World:
             umask=0,
             write_threads=0,
             package="sim",
-            commit_timeout_s=300.0,
-            hook_timeout_s=0,
-            plan="",
-            samples=b"",
-            contribution=b"",
+            commit_timeout_s=COMMIT_TIMEOUT_S,
+            hook_timeout_s=HOOK_TIMEOUT_S if trainer.hooked else 0,
+            plan=plan,
+            samples=samples,
+            contribution=self.random.choice((b"", b"", b"news", self.random.randbytes(2))),
         )
         self.sealed.add((save_id, trainer.rank))
         if fate < 0.16 * (self.chaos > 0):
@@ -342,6 +403,16 @@ class World:
             return
         submit = m.Submit(id=trainer.id(), save_id=save_id, slot=number, generation=memory.generation)
         self.post(peer, trainer.ask(submit))
+
+    def views(self, save_id: str, trainer: Trainer) -> tuple[str, bytes]:
+        """What a rank thinks of plan and replicas; now and then another than the others."""
+        if trainer.world_size == 1 or trainer.rank or not self.luck(0.05):
+            return "0" * 16, encode_samples([("w", True, bytes(8)), ("v", False, bytes(8))])
+        kind = self.random.randrange(3)
+        if kind < 2:
+            self.split.add(save_id)
+        w, v = (b"another." if kind == n else bytes(8) for n in (1, 2))
+        return ("1" if kind == 0 else "0") * 16, encode_samples([("w", True, w), ("v", False, v)])
 
     # ---- the run
 
@@ -361,20 +432,22 @@ class World:
                 self.finish_job()
             elif dice < 0.90 and unseen:
                 self.feed(ev.Died(now=self.now, session=self.random.choice(unseen).name))
-            elif dice < 0.91 and len(self.trainers) < 40:
+            elif dice < 0.91 and len(self.trainers) < 12 and self.luck(0.3):
                 self.spawn_run()
             else:
                 self.feed(ev.Tick(now=self.now))
         self.settle()
 
     def spawn_run(self) -> None:
-        world_size = self.random.choice((1, 1, 2, 3))
+        world_size = self.random.choice((1, 2, 2, 3))
         run = f"{self.random.getrandbits(48):012x}"
         for rank in range(world_size):
             self.spawn(run, rank, world_size)
 
     def settle(self) -> None:
         """Everybody dies; everything that is under way comes to its end."""
+        if self.luck(0.5):
+            self.wait_long()
         for trainer in self.trainers.values():
             trainer.alive = False
         self.network.clear()
@@ -382,13 +455,51 @@ class World:
             self.feed(ev.Died(now=self.now, session=trainer.name))
         while self.jobs:
             self.finish_job()
+        self.check_gone()
         self.now += 1000.0
         self.feed(ev.Tick(now=self.now))
         while self.jobs:
             self.finish_job()
         self.check_end()
 
+    def wait_long(self) -> None:
+        """Nobody does anything any more, and nobody dies: whatever a rank has sealed ends in time."""
+        self.network.clear()
+        for _ in range(8):
+            while self.jobs:
+                self.finish_job()
+            self.now += max(COMMIT_TIMEOUT_S, HOOK_TIMEOUT_S)
+            self.feed(ev.Tick(now=self.now))
+        while self.jobs:
+            self.finish_job()
+        stuck = [s for s in self.brain.tables.saves.values() if s.outcome is None and s.sealed_since is not None]
+        assert not stuck, f"they never end: {stuck}"
+
+    def check_gone(self) -> None:
+        """Everybody is dead, and no time has passed since: nobody waits for a rank that the worker has known."""
+        known = {t.run: 0 for t in self.trainers.values()}
+        for trainer in self.trainers.values():
+            known[trainer.run] += trainer.epoch is not None
+        for save in self.brain.tables.saves.values():
+            waits = save.outcome is None and known[save.save_id[-12:]] == save.world_size
+            assert not waits, f"{save} waits for the dead"
+
+    def check_changes(self) -> None:
+        for run in self.brain.tables.runs.values():
+            seen: list[tuple[int, bytes]] = []
+            names: list[str] = []
+            for raw in map(msgpack.unpackb, run.changes):
+                change = msgpack.unpackb(raw["change"], strict_map_key=False)
+                seen += change["contributions"].items()
+                names += change["per_rank"]
+                assert 2 <= raw["effective"] <= run.highest + 2
+            assert len(seen) == len(set(seen)) and len(names) == len(set(names)), "published twice"
+            assert set(names) <= {"w", "v"}
+
     def check_end(self) -> None:
+        self.check_changes()
+        for save_id, heard in self.heard.items():
+            assert len(heard) == 1, f"ranks of {save_id} were told different ends: {heard}"
         tables = self.brain.tables
         assert not tables.slots and not self.memory, "slots are left"
         assert not tables.sessions and not tables.peers
@@ -408,16 +519,19 @@ class World:
         """P5: what all ranks sealed is committed, unless its disk failed or it was refused or taken back."""
         for trainer in self.trainers.values():
             for sequence in range(trainer.sequence):
-                save_id = f"000001-{sequence:08d}-{trainer.run}"
+                save_id = f"{trainer.epoch or 0:06d}-{sequence:08d}-{trainer.run}"
                 everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
-                if everywhere and save_id not in self.injected | self.rejected | self.withdrawn:
+                if everywhere and save_id not in self.injected | self.rejected | self.withdrawn | self.split:
                     save = self.brain.tables.saves.get(save_id)
-                    excused = save is not None and any(c in str(save.error) for c in ("commit_timeout", "path_in_use"))
+                    excuses = ["commit_timeout", "path_in_use"]
+                    if any(t.hooked for t in self.trainers.values() if t.run == trainer.run):
+                        excuses.append("vetoed")
+                    excused = save is not None and any(code in str(save.error) for code in excuses)
                     assert save_id in self.commits or excused, f"{save_id} was staged and is lost: {save}"
 
 
-SCHEDULES = 60
-STEPS = 600
+SCHEDULES = 40
+STEPS = 1500
 
 
 @pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])

@@ -3,153 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from worker_bench import COMMIT_TIMEOUT_S, CONFIG, ERROR, FIRST, OTHER_RUN, PATH, REQUEST, SECOND, Bench, code
 
-from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, SaveFailedError, to_wire
+from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, to_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import records
 from asyncckpt_worker.report import report as brains_report
-from asyncckpt_worker.state import Brain, BrainConfig
-
-CONFIG = BrainConfig(
-    package="test",
-    pid=10,
-    pid_start=20,
-    instance="ab" * 8,
-    heartbeat_s=0.5,
-    idle_exit_s=600.0,
-    drain_timeout_s=120.0,
-    staging_grace_s=10.0,
-)
-FIRST = "000001-00000000-aaaaaaaaaaaa"
-SECOND = "000001-00000001-aaaaaaaaaaaa"
-PATH = "/ckpt/a"
-COMMIT_TIMEOUT_S = 1800.0
-RUN, OTHER_RUN = "a" * 12, "c" * 12
-ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
-T = TypeVar("T")
-
-
-class Bench:
-    """A brain with its surroundings at hand."""
-
-    def __init__(self, config: BrainConfig = CONFIG) -> None:
-        self.brain = Brain(config, 0.0)
-        self.now = 0.0
-        self.ids = 0
-        self.actions: list[Any] = []
-
-    def feed(self, kind: Any, **fields: Any) -> list[Any]:
-        """Feed one event and return the actions, logs left out."""
-        self.actions = [a for a in self.brain.handle(kind(now=self.now, **fields)) if not isinstance(a, ac.Log)]
-        return self.actions
-
-    def say(self, kind: Any, peer: bytes = b"p", **fields: Any) -> Any:
-        """Send a message and return the reply, or None."""
-        self.ids += 1
-        message = kind(**{"id": self.ids, **fields})
-        self.feed(ev.Received, peer=peer, message=message)
-        replies = [a.message for a in self.of(ac.Send) if getattr(a.message, "id", 0) == message.id and a.peer == peer]
-        return replies[0] if replies else None
-
-    def of(self, kind: type[T]) -> list[T]:
-        """Return the last actions of one kind."""
-        return [a for a in self.actions if isinstance(a, kind)]
-
-    def pushed(self) -> list[Any]:
-        """Return the rows that were pushed last."""
-        return [
-            r for a in self.of(ac.Send) if isinstance(a.message, m.Saves) and a.message.id == 0 for r in a.message.saves
-        ]
-
-    def hello(
-        self, peer: bytes = b"p", session: str = "1" * 16, rank: int = 0, world_size: int = 1, **changes: Any
-    ) -> Any:
-        fields = {
-            "session": session,
-            "replaces": "",
-            "package": "t",
-            "pid": 7,
-            "pid_start": 8,
-            "rank": rank,
-            "world_size": world_size,
-        }
-        reply = self.say(m.Hello, peer, **{**fields, **changes})
-        if self.of(ac.Watch):
-            self.feed(ev.Watched, session=session, alive=True)
-        return reply
-
-    def slot(self, peer: bytes = b"p") -> int:
-        self.say(m.Allocate, peer, nbytes=12288, populate=True)
-        (create,) = self.of(ac.CreateSlot)
-        self.feed(ev.SlotCreated, slot=create.slot, fd=100 + create.slot, token=b"t" * 16)
-        return create.slot
-
-    def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
-        fields = {
-            "step": 5,
-            "path": PATH,
-            "nbytes": 1,
-            "umask": 0o22,
-            "fsync": True,
-            "commit_timeout_s": COMMIT_TIMEOUT_S,
-        }
-        fields |= changes
-        return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
-
-    def submit(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p") -> Any:
-        return self.say(m.Submit, peer, save_id=save_id, slot=slot, generation=generation)
-
-    def read(self, slot: int, save_id: str = FIRST, generation: int = 1, **changes: Any) -> list[Any]:
-        request = replace(REQUEST, save_id=save_id, **changes)
-        return self.feed(ev.SlotRead, slot=slot, generation=generation, request=request)
-
-    def phase(self, save_id: str = FIRST, rank: int = 0) -> str | None:
-        entry = self.brain.tables.entry((save_id, rank))
-        return entry.phase if entry else None
-
-    def row(self, save_id: str = FIRST, peer: bytes = b"p") -> Any:
-        reply = self.say(m.Heartbeat, peer, saves=(save_id,))
-        return reply.saves[0] if reply.saves else None
-
-    def at_writing(
-        self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", rank: int = 0
-    ) -> None:
-        """Bring a save to where its files are being written."""
-        world_size = self.brain.tables.slots[slot].world_size
-        self.begin(slot, save_id, generation, peer)
-        self.feed(ev.Prepared, key=(save_id, rank))
-        self.submit(slot, save_id, generation, peer)
-        self.read(slot, save_id, generation, rank=rank, world_size=world_size)
-        assert self.phase(save_id, rank) == "writing"
-
-
-REQUEST = SaveRequest(
-    save_id=FIRST,
-    step=5,
-    path=PATH,
-    rank=0,
-    world_size=1,
-    parts=(PartRange(offset=4096, nbytes=1),),
-    structure=b"",
-    objects=b"",
-    n_tensors=1,
-    metadata="{}",
-    fsync=True,
-    umask=0o22,
-    write_threads=0,
-    package="t",
-    commit_timeout_s=COMMIT_TIMEOUT_S,
-    hook_timeout_s=0,
-    plan="",
-    samples=b"",
-    contribution=b"",
-)
 
 
 @pytest.fixture
@@ -158,11 +22,6 @@ def bench() -> Bench:
     bench = Bench()
     bench.hello()
     return bench
-
-
-def code(reply: Any) -> str:
-    assert isinstance(reply, m.Refused), reply
-    return str(reply.error["code"])
 
 
 # ---- sessions
@@ -216,7 +75,10 @@ def test_hello_with_a_rank_beyond_its_world_is_refused() -> None:
     [
         (m.Allocate, {"nbytes": 12288, "populate": False}),
         (m.Release, {"slot": 1}),
-        (m.Lineage, {"run": RUN, "path": "/a"}),
+        (m.Lineage, {"run": OTHER_RUN, "path": "/a"}),
+        (m.Consent, {"save_id": FIRST, "granted": True, "reason": ""}),
+        (m.Share, {"board": "b", "offset": 0, "total": 0, "data": b""}),
+        (m.Fetch, {"board": "b", "rank": 0, "offset": 0}),
         (m.Submit, {"save_id": FIRST, "slot": 1, "generation": 1}),
         (m.Withdraw, {"save_id": FIRST, "reason": "", "skipped": False}),
         (m.Heartbeat, {"saves": ()}),

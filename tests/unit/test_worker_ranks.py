@@ -1,0 +1,631 @@
+"""The worker's brain and several ranks: who takes part, consents, is late, or is gone; and what all of them hear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from worker_bench import ERROR, FIRST, OTHER_RUN, PATH, RUN, SECOND, Bench, code
+
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.samples import encode_samples
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+from asyncckpt_worker import runs
+from asyncckpt_worker.report import report as brains_report
+from asyncckpt_worker.runs import MAX_WITHDRAWN
+
+EPOCH_UNKNOWN = "000000" + FIRST[6:]
+THIRD = "000001-00000002-aaaaaaaaaaaa"
+EQUAL, OTHER = b"8 bytes!", b"others.."
+
+
+class Ranks(Bench):
+    """A brain with one session and one slot per rank. Peers are b"0", b"1", ...; slots 1, 2, ...."""
+
+    def __init__(self, world_size: int = 2, *, join: bool = True) -> None:
+        super().__init__()
+        self.world_size = world_size
+        for rank in range(world_size):
+            self.hello(self.peer(rank), self.session(rank), rank, world_size)
+            self.slot(self.peer(rank))
+            if join:
+                self.say(m.Lineage, self.peer(rank), run=RUN, path=PATH)
+                for scan in self.of(ac.ScanLineage):
+                    facts = {"peer": scan.peer, "id": scan.id, "run": scan.run, "path": scan.path}
+                    self.feed(ev.LineageScanned, epoch=1, **facts)
+
+    @staticmethod
+    def peer(rank: int) -> bytes:
+        return str(rank).encode()
+
+    @staticmethod
+    def session(rank: int) -> str:
+        return f"{rank + 1:016x}"
+
+    def starts(self, rank: int, save_id: str = FIRST, generation: int = 1, **changes: Any) -> Any:
+        reply = self.begin(rank + 1, save_id, generation, self.peer(rank), **changes)
+        actions = self.actions
+        if self.of(ac.Prepare):
+            self.feed(ev.Prepared, key=(save_id, rank))
+        self.actions = actions
+        return reply
+
+    def seals(self, rank: int, save_id: str = FIRST, generation: int = 1, **changes: Any) -> None:
+        """Ring the doorbell, and let the worker read what is sealed."""
+        self.submit(rank + 1, save_id, generation, self.peer(rank))
+        self.read(rank + 1, save_id, generation, rank=rank, world_size=self.world_size, **changes)
+
+    def stages(self, rank: int, save_id: str = FIRST, generation: int = 1, **changes: Any) -> None:
+        begun = {name: changes[name] for name in ("path", "step", "commit_timeout_s") if name in changes}
+        self.starts(rank, save_id, generation, **begun)
+        self.seals(rank, save_id, generation, **changes)
+
+    def writes(self, rank: int, save_id: str = FIRST) -> None:
+        self.feed(ev.Written, key=(save_id, rank), result=f"r{rank}")
+
+    def withdraws(self, rank: int, save_id: str = FIRST, *, skipped: bool = False, reason: str = "out of luck") -> Any:
+        return self.say(m.Withdraw, self.peer(rank), save_id=save_id, reason=reason, skipped=skipped)
+
+    def dies(self, rank: int, sealed: str = "", generation: int = 1, **changes: Any) -> None:
+        """The process dies; its slot is read, and holds `sealed` or nothing."""
+        self.feed(ev.Died, session=self.session(rank))
+        assert self.of(ac.ReadSlot) == [ac.ReadSlot(slot=rank + 1)]
+        if sealed:
+            self.read(rank + 1, sealed, generation, rank=rank, world_size=self.world_size, **changes)
+        else:
+            self.feed(ev.SlotRead, slot=rank + 1, reason="OPEN")
+
+    def error(self, rank: int, save_id: str = FIRST) -> Any:
+        """Return what a rank hears of a save's end: by asking."""
+        row = self.row(save_id, self.peer(rank))
+        return row.get("error") if row else None
+
+    def heard(self) -> dict[bytes, str]:
+        """Return the phases that were pushed last, by peer."""
+        sends = [a for a in self.of(ac.Send) if isinstance(a.message, m.Saves) and a.message.id == 0]
+        return {a.peer: r["phase"] for a in sends for r in a.message.saves}
+
+    def outcome(self, save_id: str = FIRST) -> str | None:
+        return self.brain.tables.saves[save_id].outcome
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(ev.Tick)
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Fetch all changes of the run, as rank 0 would."""
+        found = []
+        for n in range(1, self.say(m.Heartbeat, b"0", saves=()).changes + 1):
+            reply = self.say(m.Fetch, b"0", board=f"change-{RUN}-{n}", rank=0, offset=0)
+            assert reply.missing == () and reply.total == len(reply.data)
+            found.append(msgpack.unpackb(reply.data))
+        return [{**f, "change": msgpack.unpackb(f["change"], strict_map_key=False)} for f in found]
+
+
+# ---- who takes part
+
+
+@pytest.mark.parametrize("by", ["death", "goodbye"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_that_is_gone_ends_what_it_has_not_sealed_on_all_ranks(by: str, world_size: int) -> None:
+    bench = Ranks(world_size)
+    for rank in range(world_size - 1):
+        bench.stages(rank)
+    last = world_size - 1
+    if by == "death":
+        bench.dies(last)
+    else:
+        bench.say(m.Goodbye, bench.peer(last))
+        bench.feed(ev.SlotRead, slot=last + 1, reason="EMPTY")
+    assert bench.heard() == {bench.peer(r): "failed" for r in range(last)}
+    for rank in range(last):
+        fields = bench.error(rank)["fields"]
+        assert (fields["code"], fields["rank"]) == ("not_sealed", last)
+
+
+def test_rank_that_is_gone_while_it_staged_is_named_to_the_others() -> None:
+    bench = Ranks()
+    bench.stages(0)
+    bench.starts(1)
+    bench.dies(1)
+    assert bench.error(0)["fields"]["rank"] == 1 and bench.outcome() == "abandoned"
+
+
+def test_rank_that_died_after_its_seal_is_not_missed() -> None:
+    bench = Ranks()
+    bench.stages(0)
+    bench.dies(0, FIRST)
+    bench.starts(1)
+    bench.dies(1, FIRST)
+    for rank in range(2):
+        bench.writes(rank)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [FIRST]
+
+
+def test_rank_is_not_gone_before_all_of_its_slots_are_read() -> None:
+    bench = Ranks()
+    second = bench.slot(b"1")
+    bench.stages(0)
+    bench.feed(ev.Died, session=bench.session(1))
+    bench.feed(ev.SlotRead, slot=2, reason="EMPTY")
+    assert bench.outcome() is None
+    bench.read(second, FIRST, rank=1, world_size=2)
+    assert bench.phase(rank=1) == "submitted" and bench.outcome() is None
+
+
+def test_save_that_is_begun_after_a_rank_is_gone_ends_at_once() -> None:
+    bench = Ranks()
+    bench.dies(1)
+    assert isinstance(bench.starts(0), m.Ok)
+    assert bench.error(0)["fields"]["rank"] == 1 and not bench.of(ac.Write)
+    bench.seals(0, SECOND, 2)
+    assert bench.error(0, SECOND)["fields"]["code"] == "not_sealed"
+
+
+def test_rank_that_never_told_its_run_is_known_by_what_it_had_sealed() -> None:
+    bench = Ranks(join=False)
+    bench.dies(1, FIRST)
+    bench.stages(0)
+    assert bench.outcome() is None, "it had sealed this one"
+    bench.begin(bench.slot(b"0"), SECOND, peer=b"0", path="/ckpt/b")
+    assert bench.error(0, SECOND)["fields"]["rank"] == 1
+
+
+def test_rank_that_comes_back_is_not_gone_any_more() -> None:
+    bench = Ranks()
+    bench.dies(1)
+    bench.hello(b"again", "9" * 16, 1, 2)
+    slot = bench.slot(b"again")
+    bench.say(m.Lineage, b"again", run=RUN, path=PATH)
+    bench.stages(0)
+    assert bench.outcome() is None
+    bench.begin(slot, FIRST, peer=b"again")
+    bench.feed(ev.Prepared, key=(FIRST, 1))
+    bench.submit(slot, FIRST, peer=b"again")
+    bench.read(slot, rank=1, world_size=2)
+    assert bench.phase(rank=1) == "writing"
+
+
+def test_replaced_session_hands_its_rank_over_and_the_next_one_is_missed_when_it_dies() -> None:
+    bench = Ranks()
+    bench.stages(0)
+    bench.hello(b"again", "9" * 16, 1, 2, replaces=bench.session(1))
+    bench.feed(ev.SlotRead, slot=2, reason="EMPTY")
+    assert bench.outcome() is None, "its next session may seal it"
+    bench.feed(ev.Died, session="9" * 16)
+    assert bench.error(0)["fields"] == {
+        "code": "not_sealed", "rank": 1, "save_id": FIRST, "detail": "its process 7 died"
+    }  # fmt: skip
+
+
+def test_death_of_a_twin_ends_nothing() -> None:
+    bench = Ranks()
+    bench.hello(b"twin", "9" * 16, 1, 2)
+    bench.say(m.Lineage, b"twin", run=RUN, path=PATH)
+    bench.stages(0)
+    assert isinstance(bench.say(m.Withdraw, b"twin", save_id=FIRST, reason="", skipped=False), m.Ok)
+    bench.feed(ev.Died, session="9" * 16)
+    assert bench.outcome() is None
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("save_id", [FIRST, EPOCH_UNKNOWN])
+@pytest.mark.parametrize("moment", ["before_all", "others_begun", "others_sealed", "own_begun"])
+def test_withdrawal_of_one_rank_ends_the_save_on_all(moment: str, save_id: str, skipped: bool) -> None:
+    bench = Ranks()
+    if moment in ("others_begun", "others_sealed", "own_begun"):
+        bench.starts(0)
+    if moment == "others_sealed":
+        bench.seals(0)
+    if moment == "own_begun":
+        bench.starts(1)
+    assert isinstance(bench.withdraws(1, save_id, skipped=skipped), m.Ok)
+    if moment == "before_all":
+        assert isinstance(bench.starts(0), m.Ok) and not bench.of(ac.Prepare)
+    error = bench.error(0)
+    assert error["fields"]["rank"] == 1 and "out of luck" in error["text"]
+    assert error["code"] == ("save_skipped" if skipped else "save_failed")
+    assert skipped or error["fields"]["code"] == "withdrawn"
+    assert not [a for a in bench.actions if isinstance(a, ac.Commit)]
+
+
+def test_withdrawal_is_known_though_no_begin_of_the_others_came() -> None:
+    bench = Ranks()
+    bench.withdraws(1, EPOCH_UNKNOWN, skipped=True)
+    bench.seals(0)
+    assert bench.error(0)["code"] == "save_skipped" and not bench.of(ac.Prepare)
+
+
+def test_withdrawal_after_the_own_seal_comes_too_late() -> None:
+    bench = Ranks()
+    bench.stages(1)
+    bench.withdraws(1)
+    bench.stages(0)
+    assert bench.outcome() is None
+
+
+def test_withdrawal_of_a_save_is_not_one_of_the_next() -> None:
+    bench = Ranks()
+    bench.withdraws(1, EPOCH_UNKNOWN)
+    bench.stages(0, SECOND)
+    bench.stages(1, SECOND)
+    assert bench.outcome(SECOND) is None
+
+
+def test_withdrawals_that_are_remembered_are_bounded() -> None:
+    bench = Ranks()
+    for sequence in range(MAX_WITHDRAWN + 10):
+        bench.withdraws(1, f"000000-{sequence:08d}-{RUN}")
+    withdrawn = bench.brain.tables.runs[RUN].withdrawn
+    assert len(withdrawn) == MAX_WITHDRAWN and min(withdrawn) == 10
+
+
+def test_runs_without_anybody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "MAX_RUNS", 10)
+    bench = Ranks()
+    bench.stages(0)
+    for number in range(30):
+        bench.withdraws(1, f"000001-00000000-{number:012x}")
+    assert len(bench.brain.tables.runs) <= 10 + 1
+    assert RUN in bench.brain.tables.runs, "it has a session and a save under way"
+
+
+# ---- what all must say alike
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"path": "/ckpt/b"}, "/ckpt/b"),
+        ({"step": 6}, "step 6"),
+        ({"plan": "1" * 16}, "plan"),
+    ],
+)
+def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: str) -> None:
+    bench = Ranks()
+    bench.stages(0)
+    bench.stages(1, **changes)
+    for rank in range(2):
+        error = bench.error(rank)
+        assert error["code"] == "ranks_disagree" and list(error["fields"]["ranks"]) == [0, 1] and word in error["text"]
+    assert not bench.of(ac.Commit)
+
+
+def test_ranks_that_give_one_call_two_epochs_hear_so_at_once() -> None:
+    bench, other = Ranks(), "000002" + FIRST[6:]
+    bench.stages(0)
+    bench.starts(1, other, path="/ckpt/b")
+    assert bench.error(0)["code"] == bench.error(1, other)["code"] == "ranks_disagree"
+    assert "000002" in bench.error(0)["text"]
+
+
+def test_rank_of_another_world_cannot_join_the_run() -> None:
+    bench = Ranks()
+    bench.hello(b"z", "9" * 16, 0, 3)
+    assert code(bench.say(m.Lineage, b"z", run=RUN, path=PATH)) == "ranks_disagree"
+    assert bench.brain.tables.runs[RUN].members == {0: bench.session(0), 1: bench.session(1)}
+    bench.stages(0)
+    slot = bench.slot(b"z")
+    assert code(bench.begin(slot, peer=b"z")) == "ranks_disagree"
+    assert bench.error(0)["code"] == "ranks_disagree"
+
+
+# ---- time
+
+
+def test_missing_rank_is_named_on_every_rank_when_the_commit_timeout_is_over() -> None:
+    bench = Ranks(3)
+    bench.starts(2)
+    bench.passes(100.0)
+    bench.stages(0, commit_timeout_s=50.0)
+    bench.stages(1, commit_timeout_s=70.0)
+    bench.writes(0)
+    assert bench.brain.wakes_at == 150.0
+    bench.passes(49.0)
+    assert bench.row(peer=b"1")["missing"] == [2] and bench.outcome() is None
+    bench.passes(1.0)
+    for rank in range(3):
+        assert bench.error(rank)["code"] == "commit_timeout"
+        assert list(bench.error(rank)["fields"]["missing_ranks"]) == [2]
+    assert bench.heard() == {}
+    assert bench.brain.wakes_at is None
+
+
+def test_commit_timeout_leaves_a_save_alone_that_all_have_sealed() -> None:
+    bench = Ranks()
+    bench.stages(0, commit_timeout_s=5.0)
+    bench.stages(1)
+    bench.passes(1e6)
+    assert bench.outcome() is None and "missing" not in bench.row(peer=b"0")
+    for rank in range(2):
+        bench.writes(rank)
+    assert bench.of(ac.Commit)
+
+
+def test_status_names_ranks_and_who_is_missing() -> None:
+    bench = Ranks(3)
+    bench.stages(0)
+    bench.starts(1)
+    (row,) = brains_report(bench.brain.tables, "ab" * 8)["saves"]
+    assert row == {
+        "save_id": FIRST, "step": 5, "path": PATH, "phase": "begun", "ranks": {"0": "writing", "1": "begun"},
+        "missing": [1, 2],
+    }  # fmt: skip
+
+
+# ---- consent
+
+HOOKED: dict[str, Any] = {"hook_timeout_s": 10.0}
+
+
+def consents(bench: Ranks, rank: int, granted: bool = True, reason: str = "") -> Any:
+    return bench.say(m.Consent, bench.peer(rank), save_id=FIRST, granted=granted, reason=reason)
+
+
+@pytest.fixture
+def hooked() -> Ranks:
+    """Two ranks are durable, both with a hook."""
+    bench = Ranks()
+    for rank in range(2):
+        bench.stages(rank, **HOOKED)
+    for rank in range(2):
+        bench.writes(rank)
+    assert not bench.of(ac.Commit)
+    return bench
+
+
+def test_commit_waits_for_the_consent_of_every_hook(hooked: Ranks) -> None:
+    assert isinstance(consents(hooked, 1), m.Ok) and not hooked.of(ac.Commit)
+    consents(hooked, 1)
+    assert not hooked.of(ac.Commit), "said twice is said once"
+    consents(hooked, 0)
+    assert [c.save_id for c in hooked.of(ac.Commit)] == [FIRST]
+    assert isinstance(consents(hooked, 0, False), m.Ok), "too late"
+    hooked.feed(ev.Published, save_id=FIRST)
+    assert hooked.phase() == "committed"
+
+
+def test_rank_without_a_hook_is_not_waited_for() -> None:
+    bench = Ranks()
+    bench.stages(0, **HOOKED)
+    bench.stages(1)
+    for rank in range(2):
+        bench.writes(rank)
+    consents(bench, 0)
+    assert bench.of(ac.Commit)
+
+
+@pytest.mark.parametrize("how", ["refusal", "silence", "death", "goodbye"])
+def test_veto_of_one_rank_ends_the_save_on_all(hooked: Ranks, how: str) -> None:
+    consents(hooked, 0)
+    if how == "refusal":
+        consents(hooked, 1, False, "the loss is NaN")
+    elif how == "silence":
+        assert hooked.brain.wakes_at == 10.0
+        hooked.passes(10.0)
+    elif how == "death":
+        hooked.dies(1, FIRST)
+    else:
+        hooked.say(m.Goodbye, b"1")
+        hooked.read(2, FIRST, rank=1, world_size=2)
+    assert hooked.heard()[b"0"] == "failed"
+    assert [a.save_id for a in hooked.of(ac.Remove)] == [FIRST]
+    fields = hooked.error(0)["fields"]
+    assert (fields["code"], fields["rank"]) == ("vetoed", 1)
+    if how == "refusal":
+        assert "the loss is NaN" in fields["detail"]
+    consents(hooked, 1)
+    assert not hooked.of(ac.Commit)
+
+
+def test_consent_that_was_given_outlives_its_rank(hooked: Ranks) -> None:
+    consents(hooked, 1)
+    hooked.dies(1, FIRST)
+    consents(hooked, 0)
+    assert hooked.of(ac.Commit)
+
+
+def test_consent_of_a_twin_or_of_another_world_counts_for_nothing(hooked: Ranks) -> None:
+    hooked.hello(b"twin", "9" * 16, 1, 2)
+    hooked.hello(b"z", "8" * 16, 1, 3)
+    for peer in (b"twin", b"z"):
+        for granted in (True, False):
+            assert isinstance(hooked.say(m.Consent, peer, save_id=FIRST, granted=granted, reason=""), m.Ok)
+    assert isinstance(hooked.say(m.Consent, b"0", save_id=SECOND, granted=True, reason=""), m.Ok)
+    consents(hooked, 0)
+    assert hooked.outcome() is None and not hooked.of(ac.Commit)
+
+
+# ---- replicas
+
+
+def sampled(digest: bytes, split: bool = False, name: str = "w") -> dict[str, Any]:
+    return {"samples": encode_samples([("even", True, EQUAL), (name, split, digest)])}
+
+
+def test_equal_samples_commit() -> None:
+    bench = Ranks()
+    for rank in range(2):
+        bench.stages(rank, **sampled(EQUAL, split=True))
+    for rank in range(2):
+        bench.writes(rank)
+    assert bench.of(ac.Commit) and not bench.changes()
+
+
+@pytest.mark.parametrize("split_on", [(0,), (1,), (0, 1)])
+def test_replica_that_is_split_and_differs_fails_the_save(split_on: tuple[int, ...]) -> None:
+    bench = Ranks(3)
+    for rank, digest in enumerate((EQUAL, OTHER, EQUAL)):
+        bench.stages(rank, **sampled(digest, split=rank in split_on))
+    for rank in range(3):
+        error = bench.error(rank)
+        assert (error["code"], error["fields"]["fqn"]) == ("replica_mismatch", "w")
+        assert list(error["fields"]["ranks"]) == [0, 1, 2] and "[0, 2] and [1]" in error["text"]
+    assert [c["change"]["per_rank"] for c in bench.changes()] == [["w"]]
+
+
+def test_replica_with_one_writer_that_differs_commits_and_is_stored_per_rank_later() -> None:
+    bench = Ranks()
+    bench.stages(0, **sampled(EQUAL))
+    bench.stages(1, **sampled(OTHER))
+    assert bench.outcome() is None
+    assert bench.changes() == [{"effective": 2, "change": {"contributions": {}, "per_rank": ["w"]}}]
+    for rank in range(2):
+        bench.writes(rank)
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.phase() == "committed"
+    bench.stages(0, SECOND, 2, **sampled(EQUAL))
+    bench.stages(1, SECOND, 2, **sampled(OTHER))
+    assert len(bench.changes()) == 1, "published once"
+
+
+def test_names_of_different_ranks_are_compared_where_they_meet() -> None:
+    bench = Ranks()
+    bench.stages(0, **sampled(EQUAL, True, "a"))
+    bench.stages(1, **sampled(OTHER, True, "b"))
+    assert bench.outcome() is None
+
+
+# ---- changes
+
+
+def test_contributions_are_published_when_all_ranks_have_sealed() -> None:
+    bench = Ranks()
+    bench.stages(0, contribution=b"zero")
+    assert not bench.changes()
+    bench.stages(1, contribution=b"one")
+    told = [a for a in bench.of(ac.Send) if isinstance(a.message, m.Saves)]
+    assert {(a.peer, a.message.changes) for a in told} == {(b"0", 1), (b"1", 1)}
+    assert bench.changes() == [{"effective": 2, "change": {"contributions": {0: b"zero", 1: b"one"}, "per_rank": []}}]
+
+
+def test_contribution_that_was_published_is_not_published_again() -> None:
+    bench = Ranks()
+    for rank in range(2):
+        bench.stages(rank, contribution=b"same")
+    for rank in range(2):
+        bench.writes(rank)
+    bench.feed(ev.Published, save_id=FIRST)
+    bench.stages(0, SECOND, 2, contribution=b"same")
+    bench.stages(1, SECOND, 2, contribution=b"new")
+    assert [c["change"]["contributions"] for c in bench.changes()] == [{0: b"same", 1: b"same"}, {1: b"new"}]
+
+
+def test_contribution_of_a_save_that_fails_is_published_then() -> None:
+    bench = Ranks()
+    bench.stages(0, contribution=b"zero")
+    bench.withdraws(1)
+    assert [c["change"]["contributions"] for c in bench.changes()] == [{0: b"zero"}]
+
+
+def test_change_holds_from_the_second_save_after_the_highest_that_was_heard_of() -> None:
+    bench = Ranks()
+    bench.withdraws(1, "000000-00000041-" + RUN)
+    bench.stages(0, contribution=b"zero")
+    bench.stages(1)
+    assert [c["effective"] for c in bench.changes()] == [43]
+
+
+def test_hole_fails_the_save_and_its_tensor_is_stored_per_rank_later() -> None:
+    bench = Ranks()
+    for rank in range(2):
+        bench.stages(rank)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.feed(ev.Published, save_id=FIRST, error=ERROR, uncovered=("w", "v@rank1"))
+    assert bench.outcome() == "failed"
+    assert [c["change"]["per_rank"] for c in bench.changes()] == [["w"]]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_CHANGES", 1), ("MAX_CHANGES_NBYTES", 60)])
+def test_changes_are_bounded(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"asyncckpt_worker.changes.{limit}", value)
+    bench = Ranks()
+    for generation, save_id in enumerate((FIRST, SECOND, THIRD), 1):
+        bench.stages(0, save_id, generation, contribution=bytes(30 + generation))
+        bench.withdraws(1, save_id)
+    assert len(bench.changes()) == 1
+
+
+def test_world_of_one_has_no_changes() -> None:
+    bench = Ranks(1)
+    bench.stages(0, contribution=b"zero", **sampled(EQUAL))
+    assert not bench.changes()
+
+
+@pytest.mark.parametrize(
+    "board", [f"change-{RUN}-1", f"change-{RUN}-0", f"change-{RUN}-\u0661", "change-", "change-x-1"]
+)
+def test_change_that_is_not_there_is_refused(board: str) -> None:
+    bench = Ranks()
+    assert code(bench.say(m.Fetch, b"0", board=board, rank=0, offset=0)) == "unknown_save"
+    assert code(bench.say(m.Share, b"0", board=board, offset=0, total=1, data=b"x")) == "protocol"
+
+
+# ---- lineage
+
+
+def test_ranks_of_a_run_get_one_epoch_and_another_run_a_larger_one() -> None:
+    bench = Bench()
+    for rank, peer in enumerate((b"p", b"q")):
+        bench.hello(peer, f"{rank + 1:016x}", rank, 2)
+    bench.hello(b"z", "9" * 16)
+
+    def ask(peer: bytes, run: str, on_disk: int, path: str = PATH) -> Any:
+        reply = bench.say(m.Lineage, peer, run=run, path=path)
+        for scan in bench.of(ac.ScanLineage):
+            facts = {"peer": scan.peer, "id": scan.id, "run": scan.run, "path": scan.path}
+            bench.feed(ev.LineageScanned, epoch=on_disk, **facts)
+            reply = bench.of(ac.Send)[0].message
+        return reply.epoch
+
+    assert ask(b"p", RUN, 3) == 3
+    assert ask(b"z", OTHER_RUN, 3) == 4, "the first one has not even begun"
+    assert ask(b"q", RUN, 9, PATH + "b") == 3, "whatever has happened there since"
+    assert ask(b"p", RUN, 1, "/elsewhere/a") == 1
+    assert ask(b"z", OTHER_RUN, 2, "/elsewhere/a") == 2
+
+
+def test_two_ranks_that_ask_before_the_first_answer_get_the_same() -> None:
+    bench = Ranks(join=False)
+    bench.say(m.Lineage, b"0", id=70, run=RUN, path=PATH)
+    bench.say(m.Lineage, b"1", id=71, run=RUN, path=PATH)
+    bench.feed(ev.LineageScanned, peer=b"1", id=71, run=RUN, path=PATH, epoch=2)
+    bench.feed(ev.LineageScanned, peer=b"0", id=70, run=RUN, path=PATH, epoch=5)
+    assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=2)
+
+
+def test_run_whose_saves_the_worker_knows_keeps_their_epoch() -> None:
+    bench = Ranks(join=False)
+    bench.starts(0, "000007-00000000-" + RUN)
+    bench.say(m.Lineage, b"1", id=70, run=RUN, path=PATH + "b")
+    bench.feed(ev.LineageScanned, peer=b"1", id=70, run=RUN, path=PATH + "b", epoch=8)
+    assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=7)
+
+
+def test_directories_whose_epochs_are_remembered_are_bounded() -> None:
+    bench = Ranks()
+    for number in range(100):
+        path = f"/runs/{number}/a"
+        bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path)
+        bench.feed(ev.LineageScanned, peer=b"0", id=700 + number, run=RUN, path=path, epoch=1)
+    assert len(bench.brain.tables.runs[RUN].epochs) == 64
+
+
+# ---- one after the other
+
+
+def test_save_that_a_rank_skipped_holds_no_later_one() -> None:
+    bench = Ranks()
+    second = [bench.slot(b"0"), bench.slot(b"1")]
+    bench.stages(0)
+    bench.withdraws(1, EPOCH_UNKNOWN, skipped=True)
+    for rank, slot in enumerate(second):
+        bench.begin(slot, SECOND, peer=bench.peer(rank), path="/ckpt/b")
+        bench.feed(ev.Prepared, key=(SECOND, rank))
+        bench.submit(slot, SECOND, peer=bench.peer(rank))
+        bench.read(slot, SECOND, rank=rank, world_size=2, path="/ckpt/b")
+        bench.writes(rank, SECOND)
+    assert [c.save_id for c in bench.of(ac.Commit)] == [SECOND]
