@@ -1,9 +1,9 @@
-"""What a client of the worker needs of the run that it belongs to; and the fetching of the run's changes."""
+"""What a client tells and asks its worker about the run of several ranks that it belongs to."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -11,6 +11,9 @@ import msgpack
 
 from asyncckpt.config import RankInfo
 from asyncckpt.protocol import messages
+
+MAX_LOST = 64
+"""Saves of a lost worker that the next one is told of. More than are in flight at once."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -32,6 +35,9 @@ class Run(Protocol):
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
 
+    def start_over(self) -> None:
+        """Forget all changes: there is another worker."""
+
     def take_change(self, effective: int, raw: bytes) -> None:
         """Keep a change of the run for the saves from sequence `effective` on."""
 
@@ -50,6 +56,28 @@ class Changes:
         self._run, self._send = run, send
         self._taken = 0
         self._fetching = False
+        self._session = self._instance = ""
+        self._lost: list[str] = []
+
+    def lost(self, saves: Sequence[str]) -> None:
+        """These saves were with a worker that is lost."""
+        if not self._run.alone:
+            self._lost = [*self._lost, *saves][-MAX_LOST:]
+
+    def connected(self, session: str, instance: str) -> list[str]:
+        """There is a session with a worker, perhaps a new one, perhaps with another worker, which counts from one.
+
+        Returns:
+            The saves to withdraw from it: other ranks may have given it their parts, and wait for ours.
+        """
+        if self._run.alone or session == self._session:
+            return []
+        if self._instance not in ("", instance):
+            self._taken = 0
+            self._run.start_over()
+        self._session, self._instance = session, instance
+        lost, self._lost = self._lost, []
+        return lost
 
     def seen(self, changes: int) -> None:
         """The worker has published so many changes of this run."""

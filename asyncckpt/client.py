@@ -85,7 +85,10 @@ class WorkerProcess(CheckpointProcess):
 
     def connect(self, *, start: bool = True) -> Session:
         """Return the live session, opening one when there is none; see `Connection.connect`."""
-        return self._connection.connect(start=start)
+        session = self._connection.connect(start=start)
+        for name in self._changes.connected(session.name, session.worker.instance):
+            self._withdraw(name, "the worker that had it was lost", skipped=False)
+        return session
 
     def connect_soon(self) -> None:
         """Begin to connect in the background."""
@@ -158,10 +161,13 @@ class WorkerProcess(CheckpointProcess):
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
         self._settled = save_id.sequence
-        reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
-        self._send(lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason, skipped=skipped))
+        self._withdraw(str(save_id), reason, skipped=skipped)
         self._pending.withdraw(save_id)
         self.pool.give_up(save_id)
+
+    def _withdraw(self, name: str, reason: str, *, skipped: bool) -> None:
+        reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
+        self._send(lambda n: messages.Withdraw(id=n, save_id=name, reason=reason, skipped=skipped))
 
     def decline(self, save_id: SaveId, reason: str) -> None:
         """`save()` has failed: see to it that nothing of it stays, and that no other rank waits for this one.
@@ -252,6 +258,7 @@ class WorkerProcess(CheckpointProcess):
 
     def _on_lost(self, error: WorkerUnavailableError) -> None:
         _log.warning("%s", error)
+        self._changes.lost(self._pending.names())
         self.pool.orphan_all()
         self._pending.lose_all(error)
 

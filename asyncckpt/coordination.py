@@ -31,7 +31,7 @@ from asyncckpt.planning.digests import digests_for
 from asyncckpt.planning.state_dict import Flattened
 
 _NUMBERS = itertools.count()
-"""Of the checkpointers of several ranks in this process; ranks make them in the same order."""
+"""Of the checkpointers of several ranks in this process, in the order of their first meetings: alike on all ranks."""
 
 _AGREED = ("package", "path", "step", "replicated", "fsync")
 """What must be equal on all ranks at the first save."""
@@ -55,7 +55,8 @@ class Coordination:
         self.rank, self._config, self._find, self._package = rank, config, find, package
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
-        self._number = next(_NUMBERS) if rank.world_size > 1 else -1
+        self._first: Agreement | None = None
+        self._number: int | None = None
         self._met: set[int] = set()
         self._answers = itertools.count()
         self._changes: list[tuple[int, bytes]] = []
@@ -101,6 +102,7 @@ class Coordination:
         finally:
             meeting.close()
         assert self.agreement is not None
+        self._first = self.agreement
         self.run_id = everybody[0]["run"]
         return self.agreement
 
@@ -157,6 +159,8 @@ class Coordination:
 
     def meet(self, name: str) -> Meeting:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
+        if self._number is None:
+            self._number = next(_NUMBERS)
         return self._find().meet(f"{self._number}/{name}")
 
     # ---- what comes later
@@ -183,6 +187,16 @@ class Coordination:
                         sequence,
                         ", ".join(change.per_rank[:8]),
                     )
+
+    def start_over(self) -> None:
+        """Go back to what the first save agreed on: another worker knows nothing of the changes since.
+
+        Some ranks may have heard of the last change and others not. All of them come here before they save with the
+        other worker; what was news then is news again.
+        """
+        with self._lock:
+            self._changes.clear()
+        self.agreement = self._first
 
     # ---- one answer for all
 

@@ -24,6 +24,7 @@ _WORKER_FIELDS = frozenset(
         "slots",
         "on_busy",
         "slot_timeout_s",
+        "hook_timeout_s",
         "on_worker_loss",
         "on_error",
         "worker_timeout_s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
-from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError
+from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
@@ -139,6 +140,8 @@ class SlotStager(CheckpointStager):
         save_id: SaveId = kw["save_id"]
         ranks = self._ranks
         if not ranks.alone:
+            with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
+                self._process.connect()  # to another worker the ranks have agreed on less
             if ranks.agreement is None:
                 flat = flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])

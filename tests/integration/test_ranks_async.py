@@ -549,3 +549,52 @@ def test_rank_info_for_rank_zero_saves_alone_whatever_the_environment_says(
         handle = checkpointer.save(replicated(), tmp_path / "step-1")
         assert ended(handle) is None
     assert manifest_of(tmp_path / "step-1")["world_size"] == 1
+
+
+# ---- the worker dies
+
+
+def outlives_workers(rank: int, root: str) -> list[Any]:
+    outcome: list[Any] = []
+    state = replicated()
+    with AsyncCheckpointer(commit_timeout_s=20) as checkpointer:
+        for step in range(4):
+            if step == 1:
+                state["new"] = torch.ones(6)
+            assert ended(checkpointer.save(dict(state), f"{root}/step-{step}", step=step)) is None
+            dist.barrier()
+        rank_processes.talk().say("saved")
+        rank_processes.talk().hear()  # the worker is frozen, to be killed
+        if rank == 0:  # only this rank has handed its part of this save to the old worker
+            handle = checkpointer.save(dict(state), f"{root}/in-flight", step=4)
+            assert handle.staged.done()
+        rank_processes.talk().say("in flight")
+        rank_processes.talk().hear()  # the worker is dead, another one serves
+        if rank == 1:
+            handle = checkpointer.save(dict(state), f"{root}/in-flight", step=4)
+        else:
+            outcome.append(type(ended(handle)).__name__)
+        began = time.monotonic()
+        again = checkpointer.save(dict(state), f"{root}/again", step=5)
+        if rank == 1:
+            outcome.append(type(ended(handle)).__name__)
+        outcome += [ended(again), time.monotonic() - began < 10]
+    return outcome
+
+
+def test_a_worker_that_dies_costs_the_saves_in_flight_and_the_ranks_agree_with_the_next_one(
+    tmp_path: pathlib.Path, worker: real_worker.RealWorker
+) -> None:
+    environ = {"ASYNCCKPT_ENDPOINT": worker.endpoint}
+    with rank_processes.running(2, outlives_workers, str(tmp_path), environ=environ) as ranks:
+        assert [ranks.receive(r) for r in (0, 1)] == ["saved", "saved"]
+        with worker.frozen():
+            for r in (0, 1):
+                ranks.send(r, "frozen")
+            assert [ranks.receive(r) for r in (0, 1)] == ["in flight", "in flight"]
+            worker.kill()
+        with real_worker.running(worker.endpoint):
+            for r in (0, 1):
+                ranks.send(r, "dead")
+            assert ranks.results() == [["WorkerUnavailableError", None, True], ["SaveFailedError", None, True]]
+    assert asyncckpt.load(tmp_path / "again", keys=["step"])["step"] == 1
