@@ -37,6 +37,7 @@ class Ranks:
         arguments: For all of them.
         group: Initialise the default process group (gloo) first.
         environ: Added to the environment of each.
+        together: Put all into one process group of the operating system, as torchrun does.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Ranks:
         *arguments: Any,
         group: bool = True,
         environ: Mapping[str, str] | None = None,
+        together: bool = False,
     ) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
         port = self._store.port if self._store else 0
@@ -53,7 +55,8 @@ class Ranks:
         self._pipes = []
         for rank in range(world_size):
             mine, theirs = _context.Pipe()
-            values = (rank, world_size, port, dict(environ or {}), function, arguments, theirs)
+            leader = self.processes[0].pid if self.processes and together else 0 if together else None
+            values = (rank, world_size, port, leader, dict(environ or {}), function, arguments, theirs)
             process = _context.Process(target=_main, args=values, daemon=True)
             process.start()
             theirs.close()
@@ -139,16 +142,30 @@ def _send(pipe: Any, kind: str, value: Any) -> None:
     pipe.send_bytes(pickle.dumps((kind, value)))  # torch would send tensors by memory that dies with the sender
 
 
+def _join_group(leader: int) -> None:
+    """Join rank 0's process group, which it may be about to make; 0: make it."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return os.setpgid(0, leader)
+        except PermissionError:
+            assert time.monotonic() < deadline, "rank 0 leads no process group"
+            time.sleep(0.001)
+
+
 def _main(
     rank: int,
     world_size: int,
     port: int,
+    leader: int | None,
     environ: dict[str, str],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     pipe: Any,
 ) -> None:
     _line.append(Talk(pipe))
+    if leader is not None:
+        _join_group(leader)
     os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         import torch

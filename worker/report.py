@@ -14,6 +14,9 @@ MAX_ROWS = 100
 MAX_RANKS_SHOWN = 64
 """Ranks of one save that are named there."""
 
+MAX_ERROR_CHARS = 300
+"""Of why a save has failed: it names the rank."""
+
 _ORDER = (BEGUN, SUBMITTED, WRITING, DURABLE)
 
 
@@ -45,6 +48,7 @@ def _row(save: Save) -> Mapping[str, Any]:
         "phase": save.outcome or _phase(save),
         "ranks": {str(rank): save.ranks[rank].phase for rank in sorted(save.ranks)[:MAX_RANKS_SHOWN]},
         "missing": save.missing[:MAX_RANKS_SHOWN],
+        **({} if save.error is None else {"error": str(save.error.get("text", ""))[:MAX_ERROR_CHARS]}),
     }
 
 
