@@ -1,0 +1,118 @@
+"""A client follows the changes of its run: fetched in pieces, in order, once; another worker starts over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgpack
+import pytest
+
+from asyncckpt.changes import Changes
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import UnknownSaveError
+from asyncckpt.protocol import messages
+
+
+class FakeRun:
+    rank, run_id, agreement, alone = RankInfo(0, 2), "0123456789ab", None, False
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, bytes]] = []
+        self.starts = 0
+
+    def refuse(self, sequence: int, reason: str) -> None:
+        raise AssertionError
+
+    def start_over(self) -> None:
+        self.starts += 1
+
+    def take_change(self, effective: int, raw: bytes) -> None:
+        self.taken.append((effective, raw))
+
+
+class FakeWorker:
+    """Answers Fetch from boards, in pieces of ten bytes; `held` answers later."""
+
+    def __init__(self) -> None:
+        self.boards: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.connected = True
+
+    def send(self, build: Callable[[int], messages.Message]) -> Future[messages.Message] | None:
+        if not self.connected:
+            return None
+        message, future = build(1), Future[messages.Message]()
+        assert isinstance(message, messages.Fetch)
+        self.asked.append(message.board)
+        data = self.boards.get(message.board)
+        if data is None:
+            future.set_exception(UnknownSaveError("no such board"))
+        else:
+            piece = data[message.offset : message.offset + 10]
+            future.set_result(messages.Fetched(id=1, missing=(), total=len(data), data=piece))
+        return future
+
+
+def change(effective: int, raw: bytes) -> bytes:
+    return bytes(msgpack.packb({"effective": effective, "change": raw}))
+
+
+@pytest.fixture
+def parts() -> tuple[FakeRun, FakeWorker, Changes]:
+    run, worker = FakeRun(), FakeWorker()
+    return run, worker, Changes(run, worker.send)
+
+
+def test_each_change_is_fetched_once_and_in_order(parts: tuple[FakeRun, FakeWorker, Changes]) -> None:
+    run, worker, changes = parts
+    worker.boards = {"change-0123456789ab-1": change(3, b"x" * 50), "change-0123456789ab-2": change(7, b"y")}
+    for _ in range(3):
+        changes.seen(2)
+    changes.seen(2)
+    assert run.taken == [(3, b"x" * 50), (7, b"y")]
+
+
+def test_a_change_that_is_not_understood_is_asked_for_again(parts: tuple[FakeRun, FakeWorker, Changes]) -> None:
+    run, worker, changes = parts
+    changes.seen(1)
+    worker.boards["change-0123456789ab-1"] = b"\xff"
+    changes.seen(1)
+    assert run.taken == []
+    worker.boards["change-0123456789ab-1"] = change(3, b"x")
+    changes.seen(1)
+    assert run.taken == [(3, b"x")]
+
+
+def test_without_a_session_nothing_is_asked_until_there_is_one(parts: tuple[FakeRun, FakeWorker, Changes]) -> None:
+    run, worker, changes = parts
+    worker.boards["change-0123456789ab-1"] = change(3, b"x")
+    worker.connected = False
+    changes.seen(1)
+    worker.connected = True
+    changes.seen(1)
+    assert run.taken == [(3, b"x")]
+
+
+def test_another_worker_starts_over_and_is_told_of_the_saves_that_were_lost(
+    parts: tuple[FakeRun, FakeWorker, Changes],
+) -> None:
+    run, worker, changes = parts
+    assert changes.connected("session-1", "worker-1") == []
+    worker.boards["change-0123456789ab-1"] = change(3, b"x")
+    changes.seen(1)
+    changes.lost(["save-1", "save-2"])
+    assert changes.connected("session-1", "worker-1") == [], "the same session"
+    assert changes.connected("session-2", "worker-2") == ["save-1", "save-2"]
+    assert run.starts == 1
+    worker.boards["change-0123456789ab-1"] = change(9, b"z")
+    changes.seen(1)
+    assert run.taken == [(3, b"x"), (9, b"z")]
+
+
+def test_the_same_worker_after_a_break_goes_on_counting(parts: tuple[FakeRun, FakeWorker, Changes]) -> None:
+    run, _, changes = parts
+    changes.connected("session-1", "worker-1")
+    changes.lost(["save-1"])
+    assert changes.connected("session-2", "worker-1") == ["save-1"]
+    assert run.starts == 0
