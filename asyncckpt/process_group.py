@@ -77,7 +77,9 @@ class GroupExchange(Exchange):
         self._rank, self._store = rank, store
 
     def meet(self, name: str) -> Meeting:
-        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{name}", self._store))
+        # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store))
 
 
 class _GroupMeeting(Meeting):
