@@ -13,18 +13,26 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from asyncckpt.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
-    from asyncckpt.checkpointer import SyncCheckpointer as SyncCheckpointer
     from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
+    from asyncckpt.factories import make_async_checkpointer as make_async_checkpointer
+    from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
     from asyncckpt.handle import SaveHandle as SaveHandle
     from asyncckpt.handle import SaveReport as SaveReport
+    from asyncckpt.loading.load_plan import LoadPlan as LoadPlan
+    from asyncckpt.loading.load_plan import plan_load as plan_load
     from asyncckpt.loading.loader import load as load
+    from asyncckpt.loading.opened import OpenCheckpoint as OpenCheckpoint
+    from asyncckpt.loading.opened import open_checkpoint as open_checkpoint
     from asyncckpt.parts import CheckpointProcess as CheckpointProcess
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
+    from asyncckpt.parts import CommitHook as CommitHook
+    from asyncckpt.per_rank import PerRank as PerRank
+    from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
 
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
@@ -35,12 +43,20 @@ _WHERE = {
     "CheckpointWriter": "parts",
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
+    "CommitHook": "parts",
+    "LoadPlan": "loading.load_plan",
+    "OpenCheckpoint": "loading.opened",
+    "PerRank": "per_rank",
     "RankInfo": "config",
     "SaveHandle": "handle",
     "SaveReport": "handle",
-    "SyncCheckpointer": "checkpointer",
+    "SyncCheckpointer": "sync_checkpointer",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
+    "make_async_checkpointer": "factories",
+    "make_sync_checkpointer": "factories",
+    "open_checkpoint": "loading.opened",
+    "plan_load": "loading.load_plan",
 }
 
 __all__ = [
@@ -52,6 +68,10 @@ __all__ = [
     "CheckpointWriter",
     "Checkpointer",
     "CheckpointerConfig",
+    "CommitHook",
+    "LoadPlan",
+    "OpenCheckpoint",
+    "PerRank",
     "RankInfo",
     "SaveHandle",
     "SaveReport",
@@ -59,6 +79,10 @@ __all__ = [
     "__version__",
     "latest_checkpoint",
     "load",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+    "open_checkpoint",
+    "plan_load",
 ]
 
 

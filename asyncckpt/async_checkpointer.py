@@ -27,9 +27,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
+from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
@@ -47,6 +47,7 @@ class AsyncCheckpointer(Checkpointer):
             which is started when there is none.
         config: Settings; single fields may also be given as keywords.
         checkpoint_stager, checkpoint_process, reader: Own parts in the place of the default ones.
+        commit_hook: A `CommitHook`, or any object with one of its methods.
         **fields: Fields of `CheckpointerConfig`.
 
     Raises:
@@ -65,6 +66,7 @@ class AsyncCheckpointer(Checkpointer):
         checkpoint_stager: CheckpointStager | None = None,
         checkpoint_process: CheckpointProcess | None = None,
         reader: CheckpointReader | None = None,
+        commit_hook: Any | None = None,
         **fields: Any,
     ) -> None:
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
@@ -72,21 +74,29 @@ class AsyncCheckpointer(Checkpointer):
         self._stager: CheckpointStager
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
+        if checkpoint_process is not None and commit_hook is not None:
+            raise ConfigError(
+                "commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook"
+            )
         if checkpoint_process is None:
-            process = self._connect(endpoint or endpoint_from_environment())
+            process = self._connect(endpoint or endpoint_from_environment(), HookRunner(commit_hook))
             self._process = process
+            self._coordination = process.coordination
             self._stager = checkpoint_stager or SlotStager(process, self.config, package=__version__)
         else:
             self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
+        own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
+        self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._saving = threading.Lock()
         ends.remember(self)
 
-    def _connect(self, named: str | None) -> WorkerProcess:
-        rank = find_rank_info(self.config.rank_info)
+    def _connect(self, named: str | None, hooks: HookRunner) -> WorkerProcess:
         endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
         socket_path(endpoint)
-        process = WorkerProcess(self.config, rank, endpoint=endpoint, named=named is not None, package=__version__)
+        process = WorkerProcess(
+            self.config, self._rank, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks
+        )
         if named is not None:
             process.connect(start=False)
         else:
@@ -104,14 +114,15 @@ class AsyncCheckpointer(Checkpointer):
     ) -> SaveHandle:
         """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
 
-        Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker.
+        Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker and, with several
+        ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
 
         Args:
             state_dict: Nested dicts, lists and tuples of tensors and plain values.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
             step: Default: the top-level int leaf `step`, else the number of this save.
             metadata: JSON kept in the manifest.
-            **kw: Reaches stager and process.
+            **kw: Reaches own stagers and processes, and the commit hook.
 
         Returns:
             A handle with the futures `staged`, `durable`, `written`. Whatever goes wrong with slot, worker or disk is
@@ -122,17 +133,22 @@ class AsyncCheckpointer(Checkpointer):
             CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
         """
         self._check_usable()
-        if self._in_callback():
-            raise ReentrantCallError("save() was called by a future's callback, in the thread that completes saves")
-        if not self._saving.acquire(blocking=False):
-            raise ReentrantCallError(
-                "save() was called while another save() runs: by a signal handler, or from a second thread. Set a flag "
-                "there, and save from the training loop"
-            )
+        save_id = self._next_save_id()  # every call takes one, whatever its end: all ranks count alike
         try:
-            return self._save(state_dict, self._next_save_id(), path, step, metadata, kw)
-        finally:
-            self._saving.release()
+            if self._in_callback():
+                raise ReentrantCallError("save() was called by a future's callback, in the thread that completes saves")
+            if not self._saving.acquire(blocking=False):
+                raise ReentrantCallError(
+                    "save() was called while another save() runs: by a signal handler, or from a second thread. Set a "
+                    "flag there, and save from the training loop"
+                )
+            try:
+                return self._save(state_dict, save_id, path, step, metadata, kw)
+            finally:
+                self._saving.release()
+        except BaseException as error:
+            self._decline(save_id, error)
+            raise
 
     def _save(
         self,
@@ -144,7 +160,7 @@ class AsyncCheckpointer(Checkpointer):
         kw: dict[str, Any],
     ) -> SaveHandle:
         arguments = self._arguments(state_dict, path, step, metadata, save_id)
-        if isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess):
+        if not self._takes_extra:
             refuse_unknown(kw)
         handle = SaveHandle(step=arguments["step"], path=arguments["path"], save_id=save_id)
         try:
@@ -153,6 +169,7 @@ class AsyncCheckpointer(Checkpointer):
             except _ARGUMENT_ERRORS:
                 raise
             except Exception as error:
+                self._decline(save_id, error)
                 self._tracker.add(handle)
                 handle.fail(error)
                 return handle
@@ -161,10 +178,13 @@ class AsyncCheckpointer(Checkpointer):
             return handle
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
-                if isinstance(self._process, WorkerProcess):
-                    self._process.give_up(save_id)
                 handle.fail(error)
             raise
+
+    def _decline(self, save_id: SaveId, error: BaseException) -> None:
+        """The other ranks must not wait for this one."""
+        if isinstance(self._process, WorkerProcess):
+            self._process.decline(save_id, repr(error))
 
     def _hand_over(self, handle: SaveHandle, result: Any, arguments: dict[str, Any], kw: Mapping[str, Any]) -> None:
         if isinstance(result, StagedSnapshot):
@@ -239,6 +259,10 @@ class AsyncCheckpointer(Checkpointer):
             self._process.close()  # a WorkerProcess that was closed already has nothing left to do
             for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
+
+    def _await_saves_below(self, root: str, deadline: float) -> None:
+        if isinstance(self._process, WorkerProcess):
+            self._process.await_saves_below(root, deadline)
 
     def _in_callback(self) -> bool:
         return isinstance(self._process, WorkerProcess) and self._process.in_client_thread()

@@ -1,18 +1,20 @@
-"""Checkpointer, SyncCheckpointer and AsyncCheckpointer: arguments checked, parts wired, ends reported."""
+"""Checkpointer: what both kinds share: arguments checked, saves numbered, loads."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from asyncckpt.checkpoints import latest_checkpoint
 from asyncckpt.config import CheckpointerConfig
+from asyncckpt.coordination import Coordination
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
@@ -21,31 +23,13 @@ from asyncckpt.errors import (
     UnsupportedPlatformError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveReport
 from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.parts import CheckpointReader, CheckpointWriter
+from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.request import check_metadata
-from asyncckpt.sync_writer import SyncWriter
 
 MAX_STEP = (1 << 63) - 1
-_log = logging.getLogger("asyncckpt")
-
-
-_WORKER_FIELDS = frozenset(
-    {
-        "slots",
-        "on_busy",
-        "slot_timeout_s",
-        "on_worker_loss",
-        "on_error",
-        "commit_timeout_s",
-        "worker_timeout_s",
-        "worker_start_timeout_s",
-        "worker_shutdown_timeout_s",
-    }
-)
 
 
 def refuse_unknown(kw: Mapping[str, Any]) -> None:
@@ -65,8 +49,10 @@ class Checkpointer(ABC):
         if not sys.platform.startswith("linux"):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
         self.config = config
-        self._reader = reader or DefaultReader()
+        self._rank = find_rank_info(config.rank_info)
+        self._reader = reader or DefaultReader(rank_info=self._rank)
         self._run_id = secrets.token_hex(6)
+        self._coordination: Coordination | None = None
         self._sequence = 0
         self._owner_pid = os.getpid()
         self._closed = False
@@ -118,6 +104,34 @@ class Checkpointer(ABC):
             )
         return found
 
+    def latest_checkpoint(self, root: str | os.PathLike[str], *, timeout_s: float = 60.0) -> str | None:
+        """Return the newest committed checkpoint below `root`, as `asyncckpt.latest_checkpoint`; None without any.
+
+        To go on after a crash: all ranks get rank 0's answer, so that they go on from the same checkpoint, and saves to
+        `root` that the worker still writes for a run that has died are waited for. On several ranks it is a collective.
+
+        Args:
+            root: The directory that holds the checkpoints' directories.
+            timeout_s: How long to wait for such saves, and for the other ranks.
+
+        Raises:
+            PlanTimeoutError: Not every rank has called it.
+            UnsupportedPathError: A URL.
+            SaveFailedError: Rank 0 could not look (on the other ranks).
+            OSError: `root` cannot be read.
+        """
+        self._check_usable()
+        directory, deadline = absolute_path(root), time.monotonic() + timeout_s
+
+        def look() -> str | None:
+            self._await_saves_below(directory, deadline)
+            return latest_checkpoint(directory)
+
+        return look() if self._coordination is None else self._coordination.same_answer(look, 2 * timeout_s)
+
+    def _await_saves_below(self, root: str, deadline: float) -> None:  # noqa: B027 -- without a worker there are none
+        """Wait for saves to `root` that go on without this checkpointer."""
+
     @abstractmethod
     def close(self) -> None:
         """Free everything. Twice is fine."""
@@ -160,63 +174,3 @@ class Checkpointer(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-class SyncCheckpointer(Checkpointer):
-    """Saves in the caller's time, without a worker process or shared memory, in the same format.
-
-    Args:
-        writer, reader: Own parts in the place of the default ones.
-        config: Settings; single fields may also be given as keywords.
-        **fields: Fields of `CheckpointerConfig`.
-
-    Raises:
-        ConfigError: An impossible setting.
-    """
-
-    def __init__(
-        self,
-        writer: CheckpointWriter | None = None,
-        reader: CheckpointReader | None = None,
-        *,
-        config: CheckpointerConfig | None = None,
-        **fields: Any,
-    ) -> None:
-        misplaced = sorted(set(fields) & _WORKER_FIELDS)
-        if misplaced:
-            raise ConfigError(
-                f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
-            )
-        super().__init__(CheckpointerConfig.resolve(config, fields), reader)
-        self._writer = writer or SyncWriter(self.config, find_rank_info(self.config.rank_info))
-
-    def save(
-        self,
-        state_dict: Mapping[str, Any],
-        path: str | os.PathLike[str],
-        *,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **kw: Any,
-    ) -> None:
-        """Write `state_dict` to the directory `path`. Blocks until the checkpoint is committed.
-
-        Raises:
-            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: The arguments.
-            CheckpointExistsError, SaveFailedError, CommitUnknownError, InsufficientMemoryError: The save.
-            CheckpointerClosedError, ForkedError: The checkpointer.
-        """
-        self._check_usable()
-        arguments = self._arguments(state_dict, path, step, metadata, self._next_save_id())
-        if isinstance(self._writer, SyncWriter):
-            refuse_unknown(kw)
-        path_text = arguments.pop("path")
-        report = self._writer.write(state_dict, path_text, **arguments, **kw)
-        if isinstance(report, SaveReport):
-            _log.info("saved step %d to %s: %s", arguments["step"], path_text, report)
-
-    def close(self) -> None:
-        """Free memory and threads. Twice is fine; does nothing in a forked child."""
-        if not self._closed and os.getpid() == self._owner_pid:
-            self._closed = True
-            self._writer.close()

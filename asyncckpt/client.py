@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from asyncckpt.board import BoardExchange
+from asyncckpt.changes import Changes
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
+from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
+from asyncckpt.exchange import Exchange
 from asyncckpt.format.names import SaveId
+from asyncckpt.hooks import HookRunner
+from asyncckpt.in_flight import await_saves_below
 from asyncckpt.lineage import BRIEF_S, Lineage
-from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.slot import SlotError
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
+from asyncckpt.process_group import find_exchange
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session, greeting
-from asyncckpt.session_thread import Rows
+from asyncckpt.slot_lender import SlotLender
 from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 
 SUBMIT_TIMEOUT_S = 1e6
@@ -41,22 +47,41 @@ class WorkerProcess(CheckpointProcess):
         endpoint: `ipc://...`.
         named: The user named the endpoint.
         package: asyncckpt's version.
+        hooks: The user's commit hooks.
     """
 
-    def __init__(self, config: CheckpointerConfig, rank: RankInfo, *, endpoint: str, named: bool, package: str) -> None:
-        self.config, self.rank, self.endpoint = config, rank, endpoint
+    def __init__(
+        self,
+        config: CheckpointerConfig,
+        rank: RankInfo,
+        *,
+        endpoint: str,
+        named: bool,
+        package: str,
+        hooks: HookRunner | None = None,
+    ) -> None:
+        self.config, self.rank, self.endpoint, self.hooks = config, rank, endpoint, hooks or HookRunner(None)
+        self.coordination = Coordination(rank, config, self._exchange, package=package)
+        self._changes = Changes(self.coordination, self._send)
         self._connection = Connection(
             endpoint,
             named=named,
             config=config,
             greet=partial(greeting, rank.rank, rank.world_size, package),
             pending=self._asked_for,
-            on_rows=self._on_rows,
+            on_saves=self._on_saves,
             on_lost=self._on_lost,
         )
         self.lineage = Lineage(self._ask_epoch)
-        self.pool = SlotPool(config, self._allocate, self._release)
-        self._pending = PendingSaves(commit_timeout_s=config.commit_timeout_s, free=self.pool.free)
+        lender = SlotLender(self.connect, self._send, endpoint, timeout_s=2 * config.worker_timeout_s)
+        self.pool = SlotPool(config, lender.allocate, lender.release)
+        self._pending = PendingSaves(
+            commit_timeout_s=config.commit_timeout_s,
+            free=self.pool.free,
+            on_durable=self._ask_hook,
+            on_committed=lambda snapshot: self.hooks.after(snapshot.path, snapshot.extra),
+        )
+        self._settled = -1
 
     def connect(self, *, start: bool = True) -> Session:
         """Return the live session, opening one when there is none; see `Connection.connect`."""
@@ -77,34 +102,28 @@ class WorkerProcess(CheckpointProcess):
         if session is not None:
             session.flush(timeout_s)
 
-    def _ask_epoch(self, path: str, brief: bool) -> int:
+    def call(self, build: Callable[[int], messages.Message], timeout_s: float) -> messages.Message:
+        """Send a request, connecting where that is needed, and return the worker's reply; as `Session.call`."""
+        return self.connect().call(build, timeout_s)
+
+    def _send(self, build: Callable[[int], messages.Message]) -> Future[messages.Message] | None:
+        """Send a request that is repeated as long as the session lives; None without a session."""
+        session = self._connection.session
+        return None if session is None or session.error is not None else session.request(build, SUBMIT_TIMEOUT_S)
+
+    def _exchange(self) -> Exchange:
+        timeout_s = self.config.worker_timeout_s
+        return find_exchange(self.rank) or BoardExchange(self.rank, self.call, timeout_s=timeout_s)
+
+    def await_saves_below(self, root: str, deadline: float) -> None:
+        """Wait until the worker has ended every save to a child of `root` that it has; up to `deadline`."""
+        await_saves_below(root, deadline, lambda build: self.call(build, self.config.worker_timeout_s))
+
+    def _ask_epoch(self, path: str, run: str, brief: bool) -> int:
         timeout_s = BRIEF_S if brief else self.config.worker_timeout_s
-        reply = self.connect().call(lambda n: messages.Lineage(id=n, path=path), timeout_s)
+        reply = self.call(lambda n: messages.Lineage(id=n, run=run, path=path), timeout_s)
         assert isinstance(reply, messages.LineageFound)
         return reply.epoch
-
-    def _allocate(self, nbytes: int) -> LentSlot:
-        session = self.connect()
-        reply = session.call(
-            lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), self.config.worker_timeout_s * 2
-        )
-        assert isinstance(reply, messages.Granted)
-        try:
-            memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
-        except (SlotError, OSError) as error:
-            session.request(lambda n: messages.Release(id=n, slot=reply.slot), SUBMIT_TIMEOUT_S)
-            raise WorkerUnavailableError(
-                f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and "
-                "trainer must run as the same user and share a PID namespace",
-                endpoint=self.endpoint,
-                detail="slot",
-            ) from error
-        return LentSlot(number=reply.slot, memory=memory, session=session.name)
-
-    def _release(self, number: int) -> None:
-        session = self._connection.session
-        if session is not None and session.error is None:
-            session.request(lambda n: messages.Release(id=n, slot=number), SUBMIT_TIMEOUT_S)
 
     # -- saves
 
@@ -130,26 +149,41 @@ class WorkerProcess(CheckpointProcess):
                 nbytes=nbytes,
                 umask=umask,
                 fsync=self.config.fsync,
+                commit_timeout_s=self.config.commit_timeout_s,
             ),
             SUBMIT_TIMEOUT_S,
         )
         begun.add_done_callback(lambda done: self._answered(save_id, done))
 
-    def withdraw(self, save_id: SaveId, reason: str) -> None:
-        """Take back a save that will not be sealed; its slot is free at once."""
-        session = self._connection.session
-        if session is not None and session.error is None:
-            reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
-            session.request(lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason), SUBMIT_TIMEOUT_S)
+    def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
+        """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
+        self._settled = save_id.sequence
+        reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
+        self._send(lambda n: messages.Withdraw(id=n, save_id=str(save_id), reason=reason, skipped=skipped))
         self._pending.withdraw(save_id)
         self.pool.give_up(save_id)
 
-    def give_up(self, save_id: SaveId) -> None:
-        """`save()` was interrupted: take its save back if it is still ours. Its epoch need not be known."""
+    def decline(self, save_id: SaveId, reason: str) -> None:
+        """`save()` has failed: see to it that nothing of it stays, and that no other rank waits for this one.
+
+        Args:
+            save_id: As the checkpointer numbered it; its epoch, and the run of several ranks, need not be known.
+            reason: For the other ranks.
+        """
+        if save_id.sequence == self._settled:
+            return None  # withdrawn, or handed over, already
+        ranks = self.coordination
+        if not ranks.alone:
+            save_id = save_id._replace(run_id=ranks.run_id)
         tail = f"-{save_id.sequence:08d}-{save_id.run_id}"
         for name in self._pending.names():
             if name.endswith(tail) and self._pending.is_staging(name):
-                self.withdraw(SaveId.parse(name), "save() was interrupted")
+                return self.withdraw(SaveId.parse(name), reason)
+        if ranks.agreement is not None:
+            self.withdraw(save_id, reason)
+        elif not ranks.alone:
+            ranks.refuse(save_id.sequence, reason)
+        return None
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:
         """Ring the doorbell for a sealed slot. Does not wait.
@@ -164,6 +198,7 @@ class WorkerProcess(CheckpointProcess):
                 field="checkpoint_process",
             )
         snapshot, future, session = staging_result, WriteFuture(), self._connection.session
+        self._settled = snapshot.save_id.sequence
         if (self._lost(snapshot.slot) or self._pending.early_error(snapshot.save_id)) is not None:
             # While the pool still counts it as being staged, nobody else unmaps it. Sealed, it would be taken up when
             # this process dies, and a save that was reported as failed would be committed.
@@ -202,9 +237,18 @@ class WorkerProcess(CheckpointProcess):
         self._pending.expire()
         return self._pending.names()
 
-    def _on_rows(self, rows: Rows) -> None:
-        for row in rows:
+    def _on_saves(self, reply: messages.Saves) -> None:
+        for row in reply.saves:
             self._pending.news(row)
+        self._changes.seen(reply.changes)
+
+    def _ask_hook(self, snapshot: StagedSnapshot) -> None:
+        if self.hooks.asks:
+            veto = self.hooks.before(snapshot.path, snapshot.extra)
+            reason = "" if veto is None else veto[:200].encode(errors="replace").decode()
+            self._send(
+                lambda n: messages.Consent(id=n, save_id=str(snapshot.save_id), granted=veto is None, reason=reason)
+            )
 
     def _on_lost(self, error: WorkerUnavailableError) -> None:
         _log.warning("%s", error)

@@ -42,11 +42,17 @@ class CheckpointerConfig:
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
-        commit_timeout_s: After it, `written` fails with `CommitTimeoutError` although the worker goes on.
+        replicated: "check" compares tensors that several ranks hold under one name, whole in the first save and by a
+            rotating sample in every later one; "assume" takes them for equal.
+        plan_timeout_s: How long the first save waits for the other ranks.
+        hook_timeout_s: How long a commit waits for the `pre_commit` hooks of all ranks.
+        commit_timeout_s: A save that some rank has not staged so long after the first one ends on all of them, with
+            `CommitTimeoutError`. One that all have staged goes on in the worker, although `written` has failed.
         worker_timeout_s: A worker that answers nothing for so long counts as lost.
         worker_start_timeout_s: How long to look for, start and greet a worker.
         worker_shutdown_timeout_s: How long `close()` waits for pending saves.
-        rank_info: `RankInfo(0, 1)` for code that saves on rank 0 only; None finds out.
+        rank_info: `RankInfo(0, 1)` for code that saves on rank 0 only; None takes torch.distributed's, else
+            torchrun's environment, else 0 of 1.
     """
 
     staging: str = "auto"
@@ -59,6 +65,9 @@ class CheckpointerConfig:
     fsync: bool = True
     files_per_rank: int = 1
     write_threads: int | None = None
+    replicated: str = "check"
+    plan_timeout_s: float = 60.0
+    hook_timeout_s: float = 60.0
     commit_timeout_s: float = 1800.0
     worker_timeout_s: float = 10.0
     worker_start_timeout_s: float = 30.0
@@ -131,6 +140,7 @@ _CHOICES = {
     "on_busy": ("wait", "skip", "error"),
     "on_worker_loss": ("fail",),
     "on_error": ("warn", "raise"),
+    "replicated": ("check", "assume"),
 }
 _INTEGERS = {
     "slots": (1, MAX_SLOTS),
@@ -141,6 +151,8 @@ _INTEGERS = {
 _OPTIONAL = ("arena_limit_bytes", "write_threads")
 _SECONDS = (
     "slot_timeout_s",
+    "plan_timeout_s",
+    "hook_timeout_s",
     "commit_timeout_s",
     "worker_timeout_s",
     "worker_start_timeout_s",

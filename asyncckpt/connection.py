@@ -14,7 +14,6 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.protocol import messages
 from asyncckpt.session import START_AFTER_S, Session
-from asyncckpt.session_thread import Rows
 
 RESTART_GRACE_S = 2.0
 """After a loss at an endpoint that the user named, its own supervisor may bring the worker back for so long."""
@@ -38,7 +37,7 @@ class Connection:
         named: The user named the endpoint.
         config: For the timeouts.
         greet: From the name of the session that is replaced, or "", to what builds a Hello.
-        pending, on_rows, on_lost: As `Session` has them.
+        pending, on_saves, on_lost: As `Session` has them.
     """
 
     def __init__(
@@ -49,13 +48,13 @@ class Connection:
         config: CheckpointerConfig,
         greet: Callable[[str], Callable[[int, str], messages.Hello]],
         pending: Callable[[], Sequence[str]],
-        on_rows: Callable[[Rows], None],
+        on_saves: Callable[[messages.Saves], None],
         on_lost: Callable[[WorkerUnavailableError], None],
     ) -> None:
         self.endpoint = endpoint
         self.session: Session | None = None
         self._named, self._config, self._greet = named, config, greet
-        self._pending, self._on_rows, self._report_loss = pending, on_rows, on_lost
+        self._pending, self._on_saves, self._report_loss = pending, on_saves, on_lost
         self._opening = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._opening_session: Session | None = None
         self._connecting: threading.Thread | None = None
@@ -83,7 +82,7 @@ class Connection:
                 hello=self._greet(self._last_name),
                 worker_timeout_s=self._config.worker_timeout_s,
                 pending=self._pending,
-                on_rows=self._on_rows,
+                on_saves=self._on_saves,
                 on_lost=self._on_lost,
             )
             grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S

@@ -15,18 +15,18 @@ class Lineage:
     """Remembers the epoch per directory, so that only the first save into one looks.
 
     Args:
-        ask: Returns the epoch for a run whose first checkpoint goes to a path; raises when it cannot tell. Its second
+        ask: Returns the epoch of a run (its id) for a checkpoint at a path; raises when it cannot tell. Its last
             argument says that it failed a moment ago: then it should wait for `BRIEF_S` only.
     """
 
-    def __init__(self, ask: Callable[[str, bool], int]) -> None:
+    def __init__(self, ask: Callable[[str, str, bool], int]) -> None:
         self._ask = ask
         self._seen: set[str] = set()
         self._epoch = 0
         self._failed_at = float("-inf")
 
-    def epoch_for(self, path: str) -> int:
-        """Return the epoch for a checkpoint at `path`: above every sibling of another run, and never falling.
+    def epoch_for(self, path: str, run: str) -> int:
+        """Return the epoch of `run` for a checkpoint at `path`: above every sibling of another run, and never falling.
 
         A run's own later saves must stay the newest wherever they go.
 
@@ -37,7 +37,7 @@ class Lineage:
         if parent not in self._seen:
             brief = time.monotonic() - self._failed_at < RETRY_AFTER_S
             try:
-                self._epoch = max(self._epoch, self._ask(path, brief))
+                self._epoch = max(self._epoch, self._ask(path, run, brief))
             except Exception:
                 self._failed_at = time.monotonic()
                 raise

@@ -76,3 +76,27 @@ class CheckpointReader(ABC):
         Returns:
             The state dict, and the keys of `state_dict` that the checkpoint lacks.
         """
+
+
+class CommitHook:
+    """Called in the trainer around the commit of each save. Subclass it and override what is needed.
+
+    Both run in the thread that completes futures, not in the training thread: they must not block for long, and cannot
+    call `save()`. `SyncCheckpointer` calls them in the caller's thread. A hook with a `pre_commit` of its own is asked
+    before every commit: the worker waits for it up to `hook_timeout_s`, and a save whose rank dies before it has
+    answered is not committed.
+    """
+
+    def pre_commit(self, path: str, **kw: Any) -> None:
+        """This rank's files at `path` are durable; the checkpoint is not committed yet.
+
+        Args:
+            path: The checkpoint's directory.
+            **kw: The extra arguments of `save()`.
+
+        Raises:
+            Exception: Any, to veto: the save fails on all ranks, and nothing is published.
+        """
+
+    def post_commit(self, path: str, **kw: Any) -> None:
+        """The checkpoint at `path` is committed; arguments as in `pre_commit`. What this raises is logged."""

@@ -18,6 +18,9 @@ from asyncckpt.handle import SaveReport
 from asyncckpt.protocol import lifecycle
 from asyncckpt.staging.slot_pool import LentSlot
 
+VERDICT_S = 0.5
+"""How long the worker's own word on a save that took too long, which names the missing ranks, may take to arrive."""
+
 
 class WriteFuture(Future[SaveReport]):
     """A future of the commit; `durable` is one of this rank's files."""
@@ -34,9 +37,12 @@ class WriteFuture(Future[SaveReport]):
 
 
 class StagedSnapshot:
-    """The default stager's result: a sealed slot. `began`: `time.perf_counter()` at the start of `save()`."""
+    """The default stager's result: a sealed slot.
 
-    __slots__ = ("began", "nbytes", "path", "save_id", "seconds", "slot", "step")
+    `began`: `time.perf_counter()` at the start of `save()`. `extra`: the arguments of `save()` that are the hooks'.
+    """
+
+    __slots__ = ("began", "extra", "nbytes", "path", "save_id", "seconds", "slot", "step")
 
     def __init__(
         self,
@@ -48,9 +54,11 @@ class StagedSnapshot:
         nbytes: int,
         seconds: dict[str, float],
         began: float,
+        extra: Mapping[str, Any],
     ) -> None:
         self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
         self.nbytes, self.seconds, self.began = nbytes, seconds, began
+        self.extra = extra
 
     def report(self, facts: Mapping[str, Any] | None) -> SaveReport:
         """Return what is known of the save, `facts` from the worker added."""
@@ -65,10 +73,11 @@ class StagedSnapshot:
 
 
 class _Row:
-    __slots__ = ("deadline", "early_error", "future", "snapshot")
+    __slots__ = ("deadline", "early_error", "future", "missing", "snapshot")
 
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
+    def __init__(self) -> None:
+        self.deadline = float("inf")
+        self.missing: list[int] = []
         self.snapshot: StagedSnapshot | None = None
         self.future: WriteFuture | None = None
         self.early_error: AsyncCkptError | None = None
@@ -78,19 +87,28 @@ class PendingSaves:
     """See the module. Thread-safe; futures complete outside the lock, in the thread that brings the news.
 
     Args:
-        commit_timeout_s: After it, an uncommitted save's futures fail.
+        commit_timeout_s: So long after it was staged, an uncommitted save's futures fail.
         free: Gives a save's slot back to the pool.
+        on_durable: Called when this rank's files are, once per save; `on_committed`: before `written` completes.
     """
 
-    def __init__(self, *, commit_timeout_s: float, free: Callable[[SaveId], None]) -> None:
+    def __init__(
+        self,
+        *,
+        commit_timeout_s: float,
+        free: Callable[[SaveId], None],
+        on_durable: Callable[[StagedSnapshot], None] = lambda snapshot: None,
+        on_committed: Callable[[StagedSnapshot], None] = lambda snapshot: None,
+    ) -> None:
         self._timeout_s, self._free = commit_timeout_s, free
+        self._on_durable, self._on_committed = on_durable, on_committed
         self._lock = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._rows: dict[str, _Row] = {}
 
     def begin(self, save_id: SaveId) -> None:
         """Staging begins."""
         with self._lock:
-            self._rows[str(save_id)] = _Row(time.monotonic() + self._timeout_s)
+            self._rows[str(save_id)] = _Row()
 
     def withdraw(self, save_id: SaveId) -> None:
         """Staging failed: the save will never be sealed."""
@@ -125,6 +143,7 @@ class PendingSaves:
             error = lost or (row.early_error if row else None)
             if row is not None and error is None:
                 row.snapshot, row.future = snapshot, future
+                row.deadline = time.monotonic() + self._timeout_s + VERDICT_S
                 return True
             self._rows.pop(str(snapshot.save_id), None)
         self._free(snapshot.save_id)
@@ -138,13 +157,15 @@ class PendingSaves:
             self.end(name, None, row.get("report"))
         elif phase in lifecycle.ENDED:
             self.end(name, from_wire(row.get("error") or {"text": f"save {name} was {phase} by the worker"}), None)
-        elif phase == lifecycle.DURABLE:
+        else:
             with self._lock:
                 found = self._rows.get(name)
             if found is None or found.future is None or found.snapshot is None:
                 return
-            if not found.future.durable.done():
+            found.missing = list(row.get("missing") or ())
+            if phase == lifecycle.DURABLE and not found.future.durable.done():
                 found.future.durable.set_result(found.snapshot.report(row.get("report")))
+                self._on_durable(found.snapshot)
 
     def end(self, name: str, error: AsyncCkptError | None, facts: Mapping[str, Any] | None) -> None:
         """The save has ended; unknown names are ignored, since news may come twice."""
@@ -160,6 +181,7 @@ class PendingSaves:
         if error is not None:
             row.future.fail(error)
             return
+        self._on_committed(row.snapshot)
         report = row.snapshot.report(facts)
         for future in (row.future.durable, row.future):
             if not future.done():
@@ -184,14 +206,17 @@ class PendingSaves:
         now = time.monotonic()
         with self._lock:
             late = [
-                (n, r.future) for n, r in self._rows.items() if r.future and not r.future.done() and now > r.deadline
+                (name, row.future, row.missing)
+                for name, row in self._rows.items()
+                if row.future and not row.future.done() and now > row.deadline
             ]
-        for name, future in late:
+        for name, future, missing in late:
+            others = f"; ranks {missing[:20]} had not staged it" if missing else ""
             future.fail(
                 CommitTimeoutError(
-                    f"save {name} was not committed within commit_timeout_s={self._timeout_s:g}; "
+                    f"save {name} was not committed within commit_timeout_s={self._timeout_s:g}{others}; "
                     "the worker goes on with it",
-                    missing_ranks=[],
+                    missing_ranks=missing,
                     timeout_s=self._timeout_s,
                     save_id=name,
                 )

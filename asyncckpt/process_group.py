@@ -1,33 +1,42 @@
-"""The only door to torch.distributed: which rank this process is."""
+"""The only door to torch.distributed: which rank this process is, and how its ranks meet.
+
+A meeting uses the default group's store to see who comes, then a gloo group of its own, which ends with it. The group
+is made directly and not by `new_group`: that counts groups per process, so a meeting that one rank alone tries would
+leave the ranks' counts apart, and the user's next `new_group` would hang.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import time
 from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import ConfigError
+from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError
+from asyncckpt.exchange import POLL_S, Exchange, Meeting, refused, too_late
+
+_MIN_TIMEOUT_S = 1.0
+"""gloo is given this much although the ranks came at the last moment."""
 
 
 def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return `given`, else the default process group's rank, else torchrun's environment, else 0 of 1.
 
     Raises:
-        ConfigError: More than one rank, which this version cannot save from yet; or an unreadable environment.
+        ConfigError: An unreadable environment, or a rank outside its world.
     """
     info = RankInfo(*(given or _detected(os.environ if environ is None else environ)))
     if not 0 <= info.rank < info.world_size:
         raise ConfigError(
             f"RANK={info.rank} with WORLD_SIZE={info.world_size}: set both, as torchrun does, or neither",
-            field="rank_info",
-            value=repr(info),
-        )
-    if info.world_size != 1:
-        raise ConfigError(
-            f"this is rank {info.rank} of {info.world_size}, and this version saves from one rank only; where "
-            "only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
             field="rank_info",
             value=repr(info),
         )
@@ -41,3 +50,119 @@ def _detected(environ: Mapping[str, str]) -> RankInfo:
         return RankInfo(int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         raise ConfigError(f"RANK or WORLD_SIZE is no number: {error}", field="rank_info") from error
+
+
+def find_exchange(rank: RankInfo) -> Exchange | None:
+    """Return the exchange of the default process group, or None where there is none that has just these ranks."""
+    if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
+        return None
+    if (dist.get_rank(), dist.get_world_size()) != tuple(rank):
+        return None
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+    return None if store is None else GroupExchange(rank, store)
+
+
+class GroupExchange(Exchange):
+    """Meetings of the ranks of the default process group.
+
+    Args:
+        rank: Of this process in that group.
+        store: The group's store.
+    """
+
+    def __init__(self, rank: RankInfo, store: Any) -> None:
+        self._rank, self._store = rank, store
+
+    def meet(self, name: str) -> Meeting:
+        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{name}", self._store))
+
+
+class _GroupMeeting(Meeting):
+    def __init__(self, rank: RankInfo, store: Any) -> None:
+        self._rank, self._store = rank, store
+        self._group: Any = None
+
+    def refuse(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+            self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
+
+    def gather(self, payload: bytes, deadline: float) -> list[bytes]:
+        try:
+            if self._group is None:
+                self._arrive(deadline)
+                self._group = self._made(deadline)
+            return _all_gather(self._group, self._rank, payload, deadline)
+        except AsyncCkptError:
+            raise
+        except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
+            raise SaveFailedError(
+                f"rank {self._rank.rank} lost the other ranks while they agreed on the save: {error}",
+                code="exchange",
+                rank=self._rank.rank,
+                detail=str(error)[:1000],
+            ) from error
+
+    def _arrive(self, deadline: float) -> None:
+        """Wait for all ranks, by the store alone."""
+        began, store, world_size = time.monotonic(), self._store, self._rank.world_size
+        self._look_for_refusal()
+        here = f"on/{machine()}"
+        store.add(here, 1)
+        store.set(f"here/{self._rank.rank}", "1")
+        if store.add("count", 1) == world_size:
+            store.set("all", "1")
+        while not store.check(["all"]):
+            self._look_for_refusal()
+            if time.monotonic() >= deadline:
+                missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
+                self.refuse(f"it waited {time.monotonic() - began:.0f} s for the others and gave up")
+                raise too_late(missing, began)
+            time.sleep(POLL_S)
+        on_this = store.add(here, 0)
+        if on_this != world_size:
+            raise SaveFailedError(
+                f"{on_this} of {world_size} ranks are on the machine of rank {self._rank.rank}; this version saves "
+                "from ranks of one machine only",
+                code="several_machines",
+                rank=self._rank.rank,
+            )
+
+    def _look_for_refusal(self) -> None:
+        if self._store.check(["refused"]):
+            rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
+            raise refused(int(rank), reason)
+
+    def _made(self, deadline: float) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
+        return gloo(self._store, self._rank.rank, self._rank.world_size, options)
+
+    def close(self) -> None:
+        self._group = None  # closes its connections
+
+
+def machine() -> str:
+    """Return what tells this machine, as its processes see it, from others: boot, network and process namespaces."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> list[bytes]:
+    """Gather bytes of different lengths. Without numpy, which `all_gather_object` needs."""
+    options: Any = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+    mine = torch.tensor([len(payload)], dtype=torch.int64)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(rank.world_size)]
+    group.allgather([lengths], [mine], options).wait()
+    counts = [int(n) for n in lengths]
+    longest = max(1, *counts)
+    padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in counts]
+    group.allgather([gathered], [padded], options).wait()
+    return [ctypes.string_at(t.data_ptr(), n) for t, n in zip(gathered, counts, strict=True)]

@@ -43,7 +43,7 @@ class Session(SessionThread):
         hello: Builds the Hello from a request id and a session name.
         worker_timeout_s: Silence after which the worker counts as lost.
         pending: Returns the save ids to ask for in heartbeats. Called in the session's thread.
-        on_rows: Receives rows of `Saves`, in the session's thread.
+        on_saves: Receives every `Saves`, in the session's thread.
         on_lost: Called once, in the session's thread, when the worker is lost.
     """
 

@@ -9,9 +9,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import zmq
 
@@ -32,8 +31,6 @@ LEAVE_S = 3.0
 GOODBYE_LINGER_MS = 200
 HIGH_WATER_MARK = 1000
 _log = logging.getLogger("asyncckpt.session")
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 class Outstanding:
@@ -83,13 +80,13 @@ class SessionThread:
         hello: Callable[[int, str], messages.Hello],
         worker_timeout_s: float,
         pending: Callable[[], Sequence[str]],
-        on_rows: Callable[[Rows], None],
+        on_saves: Callable[[messages.Saves], None],
         on_lost: Callable[[WorkerUnavailableError], None],
     ) -> None:
         self.endpoint = endpoint
         self.name = secrets.token_hex(8)
         self._hello, self._timeout_s = hello, worker_timeout_s
-        self._pending, self._on_rows, self._on_lost = pending, on_rows, on_lost
+        self._pending, self._on_saves, self._on_lost = pending, on_saves, on_lost
         self._queue: deque[tuple[int, list[bytes], Future[messages.Message], float]] = deque()
         self._outstanding: dict[int, Outstanding] = {}
         self._ids = iter(range(1, 1 << 62))
@@ -250,7 +247,7 @@ class SessionThread:
         if isinstance(reply, messages.Welcome):
             self._greet(reply)
         elif isinstance(reply, messages.Saves):
-            self._on_rows(reply.saves)
+            self._on_saves(reply)
         elif isinstance(reply, messages.Refused) and reply.id == 0:
             self._refused(from_wire(reply.error))
         else:

@@ -88,7 +88,8 @@ class Snapshot:
             parts.append(PartRange(offset=offset, nbytes=len(image)))
             offset += layout.round_up(len(image))
         fields: dict[str, Any] = {
-            "metadata": "{}", "fsync": True, "umask": 0o022, "write_threads": 0, "package": "test", **rest
+            "metadata": "{}", "fsync": True, "umask": 0o022, "write_threads": 0, "package": "test",
+            "commit_timeout_s": 60.0, "hook_timeout_s": 0, "plan": "", "samples": b"", "contribution": b"", **rest,
         }  # fmt: skip
         return encode_request(
             SaveRequest(
@@ -227,6 +228,7 @@ class Client:
         nbytes: int,
         umask: int = 0o022,
         fsync: bool = True,
+        commit_timeout_s: float = 60.0,
     ) -> None:
         """Open the next generation of `slot` and announce the save."""
         self.reopen(slot)
@@ -240,6 +242,7 @@ class Client:
             nbytes=nbytes,
             umask=umask,
             fsync=fsync,
+            commit_timeout_s=commit_timeout_s,
         )
         self.call(message)
 
@@ -251,7 +254,8 @@ class Client:
         self, slot: ClientSlot, snapshot: Snapshot, save_id: SaveId, path: str, *, step: int = 0, **rest: Any
     ) -> None:
         """Begin, fill and seal; the doorbell is left to the caller."""
-        self.begin(slot, save_id, path, step=step, nbytes=snapshot.nbytes, fsync=rest.get("fsync", True))
+        begun = {name: rest[name] for name in ("fsync", "commit_timeout_s") if name in rest}
+        self.begin(slot, save_id, path, step=step, nbytes=snapshot.nbytes, **begun)
         snapshot.fill(slot.memory, save_id)
         self.seal(slot, snapshot, save_id, path, step=step, **rest)
 

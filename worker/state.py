@@ -230,7 +230,7 @@ class Brain:
 
     def _states(self, session: Session, m: Heartbeat) -> Saves:
         known = [(self.tables.saves.get(i), self.tables.entry((i, session.rank))) for i in dict.fromkeys(m.saves)]
-        return Saves(id=m.id, saves=tuple(row_of(s, e) for s, e in known if s is not None and e is not None))
+        return Saves(id=m.id, changes=0, saves=tuple(row_of(s, e) for s, e in known if s is not None and e is not None))
 
     def _push_changes(self) -> None:
         t = self.tables
@@ -239,7 +239,7 @@ class Brain:
             save, entry = t.saves[key[0]], t.saves[key[0]].ranks[key[1]]
             session = t.sessions.get(entry.session)
             if session is not None and session.hello is None:
-                self._lending.send(session.peer, Saves(id=0, saves=(row_of(save, entry),)))
+                self._lending.send(session.peer, Saves(id=0, changes=0, saves=(row_of(save, entry),)))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Save ids and the file names that carry them."""
+"""Save ids, the file names that carry them, and the names of tensors that belong to one rank."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ MAX_EPOCH = 999_999
 MAX_SEQUENCE = 99_999_999
 
 _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
+_PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
+_RESERVED = re.compile(r"@rank[0-9]+\Z")
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.safetensors\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json)\Z"),
@@ -60,6 +62,22 @@ def index_name(save_id: SaveId, rank: int) -> str:
 def objects_name(save_id: SaveId, rank: int) -> str:
     """Return the name of the file of `rank`'s non-tensor leaves."""
     return f"rank-{rank:05d}.{save_id}.objects.json"
+
+
+def per_rank_name(fqn: str, rank: int) -> str:
+    """Return the name under which `rank`'s own values of the tensor `fqn` are stored."""
+    return f"{fqn}@rank{rank}"
+
+
+def split_per_rank_name(stored: str) -> tuple[str, int] | None:
+    """Return (FQN, rank) of a name that `per_rank_name` makes, else None."""
+    found = _PER_RANK.match(stored)
+    return (found[1], int(found[2])) if found else None
+
+
+def is_reserved(fqn: str) -> bool:
+    """Whether no tensor of a user's may be called so: it looks like a name of `per_rank_name`."""
+    return _RESERVED.search(fqn) is not None
 
 
 def temporary_manifest_name(save_id: SaveId) -> str:

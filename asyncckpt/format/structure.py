@@ -1,6 +1,7 @@
 """One rank's structure: its tree of leaves, and which bytes of which part hold which box of which tensor.
 
-It depends on shapes, dtypes and keys only, never on values, so it is computed once and stored verbatim with every save.
+It depends on keys, shapes, dtypes and what the ranks agreed upon, never on values, so it is computed once and stored
+verbatim with every save.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One global tensor: its FQN (of its first path), dtype name, shape in elements, and the chunks of this rank."""
+    """One global tensor: its FQN (of its first path), dtype name, shape in elements, and the chunks of this rank.
+
+    The FQN of a tensor that belongs to its rank ends in `@rank{n}`. No chunks: other ranks write it.
+    """
 
     fqn: str
     dtype: str

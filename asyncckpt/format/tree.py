@@ -5,9 +5,12 @@ A node is a plain nested tuple, so that it compares, hashes and packs as msgpack
     ("d", (key, node, key, node, ...))           dict
     ("o", (key, node, ...), meta)                OrderedDict; meta: object number of its `_metadata`, or None
     ("l", (node, ...))  ("t", (node, ...))       list, tuple
+    ("r", node)                                  the node belongs to its rank (`PerRank`); never inside another "r"
     ("T", n)                                     tensor number n
     ("B", n)                                     bytes, stored as tensor number n of dtype uint8
     ("O", n)                                     object number n
+
+"r" is transparent: it adds no key to the paths of what is in it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ MAX_DEPTH = 64
 """Containers inside containers. Chosen, not measured: far above real states, far below msgpack's and json's limits."""
 
 MAX_KEY_CHARS = 4096
-CONTAINERS = ("d", "o", "l", "t")
+CONTAINERS = ("d", "o", "l", "t", "r")
 
 
 def fqn_of(path: Path) -> str:
@@ -41,15 +44,38 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     elif kind in ("l", "t"):
         for i, child in enumerate(node[1]):
             yield from leaves(child, (*path, i))
+    elif kind == "r":
+        yield from leaves(node[1], path)
     else:
         yield path, node
 
 
-def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0) -> Node:
+def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node inside) for every "r" node at or below `node`."""
+    kind = node[0]
+    if kind in ("d", "o"):
+        items = node[1]
+        for i in range(0, len(items), 2):
+            yield from per_rank_nodes(items[i + 1], (*path, items[i]))
+    elif kind in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            yield from per_rank_nodes(child, (*path, i))
+    elif kind == "r":
+        yield path, node[1]
+
+
+def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: bool = False) -> Node:
     """Turn a decoded msgpack value into a node.
 
+    Args:
+        raw: The value.
+        n_tensors, n_objects: Numbers of leaves are below these.
+        depth: Containers around it.
+        per_rank: Whether it lies inside an "r" node.
+
     Raises:
-        ValueError: Not a node: unknown kind, key of another type, a repeated key, a number out of range, too deep.
+        ValueError: Not a node: unknown kind, key of another type, a repeated key, a number out of range, too deep,
+            "r" inside "r".
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"tree deeper than {MAX_DEPTH}")
@@ -57,19 +83,23 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0) -> Node:
         raise ValueError("tree node is not a list")
     kind = raw[0]
     if kind in ("d", "o"):
-        return _checked_mapping(raw, n_tensors, n_objects, depth)
+        return _checked_mapping(raw, n_tensors, n_objects, depth, per_rank)
     if len(raw) != 2:
         raise ValueError(f"tree node {kind!r} has {len(raw)} members, expected 2")
     if kind in ("l", "t"):
         if not isinstance(raw[1], (list, tuple)):
             raise ValueError("sequence node without members")
-        return (kind, tuple(checked(child, n_tensors, n_objects, depth + 1) for child in raw[1]))
+        return (kind, tuple(checked(child, n_tensors, n_objects, depth + 1, per_rank) for child in raw[1]))
+    if kind == "r":
+        if per_rank:
+            raise ValueError("a per-rank node inside another")
+        return (kind, checked(raw[1], n_tensors, n_objects, depth, True))
     if kind in ("T", "B", "O"):
         return (kind, _checked_number(raw[1], n_objects if kind == "O" else n_tensors))
     raise ValueError(f"unknown tree node {kind!r}")
 
 
-def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int) -> Node:
+def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_rank: bool) -> Node:
     kind, items = raw[0], raw[1] if len(raw) > 1 else None
     if len(raw) != (3 if kind == "o" else 2) or not isinstance(items, (list, tuple)) or len(items) % 2:
         raise ValueError(f"malformed mapping node {kind!r}")
@@ -82,7 +112,7 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int) -> No
         if key in seen:
             raise ValueError(f"key {key!r} twice in one mapping")
         seen.add(key)
-        out += [key, checked(items[i + 1], n_tensors, n_objects, depth + 1)]
+        out += [key, checked(items[i + 1], n_tensors, n_objects, depth + 1, per_rank)]
     if kind == "d":
         return (kind, tuple(out))
     return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import KeyMap
-from asyncckpt.loading.reader import DefaultReader, MapLocation
+from asyncckpt.loading.reader import DefaultReader
 
 
 def load(
@@ -26,6 +27,9 @@ def load(
     Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
     every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
     leaves some targets filled and others not.
+
+    Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
+    where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only.
 
     Args:
         path: The checkpoint's directory.
@@ -50,6 +54,9 @@ def load(
         MissingKeysError: `strict` and keys are missing; lists all of them.
         ShapeMismatchError: A tensor was saved with another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
+        PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
+            world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
+            of other ranks.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
         UnsupportedPathError: A URL, or no path at all.

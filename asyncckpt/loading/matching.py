@@ -10,13 +10,22 @@ import torch
 
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
-from asyncckpt.loading.saved_tree import SavedTree, Selection, kind_of, prefixes
+from asyncckpt.loading.saved_tree import SavedTree, kind_of
+from asyncckpt.loading.selection import Selection, prefixes
+from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+Mismatch = ShapeMismatchError | LeafTypeMismatchError | AliasMismatchError
+
+
+def _raised(error: Mismatch) -> None:
+    raise error
 
 
 @dataclass(slots=True)
@@ -28,16 +37,25 @@ class Matches:
         objects: Paths in the target and the saved leaf that goes there.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
         converted: FQNs whose dtype differs.
+        unavailable: FQNs of the target that only other ranks than the reader have, as their own.
+        found: Everything that is read, by its saved FQN.
     """
 
     tensors: list[tuple[SavedTensor, torch.Tensor]] = field(default_factory=list)
     objects: list[tuple[Path, Node]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
+    unavailable: list[str] = field(default_factory=list)
+    found: dict[str, Node] = field(default_factory=dict)
 
 
 def match(
-    state_dict: Mapping[Any, Any], saved: SavedTree, selection: Selection, key_map: KeyMap | None, path: str
+    state_dict: Mapping[Any, Any],
+    saved: SavedTree,
+    selection: Selection,
+    key_map: KeyMap | None,
+    path: str,
+    refuse: Callable[[Mismatch], None] = _raised,
 ) -> Matches:
     """Match every selected leaf of `state_dict` with a saved one.
 
@@ -47,6 +65,7 @@ def match(
         selection: Which of the target's leaves to fill.
         key_map: From the target's FQNs to the saved ones; names that a mapping lacks stay.
         path: The checkpoint's, for messages.
+        refuse: Called for every leaf that cannot be filled; raises, or takes note so that the next one is looked at.
 
     Raises:
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
@@ -57,6 +76,7 @@ def match(
     """
     flat = flatten(state_dict)
     rename = _renamer(key_map)
+    away = frozenset(saved.away)
     matches = Matches()
     filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
     for leaf_path, node in leaves(flat.tree):
@@ -66,10 +86,17 @@ def match(
         saved_fqn = rename(fqn)
         found = saved.leaves.get(saved_fqn)
         if found is None:
-            _refuse_container(fqn, saved_fqn, node, saved, path)
-            matches.missing.append(fqn)
-        elif kind_of(node) != kind_of(found):
-            raise _leaf_mismatch(fqn, kind_of(found), kind_of(node), path)
+            error = _container_there(fqn, saved_fqn, node, saved, path)
+            if saved_fqn in away:
+                matches.unavailable.append(fqn)
+            elif error is not None:
+                refuse(error)
+            else:
+                matches.missing.append(fqn)
+            continue
+        matches.found[saved_fqn] = found
+        if kind_of(node) != kind_of(found):
+            refuse(_leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
         elif node[0] != "T":
             matches.objects.append((leaf_path, found))
         else:
@@ -77,10 +104,13 @@ def match(
             if first != fqn and number == found[1]:
                 continue
             target, tensor = _value_at(state_dict, leaf_path), saved.tensors[found[1]]
-            _check_target(fqn, tensor, target, path)
+            if tuple(target.shape) != tensor.global_shape:
+                refuse(_shape_mismatch(fqn, tensor, target, path))
+                continue
+            _check_target(fqn, target)
             if first != fqn:
                 if target.numel():
-                    raise _alias_mismatch(first, fqn, path)
+                    refuse(_alias_mismatch(first, fqn, path))
                 continue
             if target.dtype != torch_dtype(tensor.dtype):
                 matches.converted.append(fqn)
@@ -101,20 +131,28 @@ def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
 def _value_at(state_dict: Mapping[Any, Any], path: Path) -> Any:
     value: Any = state_dict
     for key in path:
-        value = value[key]
+        value = _unmarked(value)[key]
+    return _unmarked(value)
+
+
+def _unmarked(value: Any) -> Any:
+    while isinstance(value, PerRank):
+        value = value.value
     return value
 
 
-def _check_target(fqn: str, saved: SavedTensor, target: torch.Tensor, path: str) -> None:
-    if tuple(target.shape) != saved.global_shape:
-        raise ShapeMismatchError(
-            f"{path}: tensor {fqn!r} was saved with shape {list(saved.global_shape)}, the target has "
-            f"{list(target.shape)}; nothing was changed",
-            path=path,
-            fqn=fqn,
-            saved=list(saved.global_shape),
-            wanted=list(target.shape),
-        )
+def _shape_mismatch(fqn: str, saved: SavedTensor, target: torch.Tensor, path: str) -> ShapeMismatchError:
+    return ShapeMismatchError(
+        f"{path}: tensor {fqn!r} was saved with shape {list(saved.global_shape)}, the target has "
+        f"{list(target.shape)}; nothing was changed",
+        path=path,
+        fqn=fqn,
+        saved=list(saved.global_shape),
+        wanted=list(target.shape),
+    )
+
+
+def _check_target(fqn: str, target: torch.Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         raise ConfigError(
             f"target tensor {fqn!r} is expanded: its elements share memory, so it cannot be filled; pass a clone()",
@@ -123,13 +161,12 @@ def _check_target(fqn: str, saved: SavedTensor, target: torch.Tensor, path: str)
         )
 
 
-def _refuse_container(fqn: str, saved_fqn: str, node: Node, saved: SavedTree, path: str) -> None:
+def _container_there(fqn: str, saved_fqn: str, node: Node, saved: SavedTree, path: str) -> LeafTypeMismatchError | None:
     """A name that is missing as a leaf must not be a container there, nor lie below a leaf."""
     if saved_fqn in saved.containers:
-        raise _leaf_mismatch(fqn, "container", kind_of(node), path)
+        return _leaf_mismatch(fqn, "container", kind_of(node), path)
     above = next((prefix for prefix in prefixes(saved_fqn) if prefix in saved.leaves), None)
-    if above is not None:
-        raise _leaf_mismatch(above, kind_of(saved.leaves[above]), "container", path)
+    return None if above is None else _leaf_mismatch(above, kind_of(saved.leaves[above]), "container", path)
 
 
 def _leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMismatchError:
@@ -181,8 +218,11 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
     """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
 
     Returns:
-        `value`, or the tuple that stands for it now.
+        `value`, or the tuple that stands for it now. A `PerRank` stays one, and gets another value.
     """
+    if isinstance(value, PerRank):
+        value.value = replace_at(value.value, path, new)
+        return value
     if not path:
         return new
     key, old = path[0], value[path[0]]

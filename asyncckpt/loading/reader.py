@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from asyncckpt.errors import ConfigError, CorruptCheckpointError, MissingKeysError
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import ConfigError, MissingKeysError
 from asyncckpt.format.tree import Node, leaves
+from asyncckpt.loading.differences import report_differences, unavailable
+from asyncckpt.loading.fetching import bytes_of, fill_tensors, tensor_for, thread_count
+from asyncckpt.loading.map_location import MapLocation, device_of, relocated
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint, replace_at
-from asyncckpt.loading.saved_tree import SavedTree, Selection, selected
-from asyncckpt.loading.sinks import new_tensor, tensor_over, wanted_ranges
+from asyncckpt.loading.saved_objects import SavedObjects
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.state_dict import unflatten
-from asyncckpt.planning.torch_types import decode_object, torch_dtype
-from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt, read_contents, read_objects
+from asyncckpt.process_group import find_rank_info
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.read_plan import ShardRequest, Wanted
-
-MapLocation = (
-    torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
-)
-"""As `torch.load` takes it. Checkpoints keep no devices: every saved location is "cpu"."""
 
 _logger = logging.getLogger("asyncckpt.loading")
 
@@ -52,10 +49,12 @@ class DefaultReader(CheckpointReader):
 
     Args:
         files: The storage seam.
+        rank_info: Which rank reads; None finds out at each read, as a checkpointer does.
     """
 
-    def __init__(self, files: Files | None = None) -> None:
+    def __init__(self, files: Files | None = None, rank_info: RankInfo | None = None) -> None:
         self._files = files or Files()
+        self._rank_info = rank_info
 
     def read(
         self,
@@ -79,22 +78,23 @@ class DefaultReader(CheckpointReader):
             raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
         options = _Options(
             map_location=map_location,
-            keys=_key_list(keys),
+            keys=key_list(keys),
             strict=strict,
             verify=verify,
-            threads=_thread_count(threads),
+            threads=thread_count(threads),
             key_map=key_map,
         )
         if key_map is not None and state_dict is None:
             raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
+        reader = find_rank_info(self._rank_info)
         directory = absolute_path(path)
-        with _collector_paused():
-            load = _Load(read_contents(directory, self._files), options, self._files)
+        with collector_paused():
+            load = _Load(read_contents(directory, self._files), options, self._files, reader)
             return load.new() if state_dict is None else load.into(state_dict)
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Keep the cyclic collector from walking what a load builds: a third of the time of 20,000 tensors."""
     if not gc.isenabled():
         yield
@@ -106,45 +106,29 @@ def _collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _key_list(keys: str | Iterable[str] | None) -> list[str] | None:
-    if keys is None:
-        return None
-    found = [keys] if isinstance(keys, str) else list(keys)
-    wrong = [k for k in found if not isinstance(k, str)]
-    if wrong:
-        raise ConfigError(f"keys holds {wrong[0]!r}: FQNs and prefixes are str, such as 'model'", field="keys")
-    return found
-
-
-def _thread_count(threads: int | None) -> int:
-    if threads is None:
-        return DEFAULT_THREADS
-    if type(threads) is not int or threads < 1:
-        raise ConfigError(f"threads={threads!r}: a positive integer is wanted", field="threads", value=repr(threads))
-    return threads
-
-
 class _Load:
     """One load of one checkpoint."""
 
-    def __init__(self, contents: Contents, options: _Options, files: Files) -> None:
-        self._contents, self._options, self._files = contents, options, files
+    def __init__(self, contents: Contents, options: _Options, files: Files, reader: RankInfo) -> None:
+        self._contents, self._options, self._files, self._reader = contents, options, files, reader
         self._path = contents.path
-        self._saved = SavedTree(contents)
-        self._objects: dict[int, list[Any]] = {}
+        self._saved = SavedTree(contents, reader)
+        self._objects = SavedObjects(contents, files)
         check_lengths(contents, files)
 
     def into(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
         """Fill `state_dict`. Everything is checked before a tensor changes; objects are replaced last."""
         matches = match(state_dict, self._saved, Selection(self._options.keys), self._options.key_map, self._path)
+        self._refuse_unavailable(matches.unavailable)
         self._report_missing(matches.missing)
         self._report_converted(matches)
+        self._report_differences(matches.found.items())
         hoisted = {node[1]: None for _, node in matches.objects if node[0] == "B"}
         buffers = {n: self._new_tensor(n, torch.device("cpu")) for n in hoisted}
         objects = [(path, node, self._object(node[1]) if node[0] == "O" else None) for path, node in matches.objects]
         self._read([*matches.tensors, *((self._saved.tensors[n], buffer) for n, buffer in buffers.items())])
         for path, node, value in objects:
-            replace_at(state_dict, path, _to_bytes(buffers[node[1]]) if node[0] == "B" else value)
+            replace_at(state_dict, path, bytes_of(buffers[node[1]]) if node[0] == "B" else value)
         return state_dict, matches.missing
 
     def new(self) -> tuple[Any, list[str]]:
@@ -152,62 +136,41 @@ class _Load:
         selection = Selection(self._options.keys)
         tree = selected(self._saved.tree, selection) or ("d", ())
         missing = selection.unused()
+        # At equal world size, what only other ranks have is left out, unless it was asked for by name.
+        wanted = Selection(missing if self._saved.own is not None else self._options.keys)
+        self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
         self._report_missing(missing)
+        tree = self._saved.without_holes(tree)
         found = {node for _, node in leaves(tree)} | {("O", number) for number in _metadata_numbers(tree)}
+        self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in found)
         objects = _Sparse({node[1]: self._object(node[1]) for node in found if node[0] == "O"})
-        device = _device_of(self._options.map_location)
+        device = device_of(self._options.map_location)
         numbers = sorted({node[1] for node in found if node[0] == "T"})
         hoisted = {node[1] for node in found if node[0] == "B"} - set(numbers)
         tensors = {n: self._new_tensor(n, device) for n in numbers}
         tensors |= {n: self._new_tensor(n, torch.device("cpu")) for n in sorted(hoisted)}
         self._read([(self._saved.tensors[n], tensor) for n, tensor in tensors.items()])
         if callable(self._options.map_location):
-            tensors |= {n: _relocated(tensors[n], self._options.map_location) for n in numbers}
+            tensors |= {n: relocated(tensors[n], self._options.map_location) for n in numbers}
         return unflatten(tree, _Sparse(tensors), objects), missing
 
     def _new_tensor(self, number: int, device: torch.device) -> torch.Tensor:
-        saved = self._saved.tensors[number]
-        try:
-            return new_tensor(saved.global_shape, torch_dtype(saved.dtype), device)
-        except RuntimeError as error:
-            if 0 not in saved.global_shape:
-                raise
-            detail = f"torch makes no tensor of shape {list(saved.global_shape)}"
-            raise CorruptCheckpointError(
-                f"{self._path}: tensor {saved.fqn!r}: {detail}", path=self._path, fqn=saved.fqn, detail=detail
-            ) from error
+        return tensor_for(self._saved.tensors[number], self._path, device=device)
 
     def _object(self, number: int) -> Any:
-        rank, own_number = self._saved.object_at(number)
-        if rank not in self._objects:
-            self._objects[rank] = read_objects(self._contents, rank, self._files)
-        try:
-            return decode_object(self._objects[rank][own_number])
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            name = self._contents.ranks[rank].index.objects.name
-            raise corrupt(self._path, name, f"object {own_number} does not decode: {error}") from error
+        return self._objects.value(*self._saved.object_at(number))
 
-    def _read(self, tensors: list[tuple[SavedTensor, torch.Tensor]]) -> None:
-        """Read every pair's bytes, and tell autograd which tensors changed."""
-        by_file: dict[tuple[int, int], list[Wanted]] = {}
-        for saved, target in tensors:
-            for file, wanted in wanted_ranges(saved, target):
-                by_file.setdefault(file, []).append(wanted)
-        requests = []
-        for (rank, part), ranges in sorted(by_file.items()):
-            index = self._contents.ranks[rank].index
-            requests.append(ShardRequest(shard=index.shards[part], block_nbytes=index.block_nbytes, wanted=ranges))
-        read_shards(
-            self._path,
-            self._contents.manifest.save_id,
-            requests,
-            files=self._files,
-            threads=self._options.threads,
-            verify=self._options.verify,
-        )
-        for _, target in tensors:
-            if not target.is_inference():
-                torch.autograd.graph.increment_version(target)
+    def _read(self, pairs: list[tuple[SavedTensor, torch.Tensor]]) -> None:
+        options = self._options
+        fill_tensors(self._contents, pairs, self._files, threads=options.threads, verify=options.verify)
+
+    def _refuse_unavailable(self, fqns: list[str]) -> None:
+        if fqns:
+            raise unavailable(self._contents, self._saved, self._reader, fqns)
+
+    def _report_differences(self, found: Iterable[tuple[str, Node]]) -> None:
+        if not self._saved.is_plain:
+            report_differences(self._contents, self._saved, self._objects, self._files, found)
 
     def _report_missing(self, missing: list[str]) -> None:
         if not missing:
@@ -254,25 +217,3 @@ def _metadata_numbers(node: Node) -> list[int]:
     children = node[1][1::2] if kind in ("d", "o") else node[1]
     own = [node[2]] if kind == "o" and node[2] is not None else []
     return own + [number for child in children for number in _metadata_numbers(child)]
-
-
-def _to_bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
-
-
-def _device_of(map_location: MapLocation) -> torch.device:
-    """Return where new tensors are made. A callable decides later, from the CPU."""
-    if map_location is None or callable(map_location):
-        return torch.device("cpu")
-    if isinstance(map_location, Mapping):
-        return torch.device(map_location.get("cpu", "cpu"))
-    return torch.device(map_location)
-
-
-def _relocated(
-    tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
-) -> torch.Tensor:
-    storage = move(tensor.untyped_storage(), "cpu")
-    if storage is None or storage.data_ptr() == tensor.untyped_storage().data_ptr():
-        return tensor
-    return tensor_over(storage, tensor)

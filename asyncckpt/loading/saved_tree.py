@@ -1,61 +1,90 @@
-"""The leaves of a checkpoint under one numbering, whatever number of ranks wrote them."""
+"""The leaves of a checkpoint as one reader sees them: under one numbering, whatever number of ranks wrote them.
+
+The ranks' trees are joined, the reader's own number first, then the others in order; at one path the first wins.
+Mappings are joined by key, sequences of one kind and length member by member. What a rank marked as its own (`"r"`) is
+seen by the same rank number of a world of the same size only; for everybody else it is `away`.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.config import RankInfo
+from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.loading.selection import HOLE, prefixes
 from asyncckpt.storage.contents import Contents, SavedTensor
+
+_INNER = ("d", "o", "l", "t")
 
 
 class SavedTree:
     """See the module.
 
+    Args:
+        contents: The checkpoint.
+        reader: Who reads it.
+
     Attributes:
-        tree: The skeleton; its leaves number `tensors`, and objects for `object_at`.
+        own: The rank whose values the reader gets first; None at another world size, when none is its own.
+        tree: The skeleton, without `"r"`; its leaves number `tensors`, and objects for `object_at`.
         tensors: By tensor number.
+        is_plain: There is one rank, and it is the reader's own.
     """
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, reader: RankInfo) -> None:
+        n_ranks = len(contents.ranks)
+        self.own = reader.rank if reader.world_size == n_ranks else None
+        self.is_plain = n_ranks == 1 and self.own == 0
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._first_objects: list[int] = []
-        self._numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
-        self.tree: Node = ("d", ())
+        self._away: dict[str, None] = {}
         first_object = 0
-        for rank, part in enumerate(contents.ranks):
-            structure = part.structure
-            tensor_numbers = [self._numbers[entry.fqn] for entry in structure.tensors]
+        for part in contents.ranks:
             self._first_objects.append(first_object)
-            renumbered = _renumbered(structure.tree, tensor_numbers, first_object) if rank else structure.tree
-            self.tree = _merged(self.tree, renumbered) if rank else renumbered
-            first_object += structure.n_objects
+            first_object += part.structure.n_objects
+        numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
+        order = sorted(range(n_ranks), key=lambda rank: (rank != self.own, rank))
+        joined: Node | None = None
+        known: set[Node] = set()
+        for rank in order:
+            structure = contents.ranks[rank].structure
+            if structure.tree in known:  # an earlier one has every path of it
+                continue
+            known.add(structure.tree)
+            seen: Node | None = structure.tree
+            if rank or _has_per_rank(structure.tree):  # else its numbers are right already
+                tensors = [numbers[entry.fqn] for entry in structure.tensors]
+                view = _View(tensors, self._first_objects[rank], own=rank == self.own)
+                seen = view.of(structure.tree, ())
+                self._away.update(dict.fromkeys(view.away))
+            joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
+        self.tree: Node = joined or ("d", ())
 
     def object_at(self, number: int) -> tuple[int, int]:
-        """Return (rank, the rank's own number) of an object; of one that several ranks hold, the lowest's."""
+        """Return (rank, the rank's own number) of an object."""
         rank = bisect_right(self._first_objects, number) - 1
         return rank, number - self._first_objects[rank]
 
     @cached_property
     def leaves(self) -> dict[str, Node]:
         """Leaf nodes by FQN, in the order of the state dict."""
-        return {fqn_of(path): node for path, node in leaves(self.tree)}
+        return {fqn_of(path): node for path, node in leaves(self.tree) if node is not HOLE}
 
     @cached_property
     def containers(self) -> set[str]:
         """FQNs of all containers that hold a leaf."""
         return {prefix for fqn in self.leaves for prefix in prefixes(fqn)}
 
+    @cached_property
+    def away(self) -> tuple[str, ...]:
+        """FQNs of leaves that belong to other ranks than the reader."""
+        return tuple(fqn for fqn in self._away if fqn not in self.leaves) if self._away else ()
 
-def prefixes(fqn: str) -> list[str]:
-    """Return what stands before each dot of `fqn`, shortest first."""
-    found, at = [], fqn.find(".")
-    while at >= 0:
-        found.append(fqn[:at])
-        at = fqn.find(".", at + 1)
-    return found
+    def without_holes(self, node: Node) -> Node:
+        """Return `node`, a part of the tree, as a state dict is built from it."""
+        return _closed(node) if self._away else node
 
 
 def kind_of(node: Node) -> str:
@@ -63,66 +92,78 @@ def kind_of(node: Node) -> str:
     return "tensor" if node[0] == "T" else "object"
 
 
-class Selection:
-    """FQNs and prefixes that a user asked for; None asks for everything."""
-
-    def __init__(self, keys: Iterable[str] | None) -> None:
-        self._keys = None if keys is None else set(keys)
-        self._used: set[str] = set()
-
-    def __contains__(self, fqn: str) -> bool:
-        if self._keys is None:
-            return True
-        hits = self._keys.intersection((*prefixes(fqn), fqn))
-        self._used |= hits
-        return bool(hits)
-
-    @property
-    def everything(self) -> bool:
-        """Whether nothing was left out."""
-        return self._keys is None
-
-    def unused(self) -> list[str]:
-        """Return the keys that selected nothing so far."""
-        return sorted((self._keys or set()) - self._used)
-
-
-def selected(node: Node, selection: Selection, path: tuple[Any, ...] = ()) -> Node | None:
-    """Return `node` with the leaves that `selection` names, and the containers around them; None without any."""
+def _has_per_rank(node: Node) -> bool:
     kind = node[0]
-    if selection.everything or (path and fqn_of(path) in selection):
-        return node
-    if kind in ("d", "o"):
+    if kind == "r":
+        return True
+    if kind not in _INNER:
+        return False
+    members = node[1][1::2] if kind in ("d", "o") else node[1]
+    return any(_has_per_rank(m) for m in members if m[0] in _INNER or m[0] == "r")
+
+
+class _View:
+    """One rank's tree under the numbering of all ranks.
+
+    Args:
+        tensors: The number of each of the rank's tensors.
+        first_object: What its object numbers are counted from.
+        own: Whether it is the reader's own rank.
+
+    Attributes:
+        away: FQNs of leaves that belong to this rank, when that is not the reader's.
+    """
+
+    def __init__(self, tensors: list[int], first_object: int, *, own: bool) -> None:
+        self._tensors, self._first_object, self._own = tensors, first_object, own
+        self.away: list[str] = []
+
+    def of(self, node: Node, path: Path) -> Node | None:
+        """Return `node` renumbered; None when there is nothing in it but what belongs to another rank."""
+        kind = node[0]
+        if kind in ("T", "B"):
+            return (kind, self._tensors[node[1]])
+        if kind == "O":
+            return (kind, node[1] + self._first_object)
+        if kind == "r":
+            if self._own:
+                return self.of(node[1], path)
+            self.away += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
+            return None
+        if kind in ("l", "t"):
+            members = [self.of(member, (*path, n)) for n, member in enumerate(node[1])]
+            if members and all(m is None for m in members):
+                return None
+            return (kind, tuple(HOLE if m is None else m for m in members))
         items: list[Any] = []
-        for i in range(0, len(node[1]), 2):
-            child = selected(node[1][i + 1], selection, (*path, node[1][i]))
-            if child is not None:
-                items += [node[1][i], child]
-        return (kind, tuple(items), *node[2:]) if items or not path else None
-    if kind in ("l", "t"):
-        children = [selected(child, selection, (*path, i)) for i, child in enumerate(node[1])]
-        kept = tuple(child for child in children if child is not None)
-        return (kind, kept) if kept else None
-    return None
+        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+            seen = self.of(child, (*path, key))
+            if seen is not None:
+                items += (key, seen)
+        if node[1] and not items:
+            return None
+        if kind == "d":
+            return (kind, tuple(items))
+        return (kind, tuple(items), None if node[2] is None else node[2] + self._first_object)
 
 
-def _renumbered(node: Node, tensors: list[int], first_object: int) -> Node:
+def _joined(first: Node, other: Node) -> Node:
+    if first is HOLE:
+        return other
+    if first[0] in ("d", "o") and other[0] in ("d", "o"):
+        members = dict(zip(first[1][::2], first[1][1::2], strict=True))
+        for key, child in zip(other[1][::2], other[1][1::2], strict=True):
+            members[key] = _joined(members[key], child) if key in members else child
+        return (first[0], tuple(m for pair in members.items() for m in pair), *first[2:])
+    if first[0] in ("l", "t") and first[0] == other[0] and len(first[1]) == len(other[1]):
+        return (first[0], tuple(_joined(a, b) for a, b in zip(first[1], other[1], strict=True)))
+    return first
+
+
+def _closed(node: Node) -> Node:
     kind = node[0]
     if kind in ("d", "o"):
-        items = tuple(_renumbered(m, tensors, first_object) if i % 2 else m for i, m in enumerate(node[1]))
-        if kind == "d":
-            return (kind, items)
-        return (kind, items, None if node[2] is None else node[2] + first_object)
+        return (kind, tuple(_closed(m) if i % 2 else m for i, m in enumerate(node[1])), *node[2:])
     if kind in ("l", "t"):
-        return (kind, tuple(_renumbered(m, tensors, first_object) for m in node[1]))
-    return (kind, node[1] + first_object) if kind == "O" else (kind, tensors[node[1]])
-
-
-def _merged(mine: Node, other: Node) -> Node:
-    """Join two ranks' trees: mappings by key, everything else as the lower rank has it."""
-    if mine[0] not in ("d", "o") or other[0] not in ("d", "o"):
-        return mine
-    members = dict(zip(mine[1][::2], mine[1][1::2], strict=True))
-    for key, child in zip(other[1][::2], other[1][1::2], strict=True):
-        members[key] = _merged(members[key], child) if key in members else child
-    return (mine[0], tuple(m for pair in members.items() for m in pair), *mine[2:])
+        return (kind, tuple(_closed(m) for m in node[1] if m is not HOLE))
+    return node

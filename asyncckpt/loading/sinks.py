@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from asyncckpt.format.structure import Chunk
+from asyncckpt.loading.boxes import Piece
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.block_reader import copy_bytes
 from asyncckpt.storage.contents import SavedTensor
@@ -66,19 +67,46 @@ def wanted_ranges(saved: SavedTensor, target: torch.Tensor) -> Iterator[tuple[tu
     dtype = torch_dtype(saved.dtype)
     whole = takes_bytes(target, dtype)
     for rank, chunk in saved.chunks:
-        start = _flat_start(chunk, saved.global_shape) if whole else None
-        sink: int | Sink = (
-            BoxSink(chunk, dtype, target) if start is None else target.data_ptr() + start * dtype.itemsize
-        )
+        start = _flat_start(chunk.offsets, chunk.sizes, saved.global_shape) if whole else None
+        sink: int | Sink
+        if start is None:
+            sink = BoxSink(target, chunk.offsets, chunk.sizes, dtype, chunk.nbytes)
+        else:
+            sink = target.data_ptr() + start * dtype.itemsize
         yield (rank, chunk.part), Wanted(chunk.offset_bytes, chunk.nbytes, saved.fqn, sink)
 
 
-def _flat_start(chunk: Chunk, global_shape: tuple[int, ...]) -> int | None:
+def wanted_pieces(
+    saved: SavedTensor, rank: int, chunk: Chunk, pieces: Iterable[Piece], target: torch.Tensor
+) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    """Yield ((rank, part), range of that file) for pieces of one chunk, going into a contiguous tensor on the CPU.
+
+    Args:
+        saved: The tensor.
+        rank, chunk: Of the tensor.
+        pieces: Of that chunk.
+        target: Of the shape of the box that was asked for; its dtype is as wide as the saved one. Must stay alive
+            until the ranges have been read.
+    """
+    itemsize, shape = target.itemsize, tuple(target.shape)
+    for piece in pieces:
+        nbytes = piece.length * itemsize
+        dense = piece.length == math.prod(piece.sizes)
+        start = _flat_start(piece.offsets, piece.sizes, shape) if dense else None
+        sink: int | Sink
+        if start is None:
+            sink = BoxSink(target, piece.offsets, piece.sizes, target.dtype, nbytes, piece.strides)
+        else:
+            sink = target.data_ptr() + start * itemsize
+        yield (rank, chunk.part), Wanted(chunk.offset_bytes + piece.start * itemsize, nbytes, saved.fqn, sink)
+
+
+def _flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
     """Return the first element's number if the box is one run of the row-major tensor, else None."""
-    if chunk.sizes == global_shape:
+    if sizes == shape:
         return 0
     stride, start, inner_is_whole = 1, 0, True
-    for offset, size, total in zip(chunk.offsets[::-1], chunk.sizes[::-1], global_shape[::-1], strict=True):
+    for offset, size, total in zip(offsets[::-1], sizes[::-1], shape[::-1], strict=True):
         if not inner_is_whole and size != 1:
             return None
         inner_is_whole = inner_is_whole and size == total
@@ -88,23 +116,38 @@ def _flat_start(chunk: Chunk, global_shape: tuple[int, ...]) -> int | None:
 
 
 class BoxSink:
-    """Gathers one chunk in a temporary, and copies it into its box of the target when it is complete.
+    """Gathers one range in a temporary, and copies the box that it holds into the target when it is complete.
 
     The temporary lives from the first piece to the last, so that few exist at a time.
+
+    Args:
+        target: The tensor.
+        offsets, sizes: The box of it, in elements.
+        dtype: Of the stored elements.
+        nbytes: Length of the range.
+        strides: Of the box in the range, in elements; None: the range is the box, row-major.
     """
 
-    __slots__ = ("_chunk", "_dtype", "_lock", "_missing", "_target", "_temporary")
+    __slots__ = ("_dtype", "_lock", "_missing", "_nbytes", "_offsets", "_sizes", "_strides", "_target", "_temporary")
 
-    def __init__(self, chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> None:
-        self._chunk, self._dtype, self._target = chunk, dtype, target
-        self._missing = chunk.nbytes
+    def __init__(
+        self,
+        target: torch.Tensor,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        nbytes: int,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        self._target, self._offsets, self._sizes, self._strides = target, offsets, sizes, strides
+        self._dtype, self._nbytes, self._missing = dtype, nbytes, nbytes
         self._temporary: torch.Tensor | None = None
         self._lock = threading.Lock()
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         with self._lock:
             if self._temporary is None:
-                self._temporary = new_tensor((math.prod(self._chunk.sizes),), self._dtype, torch.device("cpu"))
+                self._temporary = new_tensor((self._nbytes // self._dtype.itemsize,), self._dtype, torch.device("cpu"))
             temporary = self._temporary
         copy_bytes(temporary.data_ptr() + position, address, nbytes)
         with self._lock:
@@ -112,14 +155,16 @@ class BoxSink:
             complete = self._missing == 0
         if complete:
             self._temporary = None
-            fill_box(self._target, self._chunk, temporary)
+            flat, strides = temporary, self._strides
+            box = flat.view(self._sizes) if strides is None else flat.as_strided(self._sizes, strides)
+            fill_box(self._target, self._offsets, box)
 
 
-def fill_box(target: torch.Tensor, chunk: Chunk, flat: torch.Tensor) -> None:
-    """Copy a chunk's elements into its box of `target`, converting dtype and device; autograd does not see it."""
+def fill_box(target: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> None:
+    """Copy `values` into their box of `target`, converting dtype and device; autograd does not see it."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         box = target
-        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        for dim, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
             if size != box.shape[dim]:
                 box = box.narrow(dim, offset, size)
-        box.copy_(flat.view(chunk.sizes))
+        box.copy_(values)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asyncckpt.format.tree import Node
+from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.state_dict import (
     HOIST_NBYTES,
     PLAIN_TENSORS,
@@ -121,13 +122,17 @@ class _Walk:
             if type(value) is not bytes or (len(value),) != tuple(self._shapes[node[1]][1]):
                 raise _Mismatch
             self.tensors.append(hoisted(value))
+        elif kind == "r":
+            if not isinstance(value, PerRank):
+                raise _Mismatch
+            self.other(node[1], value.value)
         else:
             self._sequence(node, value)
 
     def _object(self, value: Any) -> None:
         kind = type(value)
         if kind not in SCALARS:
-            if isinstance(value, (Mapping, torch.Tensor)) or (kind is bytes and len(value) >= HOIST_NBYTES):
+            if isinstance(value, (Mapping, torch.Tensor, PerRank)) or (kind is bytes and len(value) >= HOIST_NBYTES):
                 raise _Mismatch
             if (kind is list or (isinstance(value, tuple) and kind is not torch.Size)) and not is_flat(value):
                 raise _Mismatch

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncckpt.format.layout import PAGE_NBYTES, Layout
 from asyncckpt.format.tree import Node
+from asyncckpt.planning.agreement import Agreement
+from asyncckpt.planning.sampling import Turn
 from asyncckpt.protocol.request import PartRange
 
 Signature = tuple[Node, tuple[Any, ...]]
 """A structure's fingerprint: its tree, and dtype and shape of every tensor. Two equal ones share a plan."""
+
+
+class Box(NamedTuple):
+    """What goes into one chunk: `sizes` elements from `offsets` on of tensor `number`, one run of a contiguous one."""
+
+    number: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class SharedTensor(NamedTuple):
+    """A tensor that other ranks claim to hold too, and when they compare it; `split`: several of them write it."""
+
+    fqn: str
+    number: int
+    split: bool
+    turn: Turn
+    n_elements: int
+    itemsize: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -19,16 +40,30 @@ class SavePlan:
 
     Attributes:
         signature: What the plan was made for.
-        layout: Parts and, per tensor number, its chunk.
+        layout: Parts and chunks.
+        boxes: Aligned with the layout's chunks: what goes where.
         structure: `format.structure.encode_structure`'s bytes.
-        n_tensors, tensor_nbytes: For reports.
+        n_tensors: Tensors whose first element this rank writes, for reports: over all ranks, every stored tensor once.
+        tensor_nbytes: What this rank writes.
+        agreement: With the other ranks; None where there are none.
+        news: Numbers of the tensors that are not agreed upon yet; the other ranks are to be told.
+        shared: What is compared with other ranks' at every save, some of it each time.
     """
 
     signature: Signature
     layout: Layout
+    boxes: tuple[Box, ...]
     structure: bytes
     n_tensors: int
     tensor_nbytes: int
+    agreement: Agreement | None = None
+    news: tuple[int, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """The agreement's 16 hex digits, which all ranks of a save must share; "" where there is none."""
+        return "" if self.agreement is None else self.agreement.fingerprint
 
     @property
     def body_nbytes(self) -> int:

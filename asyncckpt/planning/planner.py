@@ -1,16 +1,22 @@
-"""From a flattened state dict to the plan of who writes what. Pure; one rank writes everything that it holds."""
+"""From a flattened state dict to the plan of who writes what. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
+from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.layout import BoxSpec, build_layout
+from asyncckpt.format.names import is_reserved, per_rank_name
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.planning.agreement import Agreement, DutyKind
+from asyncckpt.planning.assignment import box_of_rows
+from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.match import match
-from asyncckpt.planning.plan import SavePlan, Signature
+from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
 from asyncckpt.planning.state_dict import Flattened, check_keys, flatten
 from asyncckpt.planning.torch_types import dtype_name
 
@@ -20,31 +26,60 @@ def signature_of(flat: Flattened) -> Signature:
     return flat.tree, tuple((t.dtype, t.shape) for t in flat.tensors)
 
 
-def make_plan(flat: Flattened, signature: Signature, *, files_per_rank: int) -> SavePlan:
-    """Lay out every tensor of `flat`.
+def contribution_of(flat: Flattened) -> Contribution:
+    """Return what the other ranks are told about `flat`, without digests.
+
+    Raises:
+        DuplicateNameError, UnsupportedLeafError: As `make_plan`.
+    """
+    check_keys(flat.tree)
+    _check_names(flat)
+    keys, own = _keys(flat), flat.per_rank
+    common = tuple(key for number, key in enumerate(keys) if number not in own)
+    return Contribution(
+        tensors=common,
+        own_nbytes=sum(flat.tensors[number].numel() * DTYPES[keys[number][1]].itemsize for number in own),
+        digests=(b"",) * len(common),
+    )
+
+
+def make_plan(
+    flat: Flattened, signature: Signature, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None
+) -> SavePlan:
+    """Lay out what this rank writes of `flat`.
 
     Args:
         flat: The state dict.
         signature: `signature_of(flat)`.
         files_per_rank: Shard files to spread over.
+        rank: Of this process.
+        agreement: With the other ranks; None: there are none.
 
     Raises:
-        DuplicateNameError: Two paths join to one FQN.
+        DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
         UnsupportedLeafError: A key that the index cannot hold.
     """
     check_keys(flat.tree)
     _check_names(flat)
-    specs = []
-    for fqn, tensor in zip(flat.fqns, flat.tensors, strict=True):
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        assert dtype is not None
-        specs.append(BoxSpec(fqn=fqn, dtype=dtype, global_shape=shape, offsets=(0,) * len(shape), sizes=shape))
+    own = flat.per_rank
+    orders = [
+        _order(number, key, rank, None if number in own else agreement, is_own=number in own)
+        for number, key in enumerate(_keys(flat))
+    ]
+    boxes = [box for order in orders for box in order.boxes]
+    specs = [_spec(orders[box.number], box) for box in boxes]
     layout = build_layout(specs, n_parts=files_per_rank)
+    chunks = iter(layout.chunks)
     structure = Structure(
         tree=flat.tree,
         tensors=tuple(
-            TensorEntry(fqn=s.fqn, dtype=s.dtype, global_shape=s.global_shape, chunks=(c,))
-            for s, c in zip(specs, layout.chunks, strict=True)
+            TensorEntry(
+                fqn=order.stored,
+                dtype=order.key[1],
+                global_shape=order.key[2],
+                chunks=tuple(next(chunks) for _ in order.boxes),
+            )
+            for order in orders
         ),
         n_objects=len(flat.objects),
         part_nbytes=tuple(p.nbytes for p in layout.parts),
@@ -52,20 +87,70 @@ def make_plan(flat: Flattened, signature: Signature, *, files_per_rank: int) -> 
     return SavePlan(
         signature=signature,
         layout=layout,
+        boxes=tuple(boxes),
         structure=encode_structure(structure),
-        n_tensors=len(specs),
+        n_tensors=sum(not any(box.offsets) for box in boxes),
         tensor_nbytes=sum(s.nbytes for s in specs),
+        agreement=agreement,
+        news=tuple(number for number, order in enumerate(orders) if order.is_news),
+        shared=tuple(order.shared for order in orders if order.shared is not None),
     )
+
+
+class _Order(NamedTuple):
+    """What is written of one tensor, under which name."""
+
+    key: TensorKey
+    stored: str
+    boxes: tuple[Box, ...]
+    shared: SharedTensor | None = None
+    is_news: bool = False
+
+
+def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> _Order:
+    fqn, dtype, shape = key
+    whole = (Box(number, (0,) * len(shape), shape),)
+    if agreement is None:
+        return _Order(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
+    duty = agreement.duty(rank, fqn, dtype, shape)
+    if duty.kind is DutyKind.SOLE:
+        return _Order(key, fqn, whole)
+    if duty.kind is not DutyKind.SHARED:
+        return _Order(key, per_rank_name(fqn, rank), whole, is_news=duty.kind is DutyKind.NEWS)
+    boxes = tuple(Box(number, *box_of_rows(shape, first, n_rows)) for first, n_rows in duty.pieces)
+    turn = agreement.turn(fqn, dtype, shape)
+    shared = SharedTensor(fqn, number, duty.split, turn, math.prod(shape), DTYPES[dtype].itemsize)
+    return _Order(key, fqn, boxes, shared)
+
+
+def _spec(order: _Order, box: Box) -> BoxSpec:
+    _, dtype, shape = order.key
+    return BoxSpec(fqn=order.stored, dtype=dtype, global_shape=shape, offsets=box.offsets, sizes=box.sizes)
+
+
+def _keys(flat: Flattened) -> list[TensorKey]:
+    found = []
+    for fqn, tensor in zip(flat.fqns, flat.tensors, strict=True):
+        dtype = dtype_name(tensor.dtype)
+        assert dtype is not None
+        found.append((fqn, dtype, tuple(tensor.shape)))
+    return found
 
 
 def _check_names(flat: Flattened) -> None:
     seen: set[str] = set()
-    for path, _ in leaves(flat.tree):
+    for path, node in leaves(flat.tree):
         fqn = fqn_of(path)
         if fqn in seen:
             raise DuplicateNameError(
                 f"two leaves of the state dict are both called {fqn!r} once their keys are joined by dots "
                 f"(one of them is at {path!r}); rename a key",
+                fqn=fqn,
+            )
+        if node[0] != "O" and is_reserved(fqn):
+            raise DuplicateNameError(
+                f"the tensor {fqn!r} ends in '@rank' and a number: such names are reserved for tensors that belong to "
+                "one rank; rename the key",
                 fqn=fqn,
             )
         seen.add(fqn)
@@ -77,10 +162,20 @@ class PlanCache:
     MAX_PLANS = 8
     """Chosen, not measured: full state, weights only, a second model, and room."""
 
-    def __init__(self, *, files_per_rank: int) -> None:
-        self._files_per_rank = files_per_rank
+    def __init__(self, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None) -> None:
+        self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """With the other ranks; setting another one drops all plans."""
+        return self._agreement
+
+    @agreement.setter
+    def agreement(self, agreement: Agreement | None) -> None:
+        self._agreement = agreement
+        self._plans.clear()
 
     def take(self, state_dict: Any) -> tuple[SavePlan, Flattened]:
         """Take `state_dict` apart and return the plan of its structure, making it when it is new.
@@ -100,7 +195,9 @@ class PlanCache:
         key = hash(signature)
         found = self._plans.get(key)
         if found is None or found.signature != signature:
-            found = make_plan(flat, signature, files_per_rank=self._files_per_rank)
+            found = make_plan(
+                flat, signature, files_per_rank=self._files_per_rank, rank=self._rank, agreement=self._agreement
+            )
             self.made += 1
             self._plans[key] = found
             if len(self._plans) > self.MAX_PLANS:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, leaves
+from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, leaves, per_rank_nodes
+from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.torch_types import dtype_name
 
 HOIST_NBYTES = 64 * 1024
@@ -50,6 +51,17 @@ class Flattened:
                 names[node[1]] = fqn_of(path)
         return [n for n in names if n is not None]
 
+    @property
+    def per_rank(self) -> frozenset[int]:
+        """Numbers of the tensors that belong to this rank: any of their paths lies in a `PerRank`."""
+        return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != "O")
+
+    @property
+    def common(self) -> list[int]:
+        """Numbers of the tensors that do not belong to this rank alone, ascending."""
+        own = self.per_rank
+        return [n for n in range(len(self.tensors)) if n not in own]
+
     def object_path(self, number: int) -> Path:
         """Return the typed path of an object: a leaf, or the `_metadata` of an OrderedDict."""
         of_leaves = (path for path, node in leaves(self.tree) if node == ("O", number))
@@ -77,9 +89,10 @@ def flatten(state_dict: Any) -> Flattened:
 class _Walk:
     """One pass over a state dict; `keys` is the path to where it stands."""
 
-    __slots__ = ("_seen", "keys", "objects", "tensors")
+    __slots__ = ("_per_rank", "_seen", "keys", "objects", "tensors")
 
     def __init__(self) -> None:
+        self._per_rank = False
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
         self.keys: list[Any] = []
@@ -108,6 +121,8 @@ class _Walk:
             return ("O", self._object(value))
         if isinstance(value, Mapping):
             return self.mapping(value)
+        if isinstance(value, PerRank):
+            return self._of_rank(value)
         if isinstance(value, torch.Tensor):
             raise self._refused(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
         if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
@@ -118,6 +133,19 @@ class _Walk:
             self.tensors.append(hoisted(value))
             return ("B", len(self.tensors) - 1)
         return ("O", self._object(value))
+
+    def _of_rank(self, mark: PerRank) -> Node:
+        value: Any = mark
+        for _ in range(MAX_DEPTH):
+            if not isinstance(value, PerRank):
+                break
+            value = value.value
+        else:
+            raise self._refused(mark, f"nested deeper than {MAX_DEPTH} levels, or inside itself")
+        outer, self._per_rank = self._per_rank, True
+        node = self.tensor(value) if type(value) in PLAIN_TENSORS else self.other(value)
+        self._per_rank = outer
+        return node if outer else ("r", node)
 
     def _sequence(self, kind: str, value: Sequence[Any]) -> Node:
         if len(self.keys) > MAX_DEPTH - 2:
@@ -221,6 +249,8 @@ def _mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     elif node[0] in ("l", "t"):
         for i, child in enumerate(node[1]):
             yield from _mappings(child, (*path, i))
+    elif node[0] == "r":
+        yield from _mappings(node[1], path)
 
 
 def _is_text(key: str) -> bool:
@@ -231,18 +261,22 @@ def _is_text(key: str) -> bool:
     return True
 
 
-def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[Any]) -> Any:
+def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[Any], *, marks: bool = False) -> Any:
     """Rebuild the state dict: containers, order, key types and aliases as saved.
 
     Args:
         tree: The skeleton.
         tensors: By tensor number.
         objects_: Python values by object number.
+        marks: Whether what belongs to its rank comes in a `PerRank`; else its bare value.
     """
     kind = tree[0]
+    if kind == "r":
+        value = unflatten(tree[1], tensors, objects_, marks=marks)
+        return PerRank(value) if marks else value
     if kind in ("d", "o"):
         items = tree[1]
-        pairs = ((items[i], unflatten(items[i + 1], tensors, objects_)) for i in range(0, len(items), 2))
+        pairs = ((items[i], unflatten(items[i + 1], tensors, objects_, marks=marks)) for i in range(0, len(items), 2))
         if kind == "d":
             return dict(pairs)
         ordered = OrderedDict(pairs)
@@ -251,7 +285,7 @@ def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[An
             ordered._metadata = OrderedDict(metadata) if isinstance(metadata, dict) else metadata  # type: ignore[attr-defined]
         return ordered
     if kind in ("l", "t"):
-        members = [unflatten(child, tensors, objects_) for child in tree[1]]
+        members = [unflatten(child, tensors, objects_, marks=marks) for child in tree[1]]
         return members if kind == "l" else tuple(members)
     if kind == "B":
         hoisted = tensors[tree[1]].contiguous()

@@ -20,8 +20,14 @@ MAX_SECONDS = 1e9
 MAX_RANKS = 100_000
 MAX_UMASK = 0o777
 TOKEN_NBYTES = 16
+MAX_MISSING = 64
+"""Ranks named in one row of a Saves message, so that a full table of rows stays below the frame's limit."""
+
+MAX_PIECE_NBYTES = 512 << 10
+"""Of one Share or Fetched: half a frame. Chosen, not measured."""
 
 _SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
+_HEX12 = re.compile(r"[0-9a-f]{12}\Z")
 _HEX16 = re.compile(r"[0-9a-f]{16}\Z")
 
 Check = Callable[[Any], bool]
@@ -55,6 +61,11 @@ def save_id(value: Any) -> bool:
     return type(value) is str and _SAVE_ID.match(value) is not None
 
 
+def hex12(value: Any) -> bool:
+    """12 hex digits: a run."""
+    return type(value) is str and _HEX12.match(value) is not None
+
+
 def hex16(value: Any) -> bool:
     """16 hex digits: a session or an instance."""
     return type(value) is str and _HEX16.match(value) is not None
@@ -82,9 +93,24 @@ def seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < MAX_SECONDS
 
 
+def timeout(value: Any) -> bool:
+    """A duration that is not zero."""
+    return seconds(value) and value > 0
+
+
 def token(value: Any) -> bool:
     """A slot's token."""
     return type(value) is bytes and len(value) == TOKEN_NBYTES
+
+
+def piece(value: Any) -> bool:
+    """At most `MAX_PIECE_NBYTES` bytes."""
+    return type(value) is bytes and len(value) <= MAX_PIECE_NBYTES
+
+
+def ranks(value: Any) -> bool:
+    """A list of at most `MAX_TABLE` ranks."""
+    return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(uint, value))
 
 
 def flag(value: Any) -> bool:
@@ -103,7 +129,7 @@ def save_ids(value: Any) -> bool:
 
 
 def save_rows(value: Any) -> bool:
-    """A list of at most `MAX_TABLE` maps: save id, phase, and where they apply `error` and `report`."""
+    """A list of at most `MAX_TABLE` maps: save id, phase, and where they apply `error`, `report` and `missing`."""
     return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(_save_row, value))
 
 
@@ -112,6 +138,9 @@ def _save_row(value: Any) -> bool:
         return False
     phase = value.get("phase")
     if type(phase) is not str or phase not in PHASES:
+        return False
+    missing = value.get("missing", ())
+    if not ranks(missing) or len(missing) > MAX_MISSING:
         return False
     return ("error" not in value or _error(value["error"])) and ("report" not in value or _report(value["report"]))
 

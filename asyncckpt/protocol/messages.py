@@ -6,31 +6,49 @@ the worker answers once per arrival; ids are unique per session, and every reque
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
+from asyncckpt.protocol.answers import Granted, LineageFound, Ok, Refused, Saves, StatusReport, Welcome
 from asyncckpt.protocol.fields import Check
+from asyncckpt.protocol.message import Message
+from asyncckpt.protocol.sharing import Fetch, Fetched, Share
+
+__all__ = [
+    "MAX_PATH_BYTES",
+    "MAX_TABLE",
+    "PROTOCOL_VERSION",
+    "REPLIES",
+    "REQUESTS",
+    "Allocate",
+    "Begin",
+    "Consent",
+    "Drain",
+    "Fetch",
+    "Fetched",
+    "Goodbye",
+    "Granted",
+    "Heartbeat",
+    "Hello",
+    "Lineage",
+    "LineageFound",
+    "Message",
+    "Ok",
+    "Refused",
+    "Release",
+    "Saves",
+    "Share",
+    "Status",
+    "StatusReport",
+    "Submit",
+    "Welcome",
+    "Withdraw",
+]
 
 PROTOCOL_VERSION = 1
 MAX_PATH_BYTES = check.MAX_PATH_BYTES
 MAX_TABLE = check.MAX_TABLE
-
-
-class Message:
-    """What all messages share: `name` on the wire, and a check per field."""
-
-    name: ClassVar[str]
-    checks: ClassVar[dict[str, Check]]
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if not self.checks[field.name](value):
-                shown = repr(value)[:80]
-                raise ProtocolError(f"{self.name}: field {field.name} cannot be {shown}", detail=field.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +102,13 @@ class Release(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage(Message):
-    """Ask which epoch a run gets that saves its first checkpoint at `path`."""
+    """Ask which epoch the saves of `run` carry beside `path`. The session joins the run."""
 
     id: int
+    run: str
     path: str
     name: ClassVar[str] = "lineage"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "path": check.path}
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "run": check.hex12, "path": check.path}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +124,7 @@ class Begin(Message):
     nbytes: int
     umask: int
     fsync: bool
+    commit_timeout_s: float
     name: ClassVar[str] = "begin"
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
@@ -116,6 +136,7 @@ class Begin(Message):
         "nbytes": check.uint,
         "umask": check.umask,
         "fsync": check.flag,
+        "commit_timeout_s": check.timeout,
     }
 
 
@@ -138,13 +159,36 @@ class Submit(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Withdraw(Message):
-    """A save that was begun will not be sealed: staging failed."""
+    """This rank will not seal a save: it ends on all ranks. Epoch 0 in `save_id`: not known. `skipped`: on purpose."""
 
     id: int
     save_id: str
     reason: str
+    skipped: bool
     name: ClassVar[str] = "withdraw"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "save_id": check.save_id, "reason": check.text}
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "save_id": check.save_id,
+        "reason": check.text,
+        "skipped": check.flag,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Consent(Message):
+    """What this rank's `pre_commit` hook says to the commit of a save; `reason`: why not."""
+
+    id: int
+    save_id: str
+    granted: bool
+    reason: str
+    name: ClassVar[str] = "consent"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "save_id": check.save_id,
+        "granted": check.flag,
+        "reason": check.text,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,104 +229,11 @@ class Drain(Message):
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "now": check.flag}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Welcome(Message):
-    """The session is open. `instance`: 16 hex digits, random per worker process."""
+_REQUESTS = (
+    *(Hello, Allocate, Release, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch),
+    *(Heartbeat, Goodbye, Status, Drain),
+)
+_REPLIES = (Welcome, Granted, LineageFound, Fetched, Ok, Refused, Saves, StatusReport)
 
-    id: int
-    package: str
-    pid: int
-    pid_start: int
-    instance: str
-    heartbeat_s: float
-    name: ClassVar[str] = "welcome"
-    checks: ClassVar[dict[str, Check]] = {
-        "id": check.uint,
-        "package": check.text,
-        "pid": check.uint,
-        "pid_start": check.uint,
-        "instance": check.hex16,
-        "heartbeat_s": check.seconds,
-    }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Granted(Message):
-    """A slot: its number, the memfd's number in the worker, its size, and the token that it must carry."""
-
-    id: int
-    slot: int
-    fd: int
-    nbytes: int
-    token: bytes
-    name: ClassVar[str] = "granted"
-    checks: ClassVar[dict[str, Check]] = {
-        "id": check.uint,
-        "slot": check.uint,
-        "fd": check.uint,
-        "nbytes": check.uint,
-        "token": check.token,
-    }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LineageFound(Message):
-    """The answer to Lineage."""
-
-    id: int
-    epoch: int
-    name: ClassVar[str] = "lineage_found"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "epoch": check.uint}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ok(Message):
-    """The request arrived and was taken up."""
-
-    id: int
-    name: ClassVar[str] = "ok"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refused(Message):
-    """The request was not taken up: an error of `asyncckpt.errors` as code, text and fields."""
-
-    id: int
-    error: Mapping[str, Any]
-    name: ClassVar[str] = "refused"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "error": check.mapping}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saves(Message):
-    """States of saves: the answer to Heartbeat (same id), or sent unasked (id 0) when one changes.
-
-    A row is a map with `save_id`, `phase`, and where they apply `error` (as in Refused) and `report` (numbers).
-    """
-
-    id: int
-    saves: tuple[Mapping[str, Any], ...]
-    name: ClassVar[str] = "saves"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "saves": check.save_rows}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatusReport(Message):
-    """The answer to Status: a JSON-like map, described in SPEC.md."""
-
-    id: int
-    report: Mapping[str, Any]
-    name: ClassVar[str] = "status_report"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "report": check.mapping}
-
-
-Request = Hello | Allocate | Release | Lineage | Begin | Submit | Withdraw | Heartbeat | Goodbye | Status | Drain
-Reply = Welcome | Granted | LineageFound | Ok | Refused | Saves | StatusReport
-
-REQUESTS: dict[str, type[Message]] = {
-    c.name: c for c in (Hello, Allocate, Release, Lineage, Begin, Submit, Withdraw, Heartbeat, Goodbye, Status, Drain)
-}
-REPLIES: dict[str, type[Message]] = {
-    c.name: c for c in (Welcome, Granted, LineageFound, Ok, Refused, Saves, StatusReport)
-}
+REQUESTS: dict[str, type[Message]] = {c.name: c for c in _REQUESTS}
+REPLIES: dict[str, type[Message]] = {c.name: c for c in _REPLIES}

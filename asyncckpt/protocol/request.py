@@ -11,6 +11,7 @@ import msgpack
 from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
+from asyncckpt.protocol.samples import are_samples
 
 MAX_METADATA_NBYTES = 16 << 20
 """Of the indented form that the manifest holds. Chosen so that metadata and 100,000 ranks fit a manifest's limit."""
@@ -18,6 +19,9 @@ MAX_METADATA_NBYTES = 16 << 20
 MAX_METADATA_NESTING = 64
 MAX_PARTS = 1000
 MAX_THREADS = 1024
+MAX_CONTRIBUTION_NBYTES = 64 << 20
+"""On a board, or attached to a request: names and shapes of a million tensors. Chosen, not measured."""
+
 PAGE_NBYTES = 4096
 
 
@@ -46,6 +50,11 @@ class SaveRequest:
         umask: The trainer's, for the modes of files and directories.
         write_threads: Threads to write with; 0 leaves the choice to the worker.
         package: The trainer's asyncckpt version.
+        commit_timeout_s: How long the other ranks may take to seal, once one has.
+        hook_timeout_s: How long the commit waits for this rank's consent once it is durable; 0: it needs none.
+        plan: Fingerprint of the agreement that says which rank writes what; "" when there is none.
+        samples: `samples.encode_samples`' bytes.
+        contribution: What this rank has to say for a later agreement; opaque to the worker. b"": nothing.
     """
 
     save_id: str
@@ -62,31 +71,18 @@ class SaveRequest:
     umask: int
     write_threads: int
     package: str
+    commit_timeout_s: float
+    hook_timeout_s: float
+    plan: str
+    samples: bytes
+    contribution: bytes
 
 
 def encode_request(request: SaveRequest) -> bytes:
     """Return the msgpack of `request`."""
-    return bytes(
-        msgpack.packb(
-            {
-                "v": PROTOCOL_VERSION,
-                "save_id": request.save_id,
-                "step": request.step,
-                "path": request.path,
-                "rank": request.rank,
-                "world_size": request.world_size,
-                "parts": [[p.offset, p.nbytes] for p in request.parts],
-                "structure": request.structure,
-                "objects": request.objects,
-                "n_tensors": request.n_tensors,
-                "metadata": request.metadata,
-                "fsync": request.fsync,
-                "umask": request.umask,
-                "write_threads": request.write_threads,
-                "package": request.package,
-            }
-        )
-    )
+    document: dict[str, Any] = {name: getattr(request, name) for name in SaveRequest.__dataclass_fields__}
+    document |= {"v": PROTOCOL_VERSION, "parts": [[p.offset, p.nbytes] for p in request.parts]}
+    return bytes(msgpack.packb(document))
 
 
 def decode_request(data: bytes, body_end: int) -> SaveRequest:
@@ -153,6 +149,11 @@ _CHECKS: dict[str, check.Check] = {
     "umask": check.umask,
     "write_threads": lambda value: check.uint(value) and value <= MAX_THREADS,
     "package": check.text,
+    "commit_timeout_s": check.timeout,
+    "hook_timeout_s": check.seconds,
+    "plan": check.hex16_or_none,
+    "samples": are_samples,
+    "contribution": lambda value: type(value) is bytes and len(value) <= MAX_CONTRIBUTION_NBYTES,
 }
 
 

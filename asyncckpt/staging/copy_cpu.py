@@ -1,4 +1,4 @@
-"""The copy of tensors into a slot: into places that are worked out once per slot and plan.
+"""The copy of tensors, or of boxes of them, into a slot: into places that are worked out once per slot and plan.
 
 Large contiguous tensors are moved by plain threads, everything else by one batched torch call. torch's own parallel
 copy meets at an OpenMP barrier after every tensor: on cores that a data loader or a writer shares with it, it took
@@ -17,7 +17,7 @@ import torch
 
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.plan import Box, SavePlan
 
 LARGE_NBYTES = 64 * 1024
 """From here on a tensor is moved by a thread; below, torch does not use several threads either (its grain size)."""
@@ -44,7 +44,7 @@ _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.it
 
 
 class SlotImage:
-    """The images of a plan's shard files in memory at `address`: headers written, and a view for every tensor.
+    """The images of a plan's shard files in memory at `address`: headers written, and a view for every box.
 
     The memory must outlive it; it belongs to whoever mapped it.
 
@@ -69,16 +69,17 @@ class SlotImage:
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
         self._targets = [
-            _copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(dtype).view(shape))
-            for c, (dtype, shape) in zip(chunks, shapes, strict=True)
+            _copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
+            for c, b in zip(chunks, plan.boxes, strict=True)
         ]
+        self._numbers = [b.number for b in plan.boxes]
+        self._partial = {n: b for n, b in enumerate(plan.boxes) if b.sizes != shapes[b.number][1]}
         self._large = [
-            (number, address + ranges[c.part].offset + c.offset_bytes, c.nbytes)
-            for number, c in enumerate(chunks)
+            (n, address + ranges[c.part].offset + c.offset_bytes, c.nbytes, _skipped_nbytes(b, *shapes[b.number]))
+            for n, (c, b) in enumerate(zip(chunks, plan.boxes, strict=True))
             if c.nbytes >= LARGE_NBYTES
         ]
-        large = {number for number, _, _ in self._large}
-        self._small = [number for number in range(len(chunks)) if number not in large]
+        self._small = [n for n, c in enumerate(chunks) if c.nbytes < LARGE_NBYTES]
         self._has_special = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
 
@@ -92,14 +93,14 @@ class SlotImage:
         for address in self._headers:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
         others = list(self._small)
-        for number, target, nbytes in self._large:
-            tensor = tensors[number]
+        for n, target, nbytes, skipped in self._large:
+            tensor = tensors[self._numbers[n]]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
-                source = tensor.data_ptr()
+                source = tensor.data_ptr() + skipped
                 for at in range(0, nbytes, PIECE_NBYTES):
                     self._moves.append((target + at, source + at, min(PIECE_NBYTES, nbytes - at)))
             else:
-                others.append(number)
+                others.append(n)
         try:
             self._start_movers()
             self._copy_by_torch(tensors, others)
@@ -140,15 +141,19 @@ class SlotImage:
                 self._movers.remove(mover)
                 return
 
-    def _copy_by_torch(self, tensors: Sequence[torch.Tensor], numbers: list[int]) -> None:
-        if not numbers:
+    def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int]) -> None:
+        if not boxes:
             return
-        targets, sources = [self._targets[n] for n in numbers], [tensors[n] for n in numbers]
-        if self._has_special:
-            sources = [_copyable(t) for t in sources]
+        targets, sources = [self._targets[n] for n in boxes], [tensors[self._numbers[n]] for n in boxes]
         # IMPORTANT: no_grad is per thread, and from a Parameter outside it the copy would hang an autograd chain on
         # the slot's views that grows with every save.
         with torch.no_grad():
+            if self._partial:
+                sources = [
+                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, sources, strict=True)
+                ]
+            if self._has_special:
+                sources = [_copyable(t) for t in sources]
             torch._foreach_copy_(targets, sources)
 
 
@@ -159,6 +164,21 @@ def _move(moves: deque[tuple[int, int, int]]) -> None:
             move(*take())
     except IndexError:  # none left
         pass
+
+
+def _skipped_nbytes(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return where a box of a contiguous tensor begins in it."""
+    elements = 0
+    for offset, size in zip(box.offsets, shape, strict=True):
+        elements = elements * size + offset
+    return elements * dtype.itemsize
+
+
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, offset, size)
+    return tensor
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:

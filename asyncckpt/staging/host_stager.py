@@ -25,7 +25,7 @@ class HostStager(CheckpointStager):
         flat = flatten(state_dict)
         with torch.no_grad():
             tensors = [t.detach().to("cpu", copy=True) for t in flat.tensors]
-        return unflatten(flat.tree, tensors, [decode_object(raw) for raw in encode_leaves(flat)])
+        return unflatten(flat.tree, tensors, [decode_object(raw) for raw in encode_leaves(flat)], marks=True)
 
     def close(self) -> None:
         """Nothing to free."""

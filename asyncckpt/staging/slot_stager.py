@@ -5,26 +5,39 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.errors import AsyncCkptError, StagingError
+from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.digests import Samples, news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.planner import PlanCache, contribution_of
+from asyncckpt.planning.state_dict import Flattened, flatten
 from asyncckpt.protocol.request import SaveRequest, encode_request
+from asyncckpt.protocol.samples import DIGEST_NBYTES, encode_samples
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.slot_pool import LentSlot
 from asyncckpt.staging.umask import current_umask
 
+_OURS = frozenset({"path", "step", "save_id", "metadata"})
+
 REQUEST_SLACK_NBYTES = 64 * 1024
 """Room for objects that grow between saves, so that a longer log line needs no new slot. Chosen, not measured."""
+
+
+class _News(NamedTuple):
+    """See `SaveRequest`'s fields of the same names."""
+
+    plan: str
+    samples: bytes
+    contribution: bytes
 
 
 class SlotStager(CheckpointStager):
@@ -38,29 +51,35 @@ class SlotStager(CheckpointStager):
 
     def __init__(self, process: WorkerProcess, config: CheckpointerConfig, *, package: str) -> None:
         self._process, self._config, self._package = process, config, package
-        self.plans = PlanCache(files_per_rank=config.files_per_rank)
+        self._coordination = process.coordination
+        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=process.rank.rank)
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
 
         Args:
             state_dict: The state.
-            **kw: `path`, `step`, `save_id` (its epoch is filled in here), `metadata`; others are ignored.
+            **kw: `path`, `step`, `save_id` (its epoch, and the run of several ranks, are filled in here), `metadata`;
+                others are kept for the commit hook.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored; nothing was begun.
             StagingError: torch could not copy a tensor.
+            PlanTimeoutError, RanksDisagreeError: The first save of several ranks; see `Coordination.agree`.
             AsyncCkptError: No slot, no memory, no worker.
+
+        Blocks: the first save of several ranks for the others, up to `plan_timeout_s`.
         """
         began = time.perf_counter()
-        path, step, save_id = kw["path"], kw["step"], kw["save_id"]
-        plan, flat = self.plans.take(state_dict)
+        path, step = kw["path"], kw["step"]
+        plan, flat, save_id = self._planned(state_dict, kw)
         leaves = encode_leaves(flat)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
-        save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path))
+        save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
-        request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, kw))
+        news = self._news(plan, flat, save_id.sequence)
+        request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, news, kw))
         wanted = slot_nbytes(plan.body_nbytes, len(request))
         slot: LentSlot | None = None
         try:
@@ -80,7 +99,8 @@ class SlotStager(CheckpointStager):
         except BaseException as error:
             if slot is not None and isinstance(slot.views, SlotImage):
                 slot.views.settle()
-            self._process.withdraw(save_id, f"staging failed: {error!r}")
+            skipped = isinstance(error, SaveSkippedError)
+            self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
             if isinstance(error, AsyncCkptError) or not isinstance(error, Exception):
                 raise
             raise StagingError(
@@ -97,11 +117,43 @@ class SlotStager(CheckpointStager):
             "seal": sealed - copied,
         }
         return StagedSnapshot(
-            save_id=save_id, step=step, path=path, slot=slot, nbytes=plan.file_nbytes, seconds=seconds, began=began
+            save_id=save_id,
+            step=step,
+            path=path,
+            slot=slot,
+            nbytes=plan.file_nbytes,
+            seconds=seconds,
+            began=began,
+            extra={name: value for name, value in kw.items() if name not in _OURS},
         )
 
+    def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
+        """Return the plan, what it is about, and the save's id without its epoch."""
+        save_id: SaveId = kw["save_id"]
+        ranks = self._coordination
+        if not ranks.alone:
+            if ranks.agreement is None:
+                flat = flatten(state_dict)
+                ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
+            ranks.advance(save_id.sequence)
+            if self.plans.agreement is not ranks.agreement:
+                self.plans.agreement = ranks.agreement
+            save_id = save_id._replace(run_id=ranks.run_id)
+        plan, flat = self.plans.take(state_dict)
+        return plan, flat, save_id
+
+    def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> _News:
+        """Return what this save tells the worker about replicas and structure."""
+        agreement = self._coordination.agreement
+        if agreement is None:
+            return _News("", b"", b"")
+        checked = self._config.replicated == "check"
+        samples = _encoded(sample_digests(plan, flat, sequence)) if checked else b""
+        contribution = news_of(plan, flat, compare=checked).encode() if plan.news else b""
+        return _News(agreement.fingerprint, samples, contribution)
+
     def _request(
-        self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, kw: Mapping[str, Any]
+        self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, news: _News, kw: Mapping[str, Any]
     ) -> SaveRequest:
         return SaveRequest(
             save_id=str(save_id),
@@ -118,10 +170,21 @@ class SlotStager(CheckpointStager):
             umask=umask,
             write_threads=self._config.write_threads or 0,
             package=self._package,
+            commit_timeout_s=self._config.commit_timeout_s,
+            hook_timeout_s=self._config.hook_timeout_s if self._process.hooks.asks else 0.0,
+            plan=news.plan,
+            samples=news.samples,
+            contribution=news.contribution,
         )
 
     def close(self) -> None:
         """Nothing to free: the slots belong to the process."""
+
+
+def _encoded(samples: Samples) -> bytes:
+    names, split, digests = samples
+    each = range(0, len(digests), DIGEST_NBYTES)
+    return encode_samples(zip(names, map(bool, split), (digests[i : i + DIGEST_NBYTES] for i in each), strict=True))
 
 
 def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:

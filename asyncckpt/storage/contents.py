@@ -12,6 +12,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
+from asyncckpt.format.names import is_reserved, split_per_rank_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
 from asyncckpt.format.structure import Chunk, Structure, decode_structure
 from asyncckpt.storage.catalog import read_manifest
@@ -116,6 +117,8 @@ def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     tensors: dict[str, SavedTensor] = {}
     for rank, contents in enumerate(ranks):
         for entry in contents.structure.tensors:
+            if "@rank" in entry.fqn and is_reserved(entry.fqn) and not _belongs_to(rank, entry.fqn):
+                raise _misplaced(path, rank, entry.fqn)
             chunks = tuple((rank, chunk) for chunk in entry.chunks)
             known = tensors.get(entry.fqn)
             if known is not None:
@@ -141,15 +144,33 @@ def _contradiction(path: str, rank: RankContents, known: SavedTensor, found: str
     return CorruptCheckpointError(f"{path}: tensor {known.fqn!r}: {detail}", path=path, fqn=known.fqn, detail=detail)
 
 
-def check_lengths(contents: Contents, files: Files) -> None:
+def _belongs_to(rank: int, name: str) -> bool:
+    found = split_per_rank_name(name)
+    return found is not None and found[1] == rank
+
+
+def _misplaced(path: str, rank: int, fqn: str) -> CorruptCheckpointError:
+    detail = f"rank {rank} has it, and by its name it belongs to another rank"
+    return CorruptCheckpointError(f"{path}: tensor {fqn!r}: {detail}", path=path, fqn=fqn, detail=detail)
+
+
+def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = None) -> None:
     """Prove that every shard is there in full, so that no length in an index leads to an absurd allocation.
+
+    Args:
+        contents: The checkpoint.
+        files: The storage seam.
+        of: Look only at the shards that hold this tensor.
 
     Raises:
         CorruptCheckpointError: A shard is missing, of another length, or no regular file.
         OSError: The file system refused.
     """
-    for rank in contents.ranks:
-        for shard in rank.index.shards:
+    needed = None if of is None else {(rank, chunk.part) for rank, chunk in of.chunks}
+    for number, rank in enumerate(contents.ranks):
+        for part, shard in enumerate(rank.index.shards):
+            if needed is not None and (number, part) not in needed:
+                continue
             try:
                 found = files.lstat(os.path.join(contents.path, shard.name))
             except FileNotFoundError as error:

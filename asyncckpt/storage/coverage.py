@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.structure import Structure
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes) in elements."""
 
@@ -41,3 +44,33 @@ def _overlapping(boxes: Sequence[Box], n_dims: int) -> tuple[Box, Box] | None:
                 return other, box
         active.append(box)
     return None
+
+
+def prove_coverage(path: str, structures: Sequence[Structure]) -> None:
+    """Prove that the ranks together store every element of every tensor once.
+
+    Args:
+        path: For messages.
+        structures: Of all ranks, in order.
+
+    Raises:
+        SaveFailedError: Code "coverage"; naming the first tensor that is not covered.
+    """
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    boxes: dict[str, list[Box]] = {}
+    for rank, structure in enumerate(structures):
+        for entry in structure.tensors:
+            known = shapes.setdefault(entry.fqn, (entry.dtype, entry.global_shape))
+            if known != (entry.dtype, entry.global_shape):
+                raise _uncovered(path, entry.fqn, f"rank {rank} stores another dtype or shape than an earlier rank")
+            boxes.setdefault(entry.fqn, []).extend((c.offsets, c.sizes) for c in entry.chunks)
+    for fqn, stored in boxes.items():
+        fault = coverage_fault(shapes[fqn][1], stored)
+        if fault is not None:
+            raise _uncovered(path, fqn, fault)
+
+
+def _uncovered(path: str, fqn: str, fault: str) -> SaveFailedError:
+    return SaveFailedError(
+        f"{path}: tensor {fqn!r}: {fault}; nothing was published", code="coverage", path=path, detail=f"{fqn}: {fault}"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import secrets
 import stat
 import subprocess
 import sys
@@ -128,7 +129,11 @@ def test_slot_is_used_again_for_many_saves(endpoint: str, tmp_path: pathlib.Path
 
 def test_lineage_counts_up_beside_committed_checkpoints(endpoint: str, tmp_path: pathlib.Path) -> None:
     with running(endpoint), session(endpoint) as (client, slot, snapshot):
-        ask = lambda: client.call(m.Lineage(id=client.next_id(), path=str(tmp_path / "b"))).epoch  # noqa: E731
+
+        def ask() -> int:
+            message = m.Lineage(id=client.next_id(), run=secrets.token_hex(6), path=str(tmp_path / "b"))
+            return int(client.call(message).epoch)
+
         assert ask() == 1
         client.save(slot, snapshot, str(tmp_path / "a"))
         assert ask() == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt.protocol.samples import encode_samples
 
 SAVE_ID = "000003-00000014-0123456789ab"
 HEX = "0123456789abcdef"
@@ -12,12 +13,24 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Hello(id=1, session=HEX, replaces="", package="0.1.0", pid=4242, pid_start=987654, rank=0, world_size=1),
     m.Allocate(id=2, nbytes=1 << 30, populate=True),
     m.Release(id=3, slot=1),
-    m.Lineage(id=4, path="/runs/a/step-300"),
+    m.Lineage(id=4, run=HEX[:12], path="/runs/a/step-300"),
     m.Begin(
-        id=5, save_id=SAVE_ID, step=-1, path="/runs/\u00e4", slot=1, generation=1, nbytes=4096, umask=0o022, fsync=True
+        id=5,
+        save_id=SAVE_ID,
+        step=-1,
+        path="/runs/\u00e4",
+        slot=1,
+        generation=1,
+        nbytes=4096,
+        umask=0o022,
+        fsync=True,
+        commit_timeout_s=1800.0,
     ),
     m.Submit(id=6, save_id=SAVE_ID, slot=1, generation=1),
-    m.Withdraw(id=7, save_id=SAVE_ID, reason="the copy failed"),
+    m.Withdraw(id=7, save_id=SAVE_ID, reason="the copy failed", skipped=False),
+    m.Consent(id=12, save_id=SAVE_ID, granted=False, reason="the loss is NaN"),
+    m.Share(id=13, board="plan-7", offset=0, total=5, data=b"bytes"),
+    m.Fetch(id=14, board="plan-7", rank=1, offset=0),
     m.Heartbeat(id=8, saves=(SAVE_ID,)),
     m.Goodbye(id=9),
     m.Status(id=10),
@@ -25,6 +38,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Welcome(id=1, package="0.1.0", pid=1, pid_start=2, instance=HEX, heartbeat_s=0.5),
     m.Granted(id=2, slot=1, fd=17, nbytes=1 << 30, token=bytes(range(16))),
     m.LineageFound(id=4, epoch=3),
+    m.Fetched(id=14, missing=(), total=5, data=b"bytes"),
     m.Ok(id=5),
     m.Refused(id=6, error=to_wire(SaveFailedError("disk full", code="ENOSPC", rank=0))),
     m.Saves(
@@ -32,7 +46,9 @@ MESSAGES: tuple[m.Message, ...] = (
         saves=(
             {"save_id": SAVE_ID, "phase": "committed", "report": {"nbytes": 7, "seconds_write": 0.5, "direct": True}},
             {"save_id": SAVE_ID, "phase": "failed", "error": to_wire(CommitTimeoutError("late", missing_ranks=[1]))},
+            {"save_id": SAVE_ID, "phase": "durable", "report": {}, "missing": [1, 3]},
         ),
+        changes=2,
     ),
     m.StatusReport(id=10, report={"sessions": [], "draining": False}),
 )
@@ -52,4 +68,9 @@ REQUEST = SaveRequest(
     umask=0o022,
     write_threads=0,
     package="0.1.0",
+    commit_timeout_s=1800.0,
+    hook_timeout_s=0,
+    plan=HEX,
+    samples=encode_samples([("model.weight", True, b"8 bytes!"), ("model.bias", False, bytes(8))]),
+    contribution=b"opaque",
 )

@@ -29,12 +29,13 @@ MAY_IMPORT = {
     "memory": {"errors", "dtypes"},
     "protocol": {"errors", "dtypes"},
     "storage": {"errors", "dtypes", "format", "memory"},
-    "planning": {"errors", "dtypes", "format", "protocol"},
+    "per_rank": set(),
+    "planning": {"errors", "dtypes", "format", "protocol", "per_rank"},
 }
 """Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
 
 QUIET_ROOMS = {
-    *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread"),
+    *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
     *("protocol", "format", "memory", "storage", "cli"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""

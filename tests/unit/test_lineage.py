@@ -6,17 +6,19 @@ import pytest
 
 from asyncckpt.lineage import Lineage
 
+RUN = "0123456789ab"
+
 
 class Directory:
     """Answers as the worker would, and remembers what it was asked."""
 
     def __init__(self, **epochs: int) -> None:
         self.epochs = epochs
-        self.asked: list[tuple[str, bool]] = []
+        self.asked: list[tuple[str, str, bool]] = []
         self.error: Exception | None = None
 
-    def ask(self, path: str, brief: bool) -> int:
-        self.asked.append((path, brief))
+    def ask(self, path: str, run: str, brief: bool) -> int:
+        self.asked.append((path, run, brief))
         if self.error is not None:
             raise self.error
         return self.epochs[path.split("/")[1]]
@@ -25,13 +27,13 @@ class Directory:
 def test_a_directory_is_looked_at_once() -> None:
     directory = Directory(a=3)
     lineage = Lineage(directory.ask)
-    assert [lineage.epoch_for(f"/a/{n}") for n in range(3)] == [3, 3, 3]
-    assert directory.asked == [("/a/0", False)]
+    assert [lineage.epoch_for(f"/a/{n}", RUN) for n in range(3)] == [3, 3, 3]
+    assert directory.asked == [("/a/0", RUN, False)]
 
 
 def test_the_epoch_of_a_run_never_falls() -> None:
     lineage = Lineage(Directory(a=3, b=7, c=1).ask)
-    assert [lineage.epoch_for(f"/{name}/x") for name in "abca"] == [3, 7, 7, 7]
+    assert [lineage.epoch_for(f"/{name}/x", RUN) for name in "abca"] == [3, 7, 7, 7]
 
 
 def test_after_a_failure_it_is_asked_for_briefly() -> None:
@@ -40,7 +42,7 @@ def test_after_a_failure_it_is_asked_for_briefly() -> None:
     directory.error = OSError("wedged")
     for _ in range(2):
         with pytest.raises(OSError, match="wedged"):
-            lineage.epoch_for("/a/x")
+            lineage.epoch_for("/a/x", RUN)
     directory.error = None
-    assert lineage.epoch_for("/a/x") == 3
-    assert [brief for _, brief in directory.asked] == [False, True, True]
+    assert lineage.epoch_for("/a/x", RUN) == 3
+    assert [brief for _, _, brief in directory.asked] == [False, True, True]

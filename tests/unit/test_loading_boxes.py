@@ -12,6 +12,7 @@ import pytest
 import torch
 from storage_samples import SAVE_ID, RecordingFiles, manifest_of
 
+from asyncckpt.config import RankInfo
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest
@@ -187,6 +188,6 @@ def test_trees_of_several_ranks_are_joined_and_objects_are_the_lowest_ranks(tmp_
     new = load(path)
     assert list(new) == ["top", "only-0", "only-1"]
     assert new["top"]["b"].tolist() == [2, 2, 2] and new["top"]["object0"] == "x of 0"
-    saved = SavedTree(read_contents(path, FILES))
+    saved = SavedTree(read_contents(path, FILES), RankInfo(0, 1))
     assert list(saved.leaves) == ["top.a", "top.object0", "top.b"]
     assert saved.containers == {"top"}

@@ -16,10 +16,16 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.format import names
 from asyncckpt.protocol import fields, request
 from asyncckpt.protocol.request import check_metadata, decode_request, encode_request
+from asyncckpt.protocol.samples import MAX_SAMPLES, MAX_SAMPLES_NBYTES, Sample, decode_samples, encode_samples
 
 
 def _request(**changes: Any) -> bytes:
     return packed({**msgpack.unpackb(encode_request(REQUEST)), **changes})
+
+
+def _samples(**changes: Any) -> bytes:
+    document = {"names": ["a", "b"], "split": b"\x00\x01", "digests": bytes(16), **changes}
+    return _request(samples=packed({k: v for k, v in document.items() if v is not None}))
 
 
 def test_request_comes_back() -> None:
@@ -55,6 +61,18 @@ BAD = {
     "metadata nested too deeply": _request(metadata='{"x":' + "[" * 65 + "]" * 65 + "}"),
     "metadata nested beyond reason": _request(metadata='{"x":' + "[" * 100_000),
     "metadata too large when indented": _request(metadata='{"x":' + "[" * 60 + "1," * 270_000 + "1" + "]" * 60 + "}"),
+    "commit timeout of zero": _request(commit_timeout_s=0),
+    "plan that is no fingerprint": _request(plan="abc"),
+    "contribution beyond the limit": _request(contribution=bytes(request.MAX_CONTRIBUTION_NBYTES + 1)),
+    "samples that are no map": _request(samples=b"\x90"),
+    "samples that lack digests": _samples(digests=None),
+    "samples of another count": _samples(digests=bytes(24)),
+    "samples with a name twice": _samples(names=["a", "a"]),
+    "samples with names of bytes": _samples(names=[b"a", b"b"]),
+    "samples split in more than two ways": _samples(split=b"\x00\x02"),
+    "samples split for fewer names": _samples(split=b"\x00"),
+    "too many samples": _samples(names=[f"t{i}" for i in range(1025)], split=bytes(1025), digests=bytes(8 * 1025)),
+    "samples of too many bytes": _samples(names=["a" * (1 << 20), "b"]),
     "parts as map": _request(parts={}),
     "part of one number": _request(parts=[[4096]]),
     "part in the head page": _request(parts=[[0, 1]]),
@@ -106,3 +124,16 @@ def test_damaged_request_is_refused_or_valid(rng: random.Random) -> None:
 def test_ordinary_metadata_pass() -> None:
     check_metadata("{}")
     check_metadata(json.dumps({"loss": 0.1, "args": {"lr": [1e-3, None, True]}, "name": "\u00e4"}))
+
+
+def test_samples_come_back() -> None:
+    sent = [("a", False, b"8 bytes!"), ("b\u00e4", True, bytes(8))]
+    assert decode_samples(encode_samples(sent)) == {"a": Sample(False, b"8 bytes!"), "b\u00e4": Sample(True, bytes(8))}
+    assert encode_samples([]) == b"" and decode_samples(b"") == {}
+
+
+@pytest.mark.parametrize(("count", "length"), [(5000, 4), (3000, 1000), (2, 2 << 20)])
+def test_samples_beyond_the_limits_are_left_out(count: int, length: int) -> None:
+    data = encode_samples((f"{i:0{length}d}", True, bytes(8)) for i in range(count))
+    assert len(data) <= MAX_SAMPLES_NBYTES
+    assert len(decode_samples(data)) == min(count, MAX_SAMPLES, (MAX_SAMPLES_NBYTES - 256) // (length + 14))

@@ -31,7 +31,7 @@ def session() -> Iterator[Session]:
         hello=greeting(0, 1, "0"),
         worker_timeout_s=3.0,
         pending=lambda: [],
-        on_rows=lambda _: None,
+        on_saves=lambda _: None,
         on_lost=lambda _: None,
     )
     one._welcome.set_result(messages.Welcome(id=0, package="0", pid=1, pid_start=1, instance="0" * 16, heartbeat_s=1.0))

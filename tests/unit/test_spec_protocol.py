@@ -45,7 +45,7 @@ def test_limit_equals_the_codes(name: str, value: str) -> None:
 
 def test_every_limit_of_the_code_is_in_the_spec() -> None:
     named = {name.partition(".")[2] for name, _ in table(SPEC, "limit", "value")}
-    for module in ("messages", "codec", "fields", "request", "endpoint"):
+    for module in ("messages", "codec", "fields", "request", "samples", "endpoint"):
         loaded = importlib.import_module(f"asyncckpt.protocol.{module}")
         assert {n for n in vars(loaded) if n.startswith("MAX_")} <= named
 

@@ -299,6 +299,7 @@ class World:
             nbytes=1,
             umask=0,
             fsync=True,
+            commit_timeout_s=300.0,
         )
         self.post(peer, trainer.ask(begin))
         fate = self.random.random()
@@ -306,7 +307,9 @@ class World:
             trainer.alive = False
             return
         if fate < 0.1:
-            self.post(peer, trainer.ask(m.Withdraw(id=trainer.id(), save_id=save_id, reason="simulated")))
+            self.post(
+                peer, trainer.ask(m.Withdraw(id=trainer.id(), save_id=save_id, reason="simulated", skipped=False))
+            )
             trainer.pending.discard(save_id)
             self.withdrawn.add(save_id)
             return
@@ -325,6 +328,11 @@ class World:
             umask=0,
             write_threads=0,
             package="sim",
+            commit_timeout_s=300.0,
+            hook_timeout_s=0,
+            plan="",
+            samples=b"",
+            contribution=b"",
         )
         self.sealed.add((save_id, trainer.rank))
         if fate < 0.16 * (self.chaos > 0):

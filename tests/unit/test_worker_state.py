@@ -30,6 +30,7 @@ CONFIG = BrainConfig(
 FIRST = "000001-00000000-aaaaaaaaaaaa"
 SECOND = "000001-00000001-aaaaaaaaaaaa"
 PATH = "/ckpt/a"
+RUN = "a" * 12
 ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
 T = TypeVar("T")
 
@@ -90,7 +91,8 @@ class Bench:
         return create.slot
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
-        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, **changes}
+        fields = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, "commit_timeout_s": 1800.0}
+        fields |= changes
         return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
 
     def submit(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p") -> Any:
@@ -135,6 +137,11 @@ REQUEST = SaveRequest(
     umask=0o22,
     write_threads=0,
     package="t",
+    commit_timeout_s=1800.0,
+    hook_timeout_s=0,
+    plan="",
+    samples=b"",
+    contribution=b"",
 )
 
 
@@ -202,9 +209,9 @@ def test_hello_with_a_rank_beyond_its_world_is_refused() -> None:
     [
         (m.Allocate, {"nbytes": 12288, "populate": False}),
         (m.Release, {"slot": 1}),
-        (m.Lineage, {"path": "/a"}),
+        (m.Lineage, {"run": RUN, "path": "/a"}),
         (m.Submit, {"save_id": FIRST, "slot": 1, "generation": 1}),
-        (m.Withdraw, {"save_id": FIRST, "reason": ""}),
+        (m.Withdraw, {"save_id": FIRST, "reason": "", "skipped": False}),
         (m.Heartbeat, {"saves": ()}),
         (m.Goodbye, {}),
     ],
@@ -607,20 +614,20 @@ def test_results_that_come_twice_or_for_nothing_are_ignored(bench: Bench) -> Non
 def test_withdraw_abandons_and_keeps_the_slot(bench: Bench) -> None:
     slot = bench.slot()
     bench.begin(slot)
-    assert isinstance(bench.say(m.Withdraw, save_id=FIRST, reason="out of luck"), m.Ok)
+    assert isinstance(bench.say(m.Withdraw, save_id=FIRST, reason="out of luck", skipped=False), m.Ok)
     assert bench.phase() == "abandoned" and "out of luck" in bench.row()["error"]["text"]
     assert isinstance(bench.begin(slot, SECOND, generation=2), m.Ok)
 
 
 def test_withdraw_after_the_seal_comes_too_late(bench: Bench) -> None:
     bench.at_writing(bench.slot())
-    assert isinstance(bench.say(m.Withdraw, save_id=FIRST, reason=""), m.Ok)
+    assert isinstance(bench.say(m.Withdraw, save_id=FIRST, reason="", skipped=False), m.Ok)
     assert bench.phase() == "writing"
 
 
 def test_withdraw_that_overtakes_begin_keeps_the_save_from_beginning(bench: Bench) -> None:
     slot = bench.slot()
-    bench.say(m.Withdraw, save_id=FIRST, reason="")
+    bench.say(m.Withdraw, save_id=FIRST, reason="", skipped=False)
     assert isinstance(bench.begin(slot), m.Ok)
     assert bench.phase() == "abandoned" and not bench.of(ac.Prepare)
 
@@ -642,10 +649,10 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
 
 
 def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
-    assert bench.say(m.Lineage, id=70, path=PATH) is None
+    assert bench.say(m.Lineage, id=70, run=RUN, path=PATH) is None
     bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=4)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=4)
-    bench.say(m.Lineage, id=71, path=PATH)
+    bench.say(m.Lineage, id=71, run=RUN, path=PATH)
     bench.feed(ev.LineageScanned, peer=b"p", id=71, path=PATH, error=ERROR)
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
 
@@ -653,14 +660,14 @@ def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
 def test_lineage_counts_saves_that_no_disk_shows_yet(bench: Bench) -> None:
     bench.begin(bench.slot(), "000007-00000000-aaaaaaaaaaaa", path="/ckpt/first")
     for path, epoch in (("/ckpt/b", 8), ("/elsewhere/b", 2)):
-        bench.say(m.Lineage, id=70, path=path)
+        bench.say(m.Lineage, id=70, run=RUN, path=path)
         bench.feed(ev.LineageScanned, peer=b"p", id=70, path=path, epoch=2)
         assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=epoch)
 
 
 def test_lineage_beyond_the_last_epoch_is_refused(bench: Bench) -> None:
     bench.begin(bench.slot(), "999999-00000000-aaaaaaaaaaaa", path="/ckpt/first")
-    bench.say(m.Lineage, id=70, path=PATH)
+    bench.say(m.Lineage, id=70, run=RUN, path=PATH)
     bench.feed(ev.LineageScanned, peer=b"p", id=70, path=PATH, epoch=2)
     assert bench.of(ac.Send)[0].message.error["fields"]["code"] == "epoch"
 
@@ -921,7 +928,7 @@ def test_rank_of_another_world_never_spoils_a_commit(moment: str) -> None:
     assert code(next(a.message for a in bench.of(ac.Send) if a.peer == b"q")) == "protocol"
     assert bench.phase(rank=1) is None
     assert bench.phase() == (before if moment.startswith("commit") else "failed")
-    bench.say(m.Withdraw, b"q", save_id=FIRST, reason="")
+    bench.say(m.Withdraw, b"q", save_id=FIRST, reason="", skipped=False)
     assert bench.phase(rank=1) is None
     if moment == "committing":
         bench.feed(ev.Published, save_id=FIRST)
@@ -954,7 +961,7 @@ def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Ben
     twin = bench.slot(b"z")
     bench.begin(first)
     assert code(bench.begin(twin, peer=b"z")) == "protocol"
-    bench.say(m.Withdraw, b"z", save_id=FIRST, reason="")
+    bench.say(m.Withdraw, b"z", save_id=FIRST, reason="", skipped=False)
     bench.feed(ev.Died, session="3" * 16)
     bench.read(twin, world_size=2)
     assert bench.phase() == "begun" and bench.brain.tables.entry((FIRST, 0)).slot == first  # type: ignore[union-attr]

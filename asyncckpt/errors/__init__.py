@@ -10,7 +10,7 @@
     +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
     +-- UnsupportedPlatformError     (RuntimeError)       not Linux, or a kernel without memfd
     |   one save
-    +-- SaveSkippedError             (RuntimeError)       on_busy="skip": nothing was staged
+    +-- SaveSkippedError             (RuntimeError)       on_busy="skip", on this rank or another
     +-- SlotBusyError                (RuntimeError)       on_busy="error": no slot is free
     +-- SlotTimeoutError             (TimeoutError)       no slot became free in time
     +-- InsufficientMemoryError      (MemoryError)        the slot does not fit into memory or limit
@@ -21,6 +21,9 @@
     +-- PendingSavesError            (RuntimeError)       on_error="raise": the errors nobody fetched, as a list
     +-- WaitTimeoutError             (TimeoutError)       wait() ended with saves still pending
     +-- CommitTimeoutError           (TimeoutError)       not committed in time: missing_ranks
+    +-- PlanTimeoutError             (TimeoutError)       ranks did not come to the first exchange: missing_ranks
+    +-- RanksDisagreeError           (RuntimeError)       the ranks of one save differ in path, step, world or plan
+    +-- ReplicaMismatchError         (ValueError)         replicas that ranks write together differ: fqn, ranks
     +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
@@ -37,6 +40,7 @@
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
     +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
+    +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
 `fields` are attributes of the instance; one that was not given is None.
@@ -44,55 +48,10 @@ An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
-
-_MAX_TEXT_CHARS = 4000
-"""Longer texts are cut when an error travels, so that a table of many errors stays below the frame limit."""
-
-Plain = str | int | float | bool
-
-
-class AsyncCkptError(Exception):
-    """Root of the tree; raised itself only for an error code that this version does not know."""
-
-    wire_code: ClassVar[str] = "error"
-    fields: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, *, code: str, fields: tuple[str, ...] = ()) -> None:
-        cls.wire_code, cls.fields = code, fields
-
-    if TYPE_CHECKING:  # the facts
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __init__(self, message: str, **facts: Any) -> None:
-        """Build the error.
-
-        Args:
-            message: What happened, to what, what was expected, what to do.
-            **facts: Values for the names in `fields`.
-
-        Raises:
-            TypeError: A fact that the class does not name.
-        """
-        super().__init__(message)
-        unknown = set(facts) - set(self.fields)
-        if unknown:
-            raise TypeError(f"{type(self).__name__} has no facts named {sorted(unknown)}")
-        self.message = message
-        for name in self.fields:
-            setattr(self, name, facts.get(name))
-
-    def __str__(self) -> str:
-        return self.message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message,), self.facts()
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts as a dict, unset ones left out."""
-        return {n: v for n in self.fields if (v := getattr(self, n, None)) is not None}
+from asyncckpt.errors.root import ERRORS_BY_CODE as ERRORS_BY_CODE
+from asyncckpt.errors.root import AsyncCkptError as AsyncCkptError
+from asyncckpt.errors.root import from_wire as from_wire
+from asyncckpt.errors.root import to_wire as to_wire
 
 
 class ConfigError(AsyncCkptError, ValueError, code="config", fields=("field", "value")):
@@ -123,8 +82,8 @@ class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_p
     """This is not Linux, or its kernel lacks what asyncckpt needs."""
 
 
-class SaveSkippedError(AsyncCkptError, RuntimeError, code="save_skipped", fields=("save_id", "step", "path")):
-    """`on_busy="skip"`: an earlier save still holds every slot, so nothing was staged."""
+class SaveSkippedError(AsyncCkptError, RuntimeError, code="save_skipped", fields=("save_id", "step", "path", "rank")):
+    """`on_busy="skip"`: an earlier save still holds every slot of `rank` (of this one, if that is None)."""
 
 
 class SlotBusyError(AsyncCkptError, RuntimeError, code="slot_busy", fields=("save_id", "step", "path")):
@@ -177,6 +136,22 @@ class CommitTimeoutError(
     AsyncCkptError, TimeoutError, code="commit_timeout", fields=("missing_ranks", "timeout_s", "save_id", "path")
 ):
     """The checkpoint was not committed within `commit_timeout_s`; `missing_ranks` had not delivered."""
+
+
+class PlanTimeoutError(AsyncCkptError, TimeoutError, code="plan_timeout", fields=("missing_ranks", "timeout_s")):
+    """The ranks did not meet within `plan_timeout_s` for the exchange before the first save."""
+
+
+class RanksDisagreeError(
+    AsyncCkptError, RuntimeError, code="ranks_disagree", fields=("detail", "save_id", "path", "ranks")
+):
+    """The ranks of one save differ in path, step, world or plan; nothing was published."""
+
+
+class ReplicaMismatchError(
+    AsyncCkptError, ValueError, code="replica_mismatch", fields=("fqn", "ranks", "save_id", "path")
+):
+    """A tensor that several ranks write in parts, as replicas of one another, differs among them."""
 
 
 class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
@@ -243,49 +218,7 @@ class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fiel
     """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
 
 
-def _subclasses(cls: type[AsyncCkptError]) -> list[type[AsyncCkptError]]:
-    return [cls] + [s for c in cls.__subclasses__() for s in _subclasses(c)]
-
-
-ERRORS_BY_CODE: dict[str, type[AsyncCkptError]] = {cls.wire_code: cls for cls in _subclasses(AsyncCkptError)}
-
-
-def to_wire(error: BaseException) -> dict[str, Any]:
-    """Return `error` as code, text and fields: plain values and lists of them only, long ones cut, texts valid UTF-8.
-
-    An exception that is not of our tree becomes the root's code with the type's name in the text.
-    """
-    if isinstance(error, AsyncCkptError):
-        facts = {name: _fact(value) for name, value in error.facts().items()}
-        return {"code": error.wire_code, "text": _plain(error.message), "fields": facts}
-    return {"code": AsyncCkptError.wire_code, "text": _plain(f"{type(error).__name__}: {error}"), "fields": {}}
-
-
-def _fact(value: Any) -> Plain | list[Plain]:
-    """A list stays one, of plain values; cut when its texts and digits are as long as a text may be."""
-    if not isinstance(value, (list, tuple)):
-        return _plain(value)
-    found: list[Plain] = []
-    room = _MAX_TEXT_CHARS
-    for item in map(_plain, value):
-        room -= len(str(item)) + 1
-        if room < 0 and found:
-            break
-        found.append(item)
-    return found
-
-
-def _plain(value: Any) -> Plain:
-    if isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
-        return value
-    # A file name that is not UTF-8 reaches a message as lone surrogates, which msgpack refuses to pack.
-    return str(value)[:_MAX_TEXT_CHARS].encode("utf-8", "backslashreplace").decode()
-
-
-def from_wire(wire: Mapping[str, Any]) -> AsyncCkptError:
-    """Rebuild an error from `to_wire`'s dict; facts that this version does not know are dropped. Never raises."""
-    cls = ERRORS_BY_CODE.get(str(wire.get("code")), AsyncCkptError)
-    fields = wire.get("fields")
-    known = {n: v for n, v in fields.items() if n in cls.fields} if isinstance(fields, Mapping) else {}
-    facts = {n: list(v) if isinstance(v, tuple) else v for n, v in known.items()}  # msgpack gives tuples for lists
-    return cls(str(wire.get("text", "")), **facts)
+class PerRankUnavailableError(
+    AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
+):
+    """Values of other ranks than the reader; `keys` lists all. `saved`, `wanted`: the world sizes of both."""

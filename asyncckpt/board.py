@@ -1,0 +1,114 @@
+"""Meetings by way of the worker, for worlds whose process group is not initialised: each rank posts its bytes on a
+board of the worker, in pieces, and fetches the others' once all have posted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import SaveFailedError
+from asyncckpt.exchange import POLL_S, Exchange, Meeting, refused, too_late
+from asyncckpt.protocol import fields as check
+from asyncckpt.protocol import messages
+
+PIECE_NBYTES = check.MAX_PIECE_NBYTES
+_REFUSED, _COMES = b"\0", b"\1"
+_SCOPE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
+"""Variables that are equal on all ranks of one start of a job, and differ between starts."""
+
+Call = Callable[[Callable[[int], messages.Message], float], messages.Message]
+"""Sends a request, made from its id, to the worker and returns the reply; raises WorkerUnavailableError after so many
+seconds, and what the worker refuses with."""
+
+
+class BoardExchange(Exchange):
+    """Meetings of the ranks that have the same worker and the same start of a job in their environment.
+
+    Args:
+        rank: Of this process.
+        call: Reaches the worker.
+        timeout_s: For each request.
+        environ: Defaults to `os.environ`.
+    """
+
+    def __init__(
+        self, rank: RankInfo, call: Call, *, timeout_s: float, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._rank, self._call, self._timeout_s = rank, call, timeout_s
+        environ = os.environ if environ is None else environ
+        self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
+
+    def meet(self, name: str) -> Meeting:
+        return _BoardMeeting(self, name)
+
+    def post(self, name: str, data: bytes) -> None:
+        """Put this rank's bytes on the board `name`.
+
+        Raises:
+            AsyncCkptError: The worker cannot be reached, or refuses.
+        """
+        board = self._board(name)
+        for offset in range(0, max(1, len(data)), PIECE_NBYTES):
+            piece = data[offset : offset + PIECE_NBYTES]
+            self._call(_share(board, offset, len(data), piece), self._timeout_s)
+
+    def missing(self, name: str) -> list[int]:
+        """Return the ranks that have not posted."""
+        return self._fetched(name, 0, 0)[0]
+
+    def take(self, name: str, rank: int) -> bytes:
+        """Return what `rank` has posted; all ranks have."""
+        data, total = b"", 1
+        while len(data) < total:
+            missing, total, piece = self._fetched(name, rank, len(data))
+            if missing or (total and not piece):
+                raise SaveFailedError(
+                    f"ranks {missing} ended while the ranks agreed on the save", code="exchange", rank=rank
+                )
+            data += piece
+        return data
+
+    def _fetched(self, name: str, rank: int, offset: int) -> tuple[list[int], int, bytes]:
+        reply = self._call(_fetch(self._board(name), rank, offset), self._timeout_s)
+        assert isinstance(reply, messages.Fetched)
+        return list(reply.missing), reply.total, reply.data
+
+    def _board(self, name: str) -> str:
+        return hashlib.sha256(f"{self._scope}\0{self._rank.world_size}\0{name}".encode()).hexdigest()[:32]
+
+
+class _BoardMeeting(Meeting):
+    def __init__(self, exchange: BoardExchange, name: str) -> None:
+        self._exchange, self._name = exchange, name
+        self._round = 0
+
+    def gather(self, payload: bytes, deadline: float) -> list[bytes]:
+        began, exchange, board = time.monotonic(), self._exchange, f"{self._name}/{self._round}"
+        self._round += 1
+        exchange.post(board, _COMES + payload)
+        while missing := exchange.missing(board):
+            if time.monotonic() >= deadline:
+                raise too_late(missing, began)
+            time.sleep(POLL_S)
+        found = [exchange.take(board, rank) for rank in range(exchange._rank.world_size)]
+        for rank, data in enumerate(found):
+            if data[:1] == _REFUSED:
+                raise refused(rank, data[1:].decode(errors="replace"))
+        return [data[1:] for data in found]
+
+    def refuse(self, reason: str) -> None:
+        self._exchange.post(f"{self._name}/{self._round}", _REFUSED + reason[:500].encode(errors="replace"))
+
+    def close(self) -> None:
+        """The worker forgets boards by itself."""
+
+
+def _share(board: str, offset: int, total: int, data: bytes) -> Callable[[int], messages.Message]:
+    return lambda n: messages.Share(id=n, board=board, offset=offset, total=total, data=data)
+
+
+def _fetch(board: str, rank: int, offset: int) -> Callable[[int], messages.Message]:
+    return lambda n: messages.Fetch(id=n, board=board, rank=rank, offset=offset)

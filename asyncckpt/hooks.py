@@ -1,0 +1,53 @@
+"""Runs the user's commit hooks: `pre_commit` may veto, `post_commit` may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.parts import CommitHook
+
+_log = logging.getLogger("asyncckpt")
+
+
+class HookRunner:
+    """Calls the methods of a hook that it really has.
+
+    Args:
+        hook: A `CommitHook`, or any object with one or both of its methods; None has neither.
+    """
+
+    def __init__(self, hook: Any | None) -> None:
+        self._pre = _own_method(hook, "pre_commit")
+        self._post = _own_method(hook, "post_commit")
+
+    @property
+    def asks(self) -> bool:
+        """Whether a commit has to wait for `before`."""
+        return self._pre is not None
+
+    def before(self, path: str, extra: Mapping[str, Any]) -> str | None:
+        """Call `pre_commit`; returns why it vetoes, or None."""
+        if self._pre is None:
+            return None
+        try:
+            self._pre(path, **extra)
+        except BaseException as error:
+            _log.warning("pre_commit vetoes the commit of %s: %r", path, error)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def after(self, path: str, extra: Mapping[str, Any]) -> None:
+        """Call `post_commit`; what it raises is logged."""
+        if self._post is None:
+            return
+        try:
+            self._post(path, **extra)
+        except BaseException:
+            _log.exception("post_commit of %s failed; the checkpoint is committed all the same", path)
+
+
+def _own_method(hook: Any, name: str) -> Any:
+    found = getattr(hook, name, None)
+    return None if not callable(found) or getattr(type(hook), name, None) is getattr(CommitHook, name) else found

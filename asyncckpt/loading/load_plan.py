@@ -1,0 +1,108 @@
+"""`asyncckpt.plan_load`: what a load into a state dict would do, without reading data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import AliasMismatchError
+from asyncckpt.loading.matching import KeyMap, Mismatch, match
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.selection import Selection, key_list
+from asyncckpt.paths import absolute_path
+from asyncckpt.process_group import find_rank_info
+from asyncckpt.storage.contents import SavedTensor, read_contents
+from asyncckpt.storage.files import Files
+
+
+class MismatchedLeaf(NamedTuple):
+    """A leaf that a load would refuse: two shapes, or in words what was saved and what the target has."""
+
+    fqn: str
+    saved: tuple[int, ...] | str
+    wanted: tuple[int, ...] | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadPlan:
+    """What a load would do.
+
+    Attributes:
+        missing: FQNs of the target, and keys, that are not in the checkpoint.
+        unexpected: Saved FQNs that the target does not have, of those that `keys` select.
+        mismatched: Leaves that a load would refuse.
+        unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
+        nbytes: Bytes of the tensors that would be read; each counts once.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[MismatchedLeaf, ...]
+    unavailable: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the load would raise nothing, `strict` or not."""
+        return not (self.missing or self.mismatched or self.unavailable)
+
+
+def plan_load(
+    path: str | os.PathLike[str],
+    state_dict: Mapping[Any, Any],
+    keys: str | Iterable[str] | None = None,
+    key_map: KeyMap | None = None,
+    *,
+    rank_info: RankInfo | None = None,
+) -> LoadPlan:
+    """Say what `load(path, state_dict)` would do. Reads manifest and indexes, no data; changes nothing.
+
+    Args:
+        path, state_dict, keys, key_map: As `load` has them.
+        rank_info: Which rank loads; None: this process's.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotCommittedError: A save was begun there and never committed.
+        CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
+        UnsupportedFormatError: Written by a newer version.
+        UnsupportedLeafError: The target holds something that no checkpoint can.
+        UnsupportedPathError: A URL, or no path at all.
+        ConfigError: An argument that makes no sense; a target tensor whose elements share memory.
+        OSError: The files cannot be read.
+
+    Blocks: for reading the indexes.
+    """
+    names = key_list(keys)
+    reader = find_rank_info(rank_info)
+    contents = read_contents(absolute_path(path), Files())
+    saved = SavedTree(contents, reader)
+    refused: list[Mismatch] = []
+    matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)
+    wanted = Selection(names)
+    mismatched = tuple(_leaf(error) for error in refused)
+    taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
+    needed: dict[str, SavedTensor] = {tensor.fqn: tensor for tensor, _ in matches.tensors}
+    for _, node in matches.objects:
+        if node[0] == "B":
+            needed[saved.tensors[node[1]].fqn] = saved.tensors[node[1]]
+    return LoadPlan(
+        missing=tuple(matches.missing),
+        unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
+        mismatched=mismatched,
+        unavailable=tuple(matches.unavailable),
+        nbytes=sum(chunk.nbytes for tensor in needed.values() for _, chunk in tensor.chunks),
+    )
+
+
+def _leaf(error: Mismatch) -> MismatchedLeaf:
+    if isinstance(error, AliasMismatchError):
+        return MismatchedLeaf(error.other_fqn, "a tensor of its own", f"one tensor with {error.fqn!r}")
+    return MismatchedLeaf(error.fqn, _side(error.saved), _side(error.wanted))
+
+
+def _side(value: Any) -> tuple[int, ...] | str:
+    return tuple(value) if isinstance(value, list) else str(value)

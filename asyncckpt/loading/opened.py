@@ -1,0 +1,241 @@
+"""`asyncckpt.open_checkpoint`: a checkpoint of which only what is asked for is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
+from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.loading.differences import unavailable
+from asyncckpt.loading.fetching import bytes_of, thread_count
+from asyncckpt.loading.saved_objects import SavedObjects
+from asyncckpt.loading.saved_tree import SavedTree, kind_of
+from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.paths import absolute_path
+from asyncckpt.process_group import find_rank_info
+from asyncckpt.storage.block_reader import DEFAULT_THREADS
+from asyncckpt.storage.contents import Contents, SavedTensor, read_contents
+from asyncckpt.storage.files import Files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """A saved tensor: dtype, global shape in elements, bytes, and the name under which the shards have it."""
+
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_name: str
+
+
+class OpenCheckpoint:
+    """A committed checkpoint, seen by one rank as `load` would give it; made by `open_checkpoint`.
+
+    Manifest and indexes were read and checked; files are open while something is read only. Safe to use from several
+    threads. A context manager, for those who like to see where it ends.
+
+    Attributes:
+        path: Its directory.
+        step: The training step, as the user counts.
+        save_id: Of the save, as text.
+        world_size: Ranks that saved it.
+        metadata: The JSON that was given to `save`.
+    """
+
+    def __init__(self, contents: Contents, reader: RankInfo, files: Files) -> None:
+        manifest = contents.manifest
+        self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
+        self.save_id = str(manifest.save_id)
+        self.metadata: dict[str, Any] = dict(manifest.metadata)
+        self._contents, self._reader, self._files = contents, reader, files
+        self._saved = SavedTree(contents, reader)
+        self._objects = SavedObjects(contents, files)
+
+    def keys(self) -> list[str]:
+        """Return the FQNs of all leaves, tensors and objects, in the order of the state dict.
+
+        Leaves that belong to other ranks are not among them.
+        """
+        return list(self._saved.leaves)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._saved.leaves
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is known of each tensor without reading it, by FQN, as this reader sees them."""
+        found = self._saved.leaves.items()
+        return {fqn: _info(self._saved.tensors[node[1]]) for fqn, node in found if node[0] == "T"}
+
+    @cached_property
+    def stored_tensors(self) -> Mapping[str, TensorInfo]:
+        """The same of every tensor in the shards, by stored name: those of one rank are called `fqn@rank3`."""
+        return {saved.fqn: _info(saved) for saved in self._saved.tensors}
+
+    def tensor(self, fqn: str, slices: Any = None, *, verify: bool = True, threads: int | None = None) -> torch.Tensor:
+        """Read a tensor, or a part of it.
+
+        Args:
+            fqn: Its FQN, or its stored name, such as `x@rank3`.
+            slices: What indexing would take: ints, slices with positive steps, `...`, or a tuple of them. None: all.
+            verify: False reads the needed pages only, and checks no checksum.
+            threads: Reading threads; None takes 4.
+
+        Returns:
+            A new tensor on the CPU, contiguous, of the saved dtype.
+
+        Raises:
+            MissingKeysError: There is none of this name.
+            LeafTypeMismatchError: It is an object.
+            PerRankUnavailableError: It belongs to other ranks; ask for their stored names.
+            ConfigError: Slices or threads that make no sense.
+            CorruptCheckpointError: The files differ from what was saved.
+            UnsupportedLeafError: This torch lacks the dtype.
+            OSError: The files cannot be read.
+
+        Blocks: for the reads.
+        """
+        count = thread_count(threads)
+        return read_tensor(self._contents, self._found(fqn), slices, self._files, threads=count, verify=verify)
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """The leaves that are not tensors, by FQN, as this reader sees them; each is read when it is asked for.
+
+        Looking one up raises `CorruptCheckpointError` where the file is damaged, `PerRankUnavailableError` for one that
+        belongs to other ranks.
+        """
+        found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
+        away = frozenset(self._saved.away)
+        return _Objects(found, self._object, lambda fqn: self._unavailable(fqn) if fqn in away else None)
+
+    def objects_of(self, rank: int) -> Mapping[str, Any]:
+        """Return the same of what one rank saved, that which belongs to it included.
+
+        Raises:
+            ConfigError: There was no such rank.
+        """
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank={rank!r}: {self.world_size} ranks saved {self.path}", field="rank", value=rank)
+        structure = self._contents.ranks[rank].structure
+        found = {fqn_of(path): node for path, node in leaves(structure.tree) if node[0] != "T"}
+
+        def value(node: Node) -> Any:
+            if node[0] == "O":
+                return self._objects.value(rank, node[1])
+            return self._bytes(self._contents.tensors[structure.tensors[node[1]].fqn])
+
+        return _Objects(found, value, lambda fqn: None)
+
+    def _found(self, fqn: str) -> SavedTensor:
+        node = self._saved.leaves.get(fqn)
+        if node is not None:
+            if node[0] != "T":
+                raise LeafTypeMismatchError(
+                    f"{self.path}: {fqn!r} was saved as an object; read it by .objects[{fqn!r}]",
+                    path=self.path,
+                    fqn=fqn,
+                    saved=kind_of(node),
+                    wanted="tensor",
+                )
+            return self._saved.tensors[node[1]]
+        if fqn in self._contents.tensors:
+            return self._contents.tensors[fqn]
+        if fqn in self._saved.away:
+            raise self._unavailable(fqn)
+        raise MissingKeysError(f"{self.path}: there is no tensor {fqn!r}; see .keys()", path=self.path, keys=[str(fqn)])
+
+    def _unavailable(self, fqn: str) -> PerRankUnavailableError:
+        return unavailable(self._contents, self._saved, self._reader, [fqn])
+
+    def _object(self, node: Node) -> Any:
+        if node[0] == "O":
+            return self._objects.value(*self._saved.object_at(node[1]))
+        return self._bytes(self._saved.tensors[node[1]])
+
+    def _bytes(self, saved: SavedTensor) -> bytes:
+        found = read_tensor(self._contents, saved, None, self._files, threads=DEFAULT_THREADS, verify=True)
+        return bytes_of(found)
+
+    def close(self) -> None:
+        """Do nothing: no file is open between reads."""
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"OpenCheckpoint({self.path!r}, step={self.step}, world_size={self.world_size})"
+
+
+class _Objects(Mapping[str, Any]):
+    """Values by FQN, each made when it is asked for."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        value: Callable[[Node], Any],
+        refusal: Callable[[str], PerRankUnavailableError | None],
+    ) -> None:
+        self._nodes, self._value, self._refusal = nodes, value, refusal
+
+    def __getitem__(self, fqn: str) -> Any:
+        refusal = None if fqn in self._nodes else self._refusal(fqn)
+        if refusal is not None:
+            raise refusal
+        return self._value(self._nodes[fqn])
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._nodes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} objects: {', '.join(list(self)[:8])}{', ...' if len(self) > 8 else ''}>"
+
+
+def _info(saved: SavedTensor) -> TensorInfo:
+    nbytes = sum(chunk.nbytes for _, chunk in saved.chunks)
+    return TensorInfo(
+        dtype=getattr(torch, saved.dtype, saved.dtype),
+        shape=saved.global_shape,
+        nbytes=nbytes,
+        stored_name=saved.fqn,
+    )
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, rank_info: RankInfo | None = None) -> OpenCheckpoint:
+    """Open a committed checkpoint for reading single tensors and objects of it.
+
+    Args:
+        path: The checkpoint's directory.
+        rank_info: Whose values to give where ranks have their own; None: this process's.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotCommittedError: A save was begun there and never committed.
+        CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
+        UnsupportedFormatError: Written by a newer version.
+        UnsupportedPathError: A URL, or no path at all.
+        ConfigError: A rank outside its world; or no number in RANK or WORLD_SIZE.
+        OSError: The files cannot be read.
+
+    Blocks: for reading the indexes.
+    """
+    files = Files()
+    reader = find_rank_info(rank_info)
+    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files)

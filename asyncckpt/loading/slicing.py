@@ -1,0 +1,72 @@
+"""One tensor of a checkpoint, or a part of it: reads the bytes of that part only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from asyncckpt.format.layout import PAGE_NBYTES
+from asyncckpt.format.structure import Chunk
+from asyncckpt.loading.boxes import Piece, Region, pieces_of, region_of
+from asyncckpt.loading.fetching import read_ranges, tensor_for
+from asyncckpt.loading.sinks import wanted_pieces
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import Wanted
+
+MAX_RANGES = 65_536
+"""Of one chunk, where only the needed pages are read; beyond it whole blocks are. Chosen, not measured."""
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By width: dtypes that torch can copy and slice, and whose copies keep every bit."""
+
+
+def read_tensor(
+    contents: Contents, saved: SavedTensor, slices: Any, files: Files, *, threads: int, verify: bool
+) -> torch.Tensor:
+    """Return what `slices` select of a tensor: a new, contiguous one on the CPU.
+
+    Args:
+        contents: The checkpoint.
+        saved: The tensor.
+        slices: As `boxes.region_of` takes them.
+        files: The storage seam.
+        threads: Reading threads.
+        verify: Read whole blocks and compare their checksums; False reads the pages that are needed.
+
+    Raises:
+        ConfigError: Slices that make no sense.
+        CorruptCheckpointError: The files differ from what was saved.
+        UnsupportedLeafError: This torch lacks the dtype.
+        OSError: The files cannot be read.
+    """
+    region = region_of(slices, saved.global_shape, saved.fqn)
+    dtype = torch_dtype(saved.dtype)
+    check_lengths(contents, files, saved)
+    box = tensor_for(saved, contents.path, shape=region.sizes, dtype=_CARRIERS[dtype.itemsize])
+    read_ranges(contents, _ranges(contents, saved, region, box, verify), files, threads=threads, verify=verify)
+    if any(step > 1 for step in region.steps):
+        box = box[tuple(slice(None, None, step) for step in region.steps)].clone(memory_format=torch.contiguous_format)
+    return box.view(dtype).view(region.shape).detach()
+
+
+def _ranges(
+    contents: Contents, saved: SavedTensor, region: Region, box: torch.Tensor, verify: bool
+) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    for rank, chunk in saved.chunks:
+        block_nbytes = contents.ranks[rank].index.block_nbytes
+        yield from wanted_pieces(saved, rank, chunk, _pieces(chunk, region, box.itemsize, block_nbytes, verify), box)
+
+
+def _pieces(chunk: Chunk, region: Region, itemsize: int, block_nbytes: int, verify: bool) -> list[Piece]:
+    def cut(unit: int) -> Iterator[Piece]:
+        return pieces_of(chunk, region.offsets, region.sizes, itemsize=itemsize, unit=unit)
+
+    if verify:
+        return list(cut(block_nbytes))
+    found = list(itertools.islice(cut(PAGE_NBYTES), MAX_RANGES + 1))
+    return found if len(found) <= MAX_RANGES else list(cut(block_nbytes))

@@ -1,0 +1,209 @@
+"""What a rank tells the others about its state, and the changes of the agreement that are made of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import ProtocolError
+from asyncckpt.format.checksum import DIGEST_NBYTES
+from asyncckpt.format.names import MAX_RANKS
+from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
+
+TensorKey = tuple[str, str, tuple[int, ...]]
+"""FQN by the first path, dtype name, shape in elements."""
+
+_Memo = dict[bytes, Any]
+_JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contribution:
+    """One structure of one rank.
+
+    Attributes:
+        tensors: Every tensor that is not `PerRank`, in the order of the state dict; FQNs are unique.
+        own_nbytes: Bytes of the tensors that are `PerRank`.
+        digests: Aligned with `tensors`: 8 bytes of the whole tensor's elements, or b"" where it was not given.
+    """
+
+    tensors: tuple[TensorKey, ...]
+    own_nbytes: int
+    digests: tuple[bytes, ...]
+
+    def encode(self) -> bytes:
+        """Return it as msgpack: [tensors as msgpack, own_nbytes, digests as msgpack]."""
+        return _encode(self, {})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Contribution:
+        """Read `encode`'s bytes.
+
+        Raises:
+            ProtocolError: Anything else.
+        """
+        return decode_contributions({0: data})[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """What alters an agreement, the same on all ranks.
+
+    Attributes:
+        contributions: By rank.
+        per_rank: FQNs that are stored for each rank from now on.
+    """
+
+    contributions: Mapping[int, Contribution]
+    per_rank: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return it as msgpack: {"contributions": {rank: bytes}, "per_rank": [FQN]}; the same bytes on all ranks."""
+        memo: dict[int, bytes] = {}
+        contributions = {rank: _encode(self.contributions[rank], memo) for rank in sorted(self.contributions)}
+        return bytes(msgpack.packb({"contributions": contributions, "per_rank": self.per_rank}))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Change:
+        """Read `encode`'s bytes; unknown fields are ignored.
+
+        Raises:
+            ProtocolError: Anything else.
+        """
+        try:
+            raw = msgpack.unpackb(data, strict_map_key=False, use_list=False)
+            per_rank = raw["per_rank"]
+            if not isinstance(per_rank, tuple) or not all(type(name) is str for name in per_rank):
+                raise ValueError("per_rank is not a list of names")
+            contributions = decode_contributions(raw["contributions"])
+        except _JUNK as error:
+            if isinstance(error, ProtocolError):
+                raise
+            raise ProtocolError(
+                f"a change of the ranks' agreement does not decode: {error}", detail=str(error)
+            ) from error
+        return cls(contributions=contributions, per_rank=per_rank)
+
+
+def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
+    """Read the encoded contributions of many ranks; equal parts are read, and kept, once.
+
+    Raises:
+        ProtocolError: One of them is none.
+    """
+    memos: tuple[_Memo, _Memo] = {}, {}
+    found = {}
+    rank: Any = None
+    try:
+        for rank, data in raw.items():
+            if type(rank) is not int or not 0 <= rank < MAX_RANKS or type(data) is not bytes:
+                raise ValueError("not a rank and its bytes")
+            found[rank] = _decode(data, *memos)
+    except _JUNK as error:
+        text = f"the contribution of rank {rank} to the ranks' agreement does not decode: {error}"
+        raise ProtocolError(text, detail=str(error)) from error
+    except AttributeError as error:
+        raise ProtocolError("contributions are not a map of ranks", detail=str(error)) from error
+    return found
+
+
+def _encode(contribution: Contribution, memo: dict[int, bytes]) -> bytes:
+    tensors = memo.get(id(contribution.tensors))
+    if tensors is None:
+        tensors = memo[id(contribution.tensors)] = msgpack.packb(contribution.tensors)
+    return bytes(msgpack.packb([tensors, contribution.own_nbytes, msgpack.packb(contribution.digests)]))
+
+
+def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo) -> Contribution:
+    raw_tensors, own_nbytes, raw_digests = msgpack.unpackb(data, use_list=False)
+    tensors = tensors_memo.get(raw_tensors)
+    if tensors is None:
+        tensors = tensors_memo[raw_tensors] = tuple(_tensors(msgpack.unpackb(raw_tensors, use_list=False)))
+    digests = digests_memo.get(raw_digests)
+    if digests is None:
+        digests = digests_memo[raw_digests] = _digests(msgpack.unpackb(raw_digests, use_list=False))
+    if type(own_nbytes) is not int or own_nbytes < 0:
+        raise ValueError(f"own_nbytes is {own_nbytes!r}")
+    if len(digests) != len(tensors):
+        raise ValueError(f"{len(digests)} digests of {len(tensors)} tensors")
+    return Contribution(tensors=tensors, own_nbytes=own_nbytes, digests=digests)
+
+
+def _tensors(raw: Any) -> Iterator[TensorKey]:
+    if not isinstance(raw, tuple) or len(raw) > MAX_TENSORS:
+        raise ValueError("tensors are not a list, or too many")
+    seen = set()
+    for fqn, dtype, shape in raw:
+        if type(fqn) is not str or fqn in seen:
+            raise ValueError(f"FQN {fqn!r} is no text, or occurs twice")
+        if type(dtype) is not str or dtype not in DTYPES:
+            raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
+        fits = isinstance(shape, tuple) and len(shape) <= MAX_DIMS
+        if not fits or not all(type(n) is int and 0 <= n <= MAX_INT for n in shape):
+            raise ValueError(f"tensor {fqn!r} of shape {shape!r}")
+        seen.add(fqn)
+        yield fqn, dtype, shape
+
+
+def _digests(raw: Any) -> tuple[bytes, ...]:
+    if not isinstance(raw, tuple) or not all(type(d) is bytes and len(d) in (0, DIGEST_NBYTES) for d in raw):
+        raise ValueError("digests are not a list of them")
+    return raw
+
+
+def candidates(contributions: Mapping[int, Contribution]) -> dict[int, tuple[int, ...]]:
+    """Say which tensors look like replicas, so that their digests must be compared.
+
+    Returns:
+        For each rank the positions in its `tensors`: those that several ranks hold, all with one dtype and shape.
+    """
+    holders: dict[int, int] = {}  # by identity of `tensors`, which many ranks share after `decode_contributions`
+    lists: dict[int, Sequence[TensorKey]] = {}
+    for contribution in contributions.values():
+        holders[id(contribution.tensors)] = holders.get(id(contribution.tensors), 0) + 1
+        lists[id(contribution.tensors)] = contribution.tensors
+    keys: dict[str, TensorKey | None] = {}
+    counts: dict[str, int] = {}
+    for number, tensors in lists.items():
+        for key in tensors:
+            fqn = key[0]
+            counts[fqn] = counts.get(fqn, 0) + holders[number]
+            if keys.setdefault(fqn, key) != key:
+                keys[fqn] = None
+    found = {
+        number: tuple(n for n, (fqn, _, _) in enumerate(tensors) if counts[fqn] > 1 and keys[fqn] is not None)
+        for number, tensors in lists.items()
+    }
+    return {rank: found[id(contribution.tensors)] for rank, contribution in contributions.items()}
+
+
+def with_digests(contributions: Mapping[int, Contribution], digests: Mapping[int, bytes]) -> dict[int, Contribution]:
+    """Return `contributions` with the digests of their candidates.
+
+    Args:
+        contributions: Of all ranks, without digests.
+        digests: By rank, 8 bytes for each of its `candidates`, in their order.
+
+    Raises:
+        ProtocolError: A rank gave another number of digests, or none at all.
+    """
+    memo: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
+    found = {}
+    for rank, positions in candidates(contributions).items():
+        contribution, raw = contributions[rank], digests.get(rank)
+        if type(raw) is not bytes or len(raw) != DIGEST_NBYTES * len(positions):
+            given = f"{len(raw)} bytes" if type(raw) is bytes else "nothing"
+            detail = f"rank {rank} gave {given} for the digests of {len(positions)} tensors"
+            raise ProtocolError(detail, detail=detail)
+        key = (id(contribution.tensors), raw)
+        if key not in memo:
+            aligned = [b""] * len(contribution.tensors)
+            for n, position in enumerate(positions):
+                aligned[position] = raw[DIGEST_NBYTES * n : DIGEST_NBYTES * (n + 1)]
+            memo[key] = tuple(aligned)
+        found[rank] = replace(contribution, digests=memo[key])
+    return found

@@ -1,0 +1,176 @@
+"""Digests of tensors: whole ones for the first exchange, windows for the samples of each save."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgpack
+import torch
+import xxhash
+
+from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
+from asyncckpt.planning.assignment import row_dimension
+from asyncckpt.planning.contributions import Contribution
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.planner import contribution_of
+from asyncckpt.planning.sampling import Window, window_of
+from asyncckpt.planning.state_dict import Flattened
+
+MAX_THREADS = 4
+"""Memory bandwidth is the limit, as with copies (staging/copy_cpu.py)."""
+
+THREADED_NBYTES = 16 << 20
+"""From here on several threads pay. Chosen, not measured: one thread digests it in a millisecond or two."""
+
+TEMPORARY_NBYTES = 64 << 20
+"""What lies elsewhere, or not in row-major order, is brought over in pieces of about this size."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bits move as integers: copy kernels of rarer dtypes are missing or partial in some torch versions."""
+
+
+class Samples(NamedTuple):
+    """Digests of windows of replicas at one save: names, one byte each that says whether it is split, 8 bytes each."""
+
+    names: list[str]
+    split: bytes
+    digests: bytes
+
+    def encode(self) -> bytes:
+        """Return msgpack {"names", "split", "digests"}; b"" without any."""
+        return bytes(msgpack.packb(self._asdict())) if self.names else b""
+
+
+def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
+    """Return 8 bytes for each of the tensors at `positions` of `contribution_of(flat).tensors`.
+
+    Blocks for reading those tensors; several threads share large ones.
+
+    Raises:
+        RuntimeError: From torch, when a tensor cannot be read.
+    """
+    common = flat.common
+    return _digests([flat.tensors[common[position]] for position in positions])
+
+
+def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contribution:
+    """Return the contribution that goes with a save whose plan has news, with digests of what is new.
+
+    It reads these tensors whole, so a trainer sends it with the first save of a structure, and again only
+    when the change did not come.
+
+    Args:
+        plan, flat: As `PlanCache.take` gave them.
+        compare: False leaves the digests out (`replicated="assume"`).
+
+    Raises:
+        RuntimeError: From torch, when a tensor cannot be read.
+    """
+    contribution = contribution_of(flat)
+    if not compare:
+        return contribution
+    raw = _digests([flat.tensors[number] for number in plan.news])
+    found = {n: raw[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)] for i, n in enumerate(plan.news)}
+    return replace(contribution, digests=tuple(found.get(number, b"") for number in flat.common))
+
+
+def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
+    """Digest the windows that every rank compares at save `sequence`.
+
+    Args:
+        plan: Of this rank; without other ranks there is nothing to compare.
+        flat: The state, as `PlanCache.take` gave it with `plan`; not changed since.
+        sequence: Of the save id.
+
+    Raises:
+        RuntimeError: From torch, when a tensor cannot be read.
+    """
+    names: list[str] = []
+    split, digests = bytearray(), []
+    elsewhere: list[tuple[int, torch.Tensor]] = []
+    for shared in plan.shared:
+        window = window_of(shared.turn, shared.n_elements, shared.itemsize, sequence)
+        if window is None:
+            continue
+        tensor = flat.tensors[shared.number]
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            address = tensor.data_ptr() + window.start * shared.itemsize
+            digests.append(block_digest(_memory(address, window.n * shared.itemsize)))
+        else:
+            elsewhere.append((len(names), _elements(tensor, window)))
+            digests.append(b"")
+        names.append(shared.fqn)
+        split.append(shared.split)
+    for n, raw in _fetched(elsewhere):
+        digests[n] = block_digest(raw)
+    return Samples(names, bytes(split), b"".join(digests))
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> bytes:
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    if nbytes < THREADED_NBYTES or threads < 2 or len(tensors) < 2:
+        return b"".join(map(tensor_digest, tensors))
+    with ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-digest") as pool:
+        return b"".join(pool.map(tensor_digest, tensors))
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return the 8-byte checksum of all elements in row-major order, wherever and however they lie.
+
+    Raises:
+        RuntimeError: From torch, when they cannot be read.
+    """
+    with torch.no_grad():  # it is per thread
+        bits = _bits(tensor)
+        if bits.device.type == "cpu" and bits.is_contiguous():
+            return block_digest(_memory(bits.data_ptr(), bits.numel() * bits.element_size()))
+        digest, dimension = xxhash.xxh3_64(), row_dimension(bits.shape)
+        n_rows = 1 if dimension is None else bits.shape[dimension]
+        step = max(1, TEMPORARY_NBYTES * n_rows // max(1, bits.numel() * bits.element_size()))
+        for first in range(0, n_rows, step):
+            rows = bits if dimension is None else bits.narrow(dimension, first, min(step, n_rows - first))
+            here = rows.cpu().contiguous()
+            digest.update(_memory(here.data_ptr(), here.numel() * here.element_size()))
+    return digest.intdigest().to_bytes(DIGEST_NBYTES, "little")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integer = _INTEGERS.get(tensor.element_size())
+    return tensor.detach() if integer is None else tensor.detach().view(integer)
+
+
+def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * nbytes).from_address(address) if nbytes else (ctypes.c_char * 0)()
+
+
+def _elements(tensor: torch.Tensor, window: Window) -> torch.Tensor:
+    """Return the window's bytes, where the tensor is."""
+    with torch.no_grad():
+        bits = _bits(tensor)
+        if bits.is_contiguous():
+            found = bits.view(-1)[window.start : window.start + window.n]
+        else:
+            numbers = torch.arange(window.start, window.start + window.n, device=bits.device)
+            found = bits[torch.unravel_index(numbers, bits.shape)]
+        return found.view(torch.uint8)
+
+
+def _fetched(elsewhere: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, bytes]]:
+    """Bring windows over, those of one device together: a transfer waits for the device."""
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for n, window in elsewhere:
+        by_device.setdefault(window.device, []).append((n, window))
+    found = []
+    for windows in by_device.values():
+        here = torch.cat([window for _, window in windows]).cpu()
+        at = 0
+        for n, window in windows:
+            found.append((n, ctypes.string_at(here.data_ptr() + at, window.numel())))
+            at += window.numel()
+    return found

@@ -1,0 +1,116 @@
+"""SyncCheckpointer: saves in the caller's time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt import __version__
+from asyncckpt.checkpointer import Checkpointer, refuse_unknown
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.coordination import Coordination
+from asyncckpt.errors import ConfigError
+from asyncckpt.exchange import Exchange
+from asyncckpt.handle import SaveReport
+from asyncckpt.hooks import HookRunner
+from asyncckpt.parts import CheckpointReader, CheckpointWriter
+from asyncckpt.process_group import find_exchange
+from asyncckpt.sync_writer import SyncWriter
+
+_WORKER_FIELDS = frozenset(
+    {
+        "slots",
+        "on_busy",
+        "slot_timeout_s",
+        "on_worker_loss",
+        "on_error",
+        "worker_timeout_s",
+        "worker_start_timeout_s",
+        "worker_shutdown_timeout_s",
+    }
+)
+_log = logging.getLogger("asyncckpt")
+
+
+class SyncCheckpointer(Checkpointer):
+    """Saves in the caller's time, without a worker process or shared memory, in the same format.
+
+    Args:
+        writer, reader: Own parts in the place of the default ones.
+        config: Settings; single fields may also be given as keywords.
+        commit_hook: A `CommitHook`, or any object with one of its methods.
+        **fields: Fields of `CheckpointerConfig`.
+
+    Raises:
+        ConfigError: An impossible setting.
+    """
+
+    def __init__(
+        self,
+        writer: CheckpointWriter | None = None,
+        reader: CheckpointReader | None = None,
+        *,
+        config: CheckpointerConfig | None = None,
+        commit_hook: Any | None = None,
+        **fields: Any,
+    ) -> None:
+        misplaced = sorted(set(fields) & _WORKER_FIELDS)
+        if misplaced:
+            raise ConfigError(
+                f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
+            )
+        super().__init__(CheckpointerConfig.resolve(config, fields), reader)
+        if writer is None:
+            self._coordination = Coordination(self._rank, self.config, self._exchange, package=__version__)
+            writer = SyncWriter(self.config, self._coordination, hooks=HookRunner(commit_hook))
+        elif commit_hook is not None:
+            raise ConfigError("commit_hook belongs to the default writer, which was replaced", field="commit_hook")
+        self._writer = writer
+        self._takes_extra = commit_hook is not None or not isinstance(writer, SyncWriter)
+
+    def _exchange(self) -> Exchange:
+        found = find_exchange(self._rank)
+        if found is None:
+            raise ConfigError(
+                f"this is rank {self._rank.rank} of {self._rank.world_size}, and SyncCheckpointer needs an initialised "
+                "process group of these ranks; where only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
+                field="rank_info",
+                value=repr(self._rank),
+            )
+        return found
+
+    def save(
+        self,
+        state_dict: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **kw: Any,
+    ) -> None:
+        """Write `state_dict` to the directory `path`. Blocks until the checkpoint is committed.
+
+        On several ranks it is a collective: all must call it, and it raises on all when it fails on one.
+
+        Raises:
+            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: The arguments.
+            CheckpointExistsError, SaveFailedError, CommitUnknownError, InsufficientMemoryError: The save.
+            PlanTimeoutError, RanksDisagreeError, ReplicaMismatchError: The other ranks.
+            CheckpointerClosedError, ForkedError: The checkpointer.
+        """
+        self._check_usable()
+        arguments = self._arguments(state_dict, path, step, metadata, self._next_save_id())
+        if not self._takes_extra:
+            refuse_unknown(kw)
+        path_text = arguments.pop("path")
+        report = self._writer.write(state_dict, path_text, **arguments, **kw)
+        if isinstance(report, SaveReport):
+            _log.info("saved step %d to %s: %s", arguments["step"], path_text, report)
+
+    def close(self) -> None:
+        """Free memory and threads. Twice is fine; does nothing in a forked child."""
+        if not self._closed and os.getpid() == self._owner_pid:
+            self._closed = True
+            self._writer.close()

@@ -1,0 +1,134 @@
+"""The synchronous save of several ranks: every step is taken by all of them, and rank 0 commits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from asyncckpt.conference import Conference
+from asyncckpt.coordination import check_equal
+from asyncckpt.errors import CommitUnknownError, ReplicaMismatchError
+from asyncckpt.format.manifest import RankRecord
+from asyncckpt.format.names import SaveId
+from asyncckpt.format.structure import decode_structure
+from asyncckpt.planning.contributions import Contribution
+from asyncckpt.planning.digests import sample_digests
+from asyncckpt.planning.leaves import encode_leaves
+from asyncckpt.planning.planner import contribution_of
+from asyncckpt.planning.state_dict import flatten
+from asyncckpt.protocol.samples import decode_samples, unequal
+from asyncckpt.storage.coverage import prove_coverage
+from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.sync_steps import SyncSteps
+
+
+def write_together(
+    steps: SyncSteps, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
+) -> tuple[SaveId, RankResult]:
+    """Save on all ranks.
+
+    Args:
+        steps: This rank's.
+        state_dict, path: What, and where to.
+        kw: `step`, `save_id`, `metadata`.
+        extra: For the commit hook.
+
+    Returns:
+        The save's id, and what this rank wrote.
+
+    Raises:
+        AsyncCkptError: As `SyncWriter.write` says; on every rank when it fails on one.
+    """
+    given: SaveId = kw["save_id"]
+    rank = steps.ranks.rank.rank
+    conference = Conference(steps.ranks.meet(f"sync/{given.sequence}"))
+    try:
+        save_id = _agree(steps, conference, state_dict, path, kw["step"], given)
+        mine: list[RankResult] = []
+        try:
+            results = _store(steps, conference, state_dict, save_id, path, kw["step"], extra, mine)
+            conference.together(
+                lambda: steps.publish(path, save_id, results, kw) if rank == 0 else None,
+                steps.config.commit_timeout_s,
+            )
+        except CommitUnknownError:
+            raise
+        except Exception:
+            if rank == 0:  # nobody writes any more: every rank has said how its part ended
+                steps.remove(path, save_id)
+            raise
+        return save_id, mine[0]
+    finally:
+        conference.close()
+
+
+def _agree(
+    steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any], path: str, step: int, given: SaveId
+) -> SaveId:
+    """Agree on run, epoch, path, step and on who writes what; returns the save's id."""
+    ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
+
+    def introduce() -> dict[str, Any]:
+        mine = ranks.introduction(path, step)
+        contribution: Contribution | None = None
+        if ranks.agreement is None:
+            contribution = contribution_of(flatten(state_dict))
+        else:
+            plan, flat = steps.plans.take(state_dict)
+            contribution = contribution_of(flat) if plan.news else None
+        with steps.failures(given, path, step):
+            epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
+        return {**mine, "contribution": contribution.encode() if contribution else b"", "epoch": epoch}
+
+    everybody = conference.together(introduce, timeout_s)
+    check_equal(everybody)
+    ranks.run_id = everybody[0]["run"]
+    news = {rank: found["contribution"] for rank, found in enumerate(everybody) if found["contribution"]}
+    if news:
+        ranks.settle(news, flatten(state_dict), lambda digests: conference.gather(digests, timeout_s))
+    if steps.plans.agreement is not ranks.agreement:
+        steps.plans.agreement = ranks.agreement
+    return given._replace(epoch=everybody[0]["epoch"], run_id=ranks.run_id)
+
+
+def _store(
+    steps: SyncSteps,
+    conference: Conference,
+    state_dict: Mapping[str, Any],
+    save_id: SaveId,
+    path: str,
+    step: int,
+    extra: Mapping[str, Any],
+    mine: list[RankResult],
+) -> list[RankResult]:
+    """Write every rank's files, compare replicas, and ask the hooks; returns what all ranks wrote."""
+
+    def store() -> dict[str, Any]:
+        plan, flat = steps.plans.take(state_dict)
+        result = steps.store(plan, flat, encode_leaves(flat), save_id, path, step)
+        mine.append(result)
+        steps.ask_hook(path, save_id, step, extra)
+        samples = sample_digests(plan, flat, save_id.sequence).encode() if steps.config.replicated == "check" else b""
+        return {"result": asdict(result), "structure": plan.structure, "samples": samples}
+
+    everybody = conference.together(store, steps.config.commit_timeout_s)
+    differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
+    if differing:
+        steps.ranks.store_per_rank(sorted(differing))
+    for fqn, (split, holders) in differing.items():
+        if split:
+            raise ReplicaMismatchError(
+                f"save {save_id} to {path}: tensor {fqn!r} differs between ranks {holders}, which write parts of it as "
+                "replicas of one another; nothing was published, and from the next save on each rank stores its own",
+                fqn=fqn,
+                ranks=holders,
+                save_id=str(save_id),
+                path=path,
+            )
+    prove_coverage(path, [decode_structure(found["structure"]) for found in everybody])
+    return [_result_of(found["result"]) for found in everybody]
+
+
+def _result_of(found: Mapping[str, Any]) -> RankResult:
+    return RankResult(**{**found, "record": RankRecord(**found["record"])})

@@ -1,0 +1,212 @@
+"""One rank's part in a save without a worker, step by step: stage, write, ask the hook, publish, clean up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from asyncckpt import __version__
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.coordination import Coordination
+from asyncckpt.errors import (
+    AsyncCkptError,
+    InsufficientMemoryError,
+    SaveFailedError,
+    StagingError,
+)
+from asyncckpt.format.layout import PAGE_NBYTES
+from asyncckpt.format.names import SaveId
+from asyncckpt.format.objects import encode_objects
+from asyncckpt.hooks import HookRunner
+from asyncckpt.lineage import Lineage
+from asyncckpt.memory.headroom import check_memory
+from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.state_dict import Flattened
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.umask import current_umask
+from asyncckpt.storage import catalog, commit
+from asyncckpt.storage.failures import save_failure
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.record import build_manifest
+
+_log = logging.getLogger("asyncckpt.sync")
+
+
+class SyncSteps:
+    """Stages into private memory, kept for the next save. The order of the steps is the caller's business.
+
+    Args:
+        config: For layout and writing options.
+        ranks: Who else saves.
+        hooks: The user's commit hooks.
+        files: The storage seam; tests replace it.
+
+    Attributes:
+        plans: By structure.
+    """
+
+    def __init__(
+        self, config: CheckpointerConfig, ranks: Coordination, hooks: HookRunner, files: Files | None = None
+    ) -> None:
+        self.config, self.ranks, self.hooks = config, ranks, hooks
+        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
+        self._files = files or Files()
+        self._memory: Memory | None = None
+        self._image: SlotImage | None = None
+        self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, files=self._files))
+        self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
+
+    @contextlib.contextmanager
+    def failures(self, save_id: SaveId, path: str, step: int) -> Iterator[None]:
+        """Turn what the system refuses inside into errors of our own.
+
+        Raises:
+            SaveFailedError: Naming call, rank and path.
+        """
+        try:
+            yield
+        except AsyncCkptError:
+            raise
+        except OSError as error:
+            rank = self.ranks.rank.rank
+            raise save_failure(error, save_id=str(save_id), rank=rank, step=step, path=path) from error
+
+    def epoch_for(self, path: str, run: str) -> int:
+        """Return the epoch of a save to `path`."""
+        return self._lineage.epoch_for(path, run)
+
+    def store(
+        self, plan: SavePlan, flat: Flattened, leaves: list[Any], save_id: SaveId, path: str, step: int
+    ) -> RankResult:
+        """Stage and write this rank's files.
+
+        Raises:
+            StagingError: torch could not copy a tensor.
+            InsufficientMemoryError, SaveFailedError, CheckpointExistsError: As `write`.
+        """
+        began = time.perf_counter()
+        with self.failures(save_id, path, step):
+            umask = current_umask()
+            commit.prepare_directory(path, files=self._files, umask=umask, fsync=self.config.fsync)
+            image = self._image_for(plan)
+            try:
+                image.fill(flat.tensors, save_id)
+            except RuntimeError as error:
+                raise StagingError(
+                    f"step {step}: copying the state into memory failed: {error}",
+                    save_id=str(save_id),
+                    step=step,
+                    path=path,
+                ) from error
+            copied = time.perf_counter() - began
+            result = self._write(self._job(plan, path, save_id, encode_objects(save_id, leaves), umask))
+        return replace(result, seconds={"copy": copied, **result.seconds})
+
+    def ask_hook(self, path: str, save_id: SaveId, step: int, extra: Mapping[str, Any]) -> None:
+        """Call `pre_commit`.
+
+        Raises:
+            SaveFailedError: It vetoes.
+        """
+        veto = self.hooks.before(path, extra)
+        if veto is not None:
+            rank = self.ranks.rank.rank
+            raise SaveFailedError(
+                f"save of step {step} to {path}: pre_commit of rank {rank} vetoed it: {veto}; nothing was published",
+                code="vetoed",
+                rank=rank,
+                path=path,
+                detail=veto,
+                save_id=str(save_id),
+                step=step,
+            )
+
+    def publish(self, path: str, save_id: SaveId, results: Sequence[RankResult], kw: Mapping[str, Any]) -> None:
+        """Put the manifest of a checkpoint whose ranks are all written.
+
+        Raises:
+            CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
+        """
+        manifest = build_manifest(
+            save_id,
+            results,
+            step=kw["step"],
+            world_size=self.ranks.rank.world_size,
+            fsync=self.config.fsync,
+            metadata=json.dumps(kw.get("metadata") or {}),
+            package=__version__,
+        )
+        commit.publish(path, manifest, files=self._files, umask=current_umask())
+
+    def remove(self, path: str, save_id: SaveId) -> None:
+        """Remove the files of a save that has failed; what cannot be removed goes with the next one there."""
+        with contextlib.suppress(OSError):
+            commit.remove_files_of(path, save_id, files=self._files)
+
+    def clean_up(self, path: str, save_id: SaveId) -> None:
+        """Remove what other attempts left; the checkpoint stands whether that works or not."""
+        try:
+            commit.remove_leftovers(path, keep=save_id, files=self._files)
+        except OSError as error:
+            _log.warning("leftovers stay in %s: %s", path, error)
+
+    def _image_for(self, plan: SavePlan) -> SlotImage:
+        wanted = PAGE_NBYTES + plan.body_nbytes
+        limit = self.config.arena_limit_bytes
+        if limit is not None and wanted > limit:
+            raise InsufficientMemoryError(
+                f"the snapshot needs {wanted} bytes of memory, arena_limit_bytes is {limit}; raise the limit",
+                nbytes=wanted,
+                limit=limit,
+            )
+        if self._memory is None or self._memory.nbytes < wanted:
+            self._drop()
+            check_memory(wanted, 0)
+            try:
+                self._memory = Memory(-1, wanted)
+            except OSError as error:
+                raise InsufficientMemoryError(
+                    f"the snapshot needs {wanted} bytes of memory, and the kernel refused: {error}", nbytes=wanted
+                ) from error
+        if self._image is None or self._image.plan is not plan:
+            self._image = SlotImage(self._memory.address, plan)
+        return self._image
+
+    def _job(self, plan: SavePlan, path: str, save_id: SaveId, objects: bytes, umask: int) -> RankJob:
+        return RankJob(
+            path=path,
+            save_id=save_id,
+            rank=self.ranks.rank.rank,
+            world_size=self.ranks.rank.world_size,
+            parts=tuple((p.offset, p.nbytes) for p in plan.part_ranges()),
+            structure=plan.structure,
+            objects=objects,
+            n_tensors=plan.n_tensors,
+            fsync=self.config.fsync,
+            umask=umask,
+            threads=self.config.write_threads or 0,
+        )
+
+    def _write(self, job: RankJob) -> RankResult:
+        assert self._memory is not None
+        return write_rank_files(job, self._memory.view(), files=self._files, pool=self._pool, check=lambda: None)
+
+    def _drop(self) -> None:
+        self._image = None  # the views go before the mapping
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def close(self) -> None:
+        """Free memory and threads. Twice is fine."""
+        self._pool.shutdown()
+        self._drop()

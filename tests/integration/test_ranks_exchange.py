@@ -1,0 +1,158 @@
+"""Meetings of ranks: over torch.distributed, and over a board of the worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rank_processes
+import real_worker
+import torch
+import torch.distributed as dist
+
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import PlanTimeoutError, SaveFailedError
+from asyncckpt.exchange import Exchange
+from asyncckpt.process_group import find_exchange, find_rank_info
+
+PLACES = ("group", "board")
+
+
+def at(place: str, endpoint: str, what: Callable[[Exchange, int], Any], rank: int) -> Any:
+    """Run `what` with the exchange of a place."""
+    if place == "group":
+        found = find_exchange(find_rank_info(None))
+        assert found is not None
+        return what(found, rank)
+    with AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+        process: Any = checkpointer._process
+        return what(process._exchange(), rank)
+
+
+def everywhere(rank: int, place: str, endpoint: str, what: Callable[[Exchange, int], Any]) -> Any:
+    return at(place, endpoint, what, rank)
+
+
+def run(place: str, endpoint: str, world_size: int, what: Callable[[Exchange, int], Any]) -> list[Any]:
+    return rank_processes.run(world_size, everywhere, place, endpoint, what, group=place == "group")
+
+
+def gather_twice(exchange: Exchange, rank: int) -> list[list[bytes]]:
+    meeting = exchange.meet("a")
+    try:
+        first = meeting.gather(bytes([rank]) * rank, time.monotonic() + 30)
+        second = meeting.gather(bytes([rank]) * (1_200_000 * (rank == 1)), time.monotonic() + 30)
+    finally:
+        meeting.close()
+    return [first, [data[:1] + str(len(data)).encode() for data in second]]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_rank_gets_everybodys_bytes_whatever_their_lengths(
+    place: str, shared_worker: real_worker.RealWorker
+) -> None:
+    found = run(place, shared_worker.endpoint, 3, gather_twice)
+    expected = [[b"", b"\1", b"\2\2"], [b"0", b"\x011200000", b"0"]]
+    assert found == [expected, expected, expected]
+
+
+def only_rank_one_comes_late(exchange: Exchange, rank: int) -> tuple[str, Any, float]:
+    if rank == 1:
+        rank_processes.talk().hear()
+    began = time.monotonic()
+    try:
+        exchange.meet("late").gather(b"x", time.monotonic() + 0.6)
+    except (PlanTimeoutError, SaveFailedError) as error:
+        return type(error).__name__, getattr(error, "missing_ranks", None), time.monotonic() - began
+    return "came", None, 0.0
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_once_that_it_is_late(
+    shared_worker: real_worker.RealWorker,
+) -> None:
+    with rank_processes.running(2, everywhere, "group", "", only_rank_one_comes_late) as ranks:
+        kind, missing, waited = ranks.receive(0)
+        assert (kind, missing) == ("PlanTimeoutError", [1])
+        assert 0.5 < waited < 5
+        ranks.send(1, "go")
+        kind, _, waited = ranks.receive(1)
+        assert kind == "SaveFailedError"
+        assert waited < 0.5
+
+
+def alone_then_new_group(exchange: Exchange, rank: int) -> list[int]:
+    if rank == 0:
+        with pytest.raises(PlanTimeoutError, match="have not called save"):
+            exchange.meet("alone").gather(b"x", time.monotonic() + 0.2)
+    group = dist.new_group([0, 1])
+    value = torch.tensor([rank + 1])
+    dist.all_reduce(value, group=group)
+    return [int(value)]
+
+
+def test_a_meeting_that_one_rank_tried_alone_leaves_the_users_groups_in_step() -> None:
+    assert run("group", "", 2, alone_then_new_group) == [[3], [3]]
+
+
+def rank_one_refuses(exchange: Exchange, rank: int) -> str:
+    meeting = exchange.meet("refused")
+    if rank == 1:
+        meeting.refuse("its state cannot be stored")
+        return "refused"
+    with pytest.raises(SaveFailedError) as caught:
+        meeting.gather(b"x", time.monotonic() + 30)
+    assert (caught.value.code, caught.value.rank) == ("withdrawn", 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_refusal_ends_the_meeting_for_the_others_with_its_reason(
+    place: str, shared_worker: real_worker.RealWorker
+) -> None:
+    found = run(place, shared_worker.endpoint, 2, rank_one_refuses)
+    assert "rank 1" in found[0]
+    assert "its state cannot be stored" in found[0]
+
+
+def only_rank_zero(exchange: Exchange, rank: int) -> list[int] | None:
+    if rank == 1:
+        rank_processes.talk().hear()
+        return None
+    with pytest.raises(PlanTimeoutError) as caught:
+        exchange.meet("missing").gather(b"x", time.monotonic() + 0.3)
+    return list(caught.value.missing_ranks)
+
+
+def test_a_rank_that_is_missing_at_the_board_is_named(shared_worker: real_worker.RealWorker) -> None:
+    with rank_processes.running(2, everywhere, "board", shared_worker.endpoint, only_rank_zero, group=False) as ranks:
+        assert ranks.receive(0) == [1]
+        ranks.send(1, "go")
+        assert ranks.receive(1) is None
+
+
+def open_sockets(exchange: Exchange, rank: int) -> tuple[int, int]:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    meeting = exchange.meet("fds")
+    meeting.gather(b"x", time.monotonic() + 30)
+    meeting.close()
+    dist.barrier()
+    return before, count()
+
+
+def test_a_meeting_leaves_no_connection_open() -> None:
+    for before, after in run("group", "", 2, open_sockets):
+        assert after <= before + 2  # the barrier's own pair
+
+
+def test_a_group_of_other_ranks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    assert find_exchange(RankInfo(0, 2)) is None

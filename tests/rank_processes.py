@@ -1,0 +1,151 @@
+"""Ranks for tests: real processes with a real gloo group, started from a server that has torch imported already."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+DEADLINE_S = 60.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "asyncckpt.async_checkpointer"])
+
+
+class Ranks:
+    """Processes that each run `function(rank, *arguments)`.
+
+    Args:
+        world_size: How many.
+        function: At module level; what it returns must pickle.
+        arguments: For all of them.
+        group: Initialise the default process group (gloo) first.
+        environ: Added to the environment of each.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        group: bool = True,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
+        port = self._store.port if self._store else 0
+        self.processes = []
+        self._pipes = []
+        for rank in range(world_size):
+            mine, theirs = _context.Pipe()
+            values = (rank, world_size, port, dict(environ or {}), function, arguments, theirs)
+            process = _context.Process(target=_main, args=values, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(mine)
+
+    def send(self, rank: int, value: Any) -> None:
+        """Send something to the `talk` of a rank."""
+        self._pipes[rank].send(("value", value))
+
+    def receive(self, rank: int, timeout_s: float = DEADLINE_S) -> Any:
+        """Return what a rank said by its `talk`, or returned; its failure fails the test."""
+        assert self._pipes[rank].poll(timeout_s), f"rank {rank} has said nothing for {timeout_s:g} s"
+        kind, value = self._pipes[rank].recv()
+        assert kind != "error", f"rank {rank} failed:\n{value}"
+        return value
+
+    def results(self, timeout_s: float = DEADLINE_S) -> list[Any]:
+        """Return what every rank returned."""
+        deadline = time.monotonic() + timeout_s
+        return [self.receive(rank, deadline - time.monotonic()) for rank in range(len(self.processes))]
+
+    def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to ranks; default: all of them, at once."""
+        for rank in ranks or range(len(self.processes)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid or 0, number)
+
+    def close(self) -> None:
+        """Kill whatever still runs."""
+        self.kill()
+        for process in self.processes:
+            process.join(10)
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._store = None
+
+
+class Talk:
+    """A rank's line to the test."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    def say(self, value: Any) -> None:
+        """Send `value` to the test's `receive`."""
+        self._pipe.send(("value", value))
+
+    def hear(self, timeout_s: float = DEADLINE_S) -> Any:
+        """Return what the test's `send` sent."""
+        assert self._pipe.poll(timeout_s), "the test has said nothing"
+        return self._pipe.recv()[1]
+
+
+_line: list[Talk] = []
+
+
+def talk() -> Talk:
+    """Return, in a rank's process, its line to the test."""
+    return _line[0]
+
+
+@contextlib.contextmanager
+def running(world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Ranks]:
+    """As `Ranks`, closed at the end."""
+    ranks = Ranks(world_size, function, *arguments, **options)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def run(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = DEADLINE_S, **options: Any
+) -> list[Any]:
+    """Run `function` on every rank and return what each returned."""
+    with running(world_size, function, *arguments, **options) as ranks:
+        return ranks.results(timeout_s)
+
+
+def _main(
+    rank: int,
+    world_size: int,
+    port: int,
+    environ: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    pipe: Any,
+) -> None:
+    _line.append(Talk(pipe))
+    os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        if port:
+            store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        found = function(rank, *arguments)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(("result", found))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
