@@ -1,12 +1,12 @@
 """Train a small transformer on the standard library's own sources, and go on where it stopped after any crash.
 
     python -m asyncckpt.examples.train_gpt --dir /tmp/gpt --steps 100
-    asyncckpt run -- torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asyncckpt run -- torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
         -m asyncckpt.examples.train_gpt --dir /tmp/gpt --steps 100
 
 Run it again after a Ctrl-C or a kill -9, or let torchrun restart it: all ranks go on from the newest committed
-checkpoint, each with its own place in the data and its own random numbers. Lines that concern checkpoints are marked
-with `# <-`.
+checkpoint, each with its own place in the data and its own random numbers. (The variable spares restarted ranks the
+addresses of those before them: pytorch issue 135712.) Lines that concern checkpoints are marked with `# <-`.
 """
 
 from __future__ import annotations

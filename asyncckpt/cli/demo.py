@@ -24,8 +24,12 @@ STEPS, EVERY, CRASH_AT = 40, 10, 20
 STALL_NBYTES = 200_000_000
 _TRAIN, _CRASH = "asyncckpt.examples.train_gpt", "asyncckpt.examples.train_gpt_crash"
 _STALLS = "asyncckpt.examples.stalls"
-_QUIET = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning", "OMP_NUM_THREADS": "1"}
-"""torch warns at every start where numpy is not installed, torchrun where the number of threads is not set."""
+_ENVIRONMENT = {
+    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",  # torch warns where numpy is not installed
+    "OMP_NUM_THREADS": "1",  # torchrun warns where it is not set
+    # Or restarted ranks read, in the store of torchrun, where those before them listened: pytorch issue 135712.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(args.dir or tempfile.mkdtemp(prefix="asyncckpt-demo-")).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        _play(directory, {**os.environ, **_QUIET})
+        _play(directory, {**os.environ, **_ENVIRONMENT})
     except DemoFailedError as error:
         print(f"\nDEMO FAILED: {error}", file=sys.stderr)
         return EXIT_FAILED
