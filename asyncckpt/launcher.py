@@ -63,6 +63,33 @@ def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequenc
         raise _failed(endpoint, log_path, said[-2000:] or f"exit code {done.returncode}")
 
 
+def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start a worker in the foreground, as a child whose end is seen, in a session of its own.
+
+    Args:
+        endpoint: `ipc:///absolute/path`.
+        log_path: Where its log goes, and what it says before that is open.
+        options: More options for the command.
+
+    Raises:
+        OSError: The log cannot be opened, or no process made.
+    """
+    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--log-file", log_path]
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        return subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=_environment(),
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+
+
 def _environment() -> dict[str, str]:
     """Return our environment, with relative entries of PYTHONPATH made absolute: the worker starts in `/`."""
     environment = dict(os.environ)

@@ -1,9 +1,12 @@
 """Train a small transformer on the standard library's own sources, and go on where it stopped after any crash.
 
     python -m asyncckpt.examples.train_gpt --dir /tmp/gpt --steps 100
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 asyncckpt run -- torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
+        -m asyncckpt.examples.train_gpt --dir /tmp/gpt --steps 100
 
-Run it again after a Ctrl-C or a kill -9: it resumes from the newest committed checkpoint, data position included.
-The lines that concern checkpoints are marked with `# <-`.
+Run it again after a Ctrl-C or a kill -9, or let torchrun restart it: all ranks go on from the newest committed
+checkpoint, each with its own place in the data and its own random numbers. (The variable spares restarted ranks the
+addresses of those before them: pytorch issue 135712.) Lines that concern checkpoints are marked with `# <-`.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import signal
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import asyncckpt  # <-
 
@@ -57,6 +62,7 @@ class ByteGPT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map (batch, time) bytes to (batch, time, 256) logits."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = functional.dropout(x, 0.1, self.training)  # draws random numbers, which a resumed run must draw alike
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
 
@@ -78,52 +84,64 @@ def sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def main() -> None:
-    """Train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", required=True, help="where the checkpoints go")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=10, help="save every so many steps")
-    parser.add_argument(
-        "--crash-at", type=int, default=-1, help="SIGKILL this process right after the save of this step"
-    )
-    args = parser.parse_args()
-
+def train(args: argparse.Namespace, checkpointer: asyncckpt.AsyncCheckpointer) -> None:
+    """Train to `args.steps`, from the newest checkpoint below `args.dir`."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     data, model = corpus(), ByteGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    step, position = 0, 0
+    torch.manual_seed(1 + rank)
+    step, position = 0, len(data) // world_size * rank
 
-    newest = asyncckpt.latest_checkpoint(args.dir)  # <-
+    newest = checkpointer.latest_checkpoint(args.dir)  # <- the same on all ranks
     if newest is not None:  # <-
         state = asyncckpt.load(newest)  # <-
         model.load_state_dict(state["model"])  # <-
         optimizer.load_state_dict(state["optim"])  # <-
         step, position = state["step"], state["position"]  # <-
         torch.set_rng_state(state["rng"])  # <-
-        print(f"resumed from {newest} at step {step}", flush=True)
+        print(f"rank {rank}: resumed from {newest} at step {step}", flush=True)
 
+    network = DistributedDataParallel(model) if dist.is_initialized() else model
+    while step < args.steps:
+        span = data[position : position + BATCH * CONTEXT + 1]
+        inputs, targets = span[:-1].view(BATCH, CONTEXT), span[1:].view(BATCH, CONTEXT)
+        loss = functional.cross_entropy(network(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step, position = step + 1, (position + BATCH * CONTEXT) % (len(data) - BATCH * CONTEXT - 1)
+
+        if step % args.every == 0:
+            began = time.perf_counter()
+            state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}  # <-
+            state["position"] = asyncckpt.PerRank(position)  # <- of each rank its own
+            state["rng"] = asyncckpt.PerRank(torch.get_rng_state())  # <-
+            checkpointer.save(state, f"{args.dir}/step-{step:06d}")  # <-
+            stall_ms = 1e3 * (time.perf_counter() - began)
+            if rank == 0:
+                print(f"step {step:4d}  loss {loss.item():.3f}  save() took {stall_ms:.0f} ms", flush=True)
+    print(f"rank {rank}: weights sha256 {sha256(model)}", flush=True)
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", required=True, help="where the checkpoints go")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=10, help="save every so many steps")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Train, alone or as one of torchrun's ranks."""
+    args = arguments()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     with asyncckpt.AsyncCheckpointer() as checkpointer:  # <- finds the worker, or starts it
-        while step < args.steps:
-            span = data[position : position + BATCH * CONTEXT + 1]
-            inputs, targets = span[:-1].view(BATCH, CONTEXT), span[1:].view(BATCH, CONTEXT)
-            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step, position = step + 1, (position + BATCH * CONTEXT) % (len(data) - BATCH * CONTEXT - 1)
-
-            if step % args.every == 0:
-                began = time.perf_counter()
-                state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}  # <-
-                state |= {"position": position, "rng": torch.get_rng_state()}  # <-
-                staged, written = checkpointer.save(state, f"{args.dir}/step-{step:06d}")  # <-
-                stall = time.perf_counter() - began
-                if step == args.crash_at:
-                    print(f"crash at step {step}: staged={staged.done()} written={written.done()}", flush=True)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                print(f"step {step:4d}  loss {loss.item():.3f}  save() took {stall * 1e3:.0f} ms", flush=True)
-    print(f"weights sha256 {sha256(model)}", flush=True)
+        train(args, checkpointer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from types import FrameType
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
+from asyncckpt.protocol.options import add_options
 from asyncckpt_worker.claim import claim
-from asyncckpt_worker.config import LOG_FORMATS, WorkerConfig
+from asyncckpt_worker.config import WorkerConfig
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -41,48 +42,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    defaults = WorkerConfig(endpoint="ipc:///default")
-    add = parser.add_argument
-    add(
-        "--endpoint",
-        help="ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)",
-    )
-    add(
-        "--root",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="write only below DIR (repeatable; default: anywhere)",
-    )
-    add(
-        "--idle-exit-s",
-        type=float,
-        default=defaults.idle_exit_s,
-        metavar="S",
-        help="exit after S seconds without sessions and saves; 0: never (default: %(default)s)",
-    )
-    add(
-        "--drain-timeout-s",
-        type=float,
-        default=defaults.drain_timeout_s,
-        metavar="S",
-        help="seconds that a drain waits for saves in flight (default: %(default)s)",
-    )
-    add(
-        "--threads",
-        type=int,
-        default=defaults.threads,
-        metavar="N",
-        help="threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
-    )
-    add("--log-format", choices=LOG_FORMATS, default=defaults.log_format, help="(default: %(default)s)")
-    add(
-        "--log-file",
-        metavar="FILE",
-        help="append the log to FILE (default: stderr; with --detach: beside the socket, 1 MiB and one older file)",
-    )
-    add("--detach", action="store_true", help="go into the background, in a session of its own, and return at once")
-    add("--version", action="version", version=f"asyncckpt-worker {__version__}")
+    add_options(parser)
+    parser.add_argument("--version", action="version", version=f"asyncckpt-worker {__version__}")
     return parser
 
 
@@ -94,6 +55,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         endpoint=endpoint,
         roots=tuple(os.path.abspath(os.path.expanduser(root)) for root in options.root),
         idle_exit_s=options.idle_exit_s,
+        while_pid=options.while_pid,
         drain_timeout_s=options.drain_timeout_s,
         threads=options.threads,
         log_format=options.log_format,
@@ -108,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _config(options)
         if options.detach:
             return _detached(config)
-        return serve(config)
+        return _kept(config) if config.while_pid and config.log_file else serve(config)
     except ConfigError as error:
         print(f"asyncckpt-worker: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -142,6 +104,16 @@ def _detached(config: WorkerConfig) -> int:
     keep_tail(log_file)
     redirect_output(log_file)
     return serve(config, claimed=(path, lock), own_log=log_file)
+
+
+def _kept(config: WorkerConfig) -> int:
+    """Serve in the foreground for the program that started this worker; nobody but us keeps its log small."""
+    from asyncckpt_worker.logs import keep_tail, redirect_output
+
+    assert config.log_file is not None
+    keep_tail(config.log_file)
+    redirect_output(config.log_file)
+    return serve(config, own_log=config.log_file)
 
 
 def _inherited_fds() -> list[int]:
@@ -179,6 +151,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
 
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(name, stop)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started us may have blocked them, to wait for them
     complete = daemon.run()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.endpoint import socket_path
+from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, IDLE_EXIT_S, LOG_FORMATS
 
 MAX_THREADS = 256
-LOG_FORMATS = ("human", "json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,7 @@ class WorkerConfig:
         endpoint: `ipc:///absolute/path`, where it listens.
         roots: Directories below which it may write; empty allows every absolute path.
         idle_exit_s: It exits after this time without sessions and saves; 0 means never.
+        while_pid: While this process lives it does not exit for idleness; 0: no such process.
         drain_timeout_s: How long a drain waits for saves in flight.
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
@@ -33,8 +34,9 @@ class WorkerConfig:
 
     endpoint: str
     roots: tuple[str, ...] = ()
-    idle_exit_s: float = 600.0
-    drain_timeout_s: float = 120.0
+    idle_exit_s: float = IDLE_EXIT_S
+    while_pid: int = 0
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
     staging_grace_s: float = 10.0
     threads: int = 0
     heartbeat_s: float = 0.5
@@ -52,6 +54,10 @@ class WorkerConfig:
                 f"threads is {self.threads!r}; expected 2 to {MAX_THREADS}, or 0 for the default",
                 field="threads",
                 value=self.threads,
+            )
+        if type(self.while_pid) is not int or self.while_pid < 0:
+            raise ConfigError(
+                f"while_pid is {self.while_pid!r}; expected a process id", field="while_pid", value=self.while_pid
             )
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(

@@ -26,6 +26,7 @@ from asyncckpt_worker import logs
 from asyncckpt_worker.blame import concerned
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.jobs import Jobs, gave_up
+from asyncckpt_worker.keeper import Keeper
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.scheduler import Scheduler
@@ -68,6 +69,7 @@ class Daemon:
         self._scheduler = Scheduler()
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
+        self._keeper = Keeper(config.while_pid)
         self._writer = Writer(files or Files(), self._slots, config.roots, config.threads)
         self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
         self._started = time.monotonic()
@@ -97,6 +99,7 @@ class Daemon:
         """
         logs.write("info", f"worker {os.getpid()} of asyncckpt {__version__} listens on {self.config.endpoint}")
         try:
+            self._tick()
             while self._exit is None:
                 self._turn()
         finally:
@@ -109,7 +112,7 @@ class Daemon:
         self._scheduler.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
 
     def _turn(self) -> None:
-        self._server.poll([self._scheduler.fd, *self._liveness.fds()], self._wait_s())
+        self._server.poll([self._scheduler.fd, *self._liveness.fds(), *self._keeper.fds()], self._wait_s())
         # Messages before deaths: what a trainer said with its last breath makes better error messages.
         for peer, message in self._server.receive():
             self._handle(ev.Received(now=time.monotonic(), peer=peer, message=message))
@@ -117,10 +120,13 @@ class Daemon:
             self._handle(result)
         for session in self._liveness.dead():
             self._handle(ev.Died(now=time.monotonic(), session=session))
-        self._handle(ev.Tick(now=time.monotonic()))
+        self._tick()
+
+    def _tick(self) -> None:
+        self._handle(ev.Tick(now=time.monotonic(), kept=self._keeper.lives()))
 
     def _wait_s(self) -> float:
-        waits = [MAX_WAIT_S, self._liveness.poll_s or MAX_WAIT_S]
+        waits = [MAX_WAIT_S, self._liveness.poll_s or MAX_WAIT_S, self._keeper.poll_s or MAX_WAIT_S]
         if self.brain.wakes_at is not None:
             waits.append(self.brain.wakes_at - time.monotonic())
         return max(0.0, min(waits))
@@ -177,6 +183,7 @@ class Daemon:
         self._closed = True
         self._server.close()
         self._liveness.close()
+        self._keeper.close()
         self._slots.close()
         self._writer.close()
         return self._scheduler.close(CLOSE_TIMEOUT_S)

@@ -152,9 +152,10 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. `kept`: the process that the worker was started for lives, so it does not leave for idleness."""
 
     now: float
+    kept: bool = False
 
 
 Event = (

@@ -114,6 +114,7 @@ class Brain:
         self._boards = BoardBook(self.tables, changes)
         self._sessions = SessionBook(self.tables, self._lending, self._runs, self._boards, self._welcome)
         self._idle_since: float | None = now
+        self._kept = False
         self._drain_deadline: float | None = None
         self._grace_deadline = now
         self._looked_again = False
@@ -175,6 +176,7 @@ class Brain:
             case Broken():
                 self._saves.broken(event)
             case Tick():
+                self._kept = event.kept
                 self._saves.tick()
 
     def _received(self, event: Received) -> None:
@@ -261,7 +263,7 @@ class Brain:
             return
         unfinished = [s for s in t.saves.values() if s.unfinished]
         reading = any(s.reading for s in t.slots.values())
-        idle = not t.sessions and not unfinished and not reading and not t.lineage_scans
+        idle = not self._kept and not t.sessions and not unfinished and not reading and not t.lineage_scans
         self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
             working = bool(unfinished) or self._staging(self._drain_deadline)

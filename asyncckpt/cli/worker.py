@@ -16,6 +16,7 @@ from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.protocol.options import add_options, to_arguments
 
 HELP = "start the worker, ask for its status, drain it or stop it"
 EXAMPLE = "asyncckpt worker status --json"
@@ -27,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     start = actions.add_parser("start", help="run the worker in the foreground (the same as asyncckpt-worker)")
-    start.add_argument("options", nargs=argparse.REMAINDER, help="options of asyncckpt-worker")
+    add_options(start)
     for name, text in (
         ("status", "print what the worker is doing"),
         ("drain", "let it finish what was submitted, then exit"),
@@ -43,16 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 5 when no worker answers."""
     if args.action == "start":
-        options = [option for option in args.options if option != "--"]
-        os.execv(sys.executable, [sys.executable, "-m", "asyncckpt_worker", *options])
+        os.execv(sys.executable, [sys.executable, "-m", "asyncckpt_worker", *to_arguments(args)])
     endpoint = args.endpoint or endpoint_from_environment() or _default()
-    status = _ask(endpoint, lambda n: messages.Status(id=n))
-    assert isinstance(status, messages.StatusReport)
-    report = dict(status.report)
+    report = status_of(endpoint)
     if args.action == "status":
         print_json({"endpoint": endpoint, **report}) if args.json else _print_status(endpoint, report)
         return EXIT_OK
-    _ask(endpoint, lambda n: messages.Drain(id=n, now=args.action == "stop"))
+    ask(endpoint, lambda n: messages.Drain(id=n, now=args.action == "stop"))
     gone = _wait_for_exit(int(report["pid"]), args.timeout_s)
     if args.json:
         print_json({"endpoint": endpoint, "pid": report["pid"], "exited": gone})
@@ -65,11 +63,25 @@ def _default() -> str:
     return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
 
 
-def _ask(endpoint: str, build: Callable[[int], messages.Message]) -> messages.Message:
+def status_of(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+    """Return the report of the worker at `endpoint`.
+
+    Raises:
+        WorkerUnavailableError: Nobody answers within `timeout_s`.
+        AsyncCkptError: The worker refused.
+    """
+    status = ask(endpoint, lambda n: messages.Status(id=n), timeout_s)
+    assert isinstance(status, messages.StatusReport)
+    return dict(status.report)
+
+
+def ask(
+    endpoint: str, build: Callable[[int], messages.Message], timeout_s: float = ANSWER_TIMEOUT_S
+) -> messages.Message:
     """Send one request and return its reply.
 
     Raises:
-        WorkerUnavailableError: Nobody answers within `ANSWER_TIMEOUT_S`.
+        WorkerUnavailableError: Nobody answers within `timeout_s`.
         AsyncCkptError: The worker refused.
     """
     import zmq
@@ -77,13 +89,13 @@ def _ask(endpoint: str, build: Callable[[int], messages.Message]) -> messages.Me
     path, unreachable = socket_path(endpoint), f"no worker answers at {endpoint}"
     if not os.path.exists(path):
         raise WorkerUnavailableError(unreachable, endpoint=endpoint, detail="no socket")
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)
         while time.monotonic() < deadline:
             socket.send_multipart(codec.encode(build(1)))
-            while socket.poll(int(RESEND_S * 1000)):
+            while socket.poll(int(min(RESEND_S, timeout_s) * 1000)):
                 reply = codec.decode(socket.recv_multipart(), messages.REPLIES)
                 if isinstance(reply, messages.Refused):
                     raise from_wire(reply.error)

@@ -53,6 +53,21 @@ def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, inte
     job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), "")
     scope = "\0".join((str(PROTOCOL_VERSION), package, interpreter, job))
     name = hashlib.sha256(scope.encode(errors="surrogateescape")).hexdigest()[:16]
+    return _in_users_directory(name, environ, uid)
+
+
+def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str:
+    """Return an endpoint that nobody meets at by chance, beside the default ones.
+
+    Args:
+        environ: As in `default_endpoint`.
+        uid: As in `default_endpoint`.
+        token: Random letters that make it the caller's own.
+    """
+    return _in_users_directory(f"run-{token}", environ, uid)
+
+
+def _in_users_directory(name: str, environ: Mapping[str, str], uid: int) -> str:
     candidates = [environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
     for base in candidates:
         if not base.startswith("/"):

@@ -1,0 +1,95 @@
+"""The options of the command `asyncckpt-worker`: for the command itself, and for commands that start it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+IDLE_EXIT_S = 600.0
+DRAIN_TIMEOUT_S = 120.0
+LOG_FORMATS = ("human", "json")
+
+
+def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None = None) -> None:
+    """Add the options.
+
+    Args:
+        parser: Where to.
+        helps: Other help texts for some of them, by name.
+    """
+    helps = helps or {}
+    for name, settings in _OPTIONS.items():
+        parser.add_argument(name, **{**settings, "help": helps.get(name, settings["help"])})
+
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--endpoint": {
+        "help": "ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)"
+    },
+    "--root": {
+        "action": "append",
+        "default": [],
+        "metavar": "DIR",
+        "help": "write only below DIR (repeatable; default: anywhere)",
+    },
+    "--idle-exit-s": {
+        "type": float,
+        "default": IDLE_EXIT_S,
+        "metavar": "S",
+        "help": "exit after S seconds without sessions and saves; 0: never (default: %(default)s)",
+    },
+    "--while-pid": {
+        "type": int,
+        "default": 0,
+        "metavar": "PID",
+        "help": "never exit for idleness while this process lives; its death begins the idle time",
+    },
+    "--drain-timeout-s": {
+        "type": float,
+        "default": DRAIN_TIMEOUT_S,
+        "metavar": "S",
+        "help": "seconds that a drain waits for saves in flight (default: %(default)s)",
+    },
+    "--threads": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
+    },
+    "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "(default: %(default)s)"},
+    "--log-file": {
+        "metavar": "FILE",
+        "help": "append the log to FILE (default: stderr; with --detach: beside the socket); with --detach or "
+        "--while-pid 1 MiB and one older file are kept",
+    },
+    "--detach": {
+        "action": "store_true",
+        "help": "go into the background, in a session of its own, and return at once",
+    },
+}
+
+
+def to_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments that say the same, with paths made absolute: a started worker has another directory."""
+    arguments = [
+        f"--idle-exit-s={options.idle_exit_s}",
+        f"--drain-timeout-s={options.drain_timeout_s}",
+        f"--threads={options.threads}",
+        f"--log-format={options.log_format}",
+        *(f"--root={_absolute(root)}" for root in options.root),
+    ]
+    if options.endpoint:
+        arguments.append(f"--endpoint={options.endpoint}")
+    if options.while_pid:
+        arguments.append(f"--while-pid={options.while_pid}")
+    if options.log_file:
+        arguments.append(f"--log-file={_absolute(options.log_file)}")
+    if options.detach:
+        arguments.append("--detach")
+    return arguments
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
