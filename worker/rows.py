@@ -27,7 +27,8 @@ def news(t: Tables) -> Iterator[Send]:
             row = row_of(save, save.ranks[rank])
             yield Send(peer=session.peer, message=Saves(id=0, saves=(row,), changes=_changes(t, session)))
     for run_id in announced:
-        for name in t.runs[run_id].members.values():
+        run = t.runs.get(run_id)
+        for name in run.members.values() if run is not None else ():
             session = t.sessions.get(name)
             if session is not None and session.hello is None:
                 yield Send(peer=session.peer, message=Saves(id=0, saves=(), changes=_changes(t, session)))

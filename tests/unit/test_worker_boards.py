@@ -140,6 +140,18 @@ def test_incomplete_board_forgets_a_rank_whose_session_ends(meeting: Meeting, by
     assert meeting.fetch(1, 0).data == b"new"
 
 
+def test_rank_that_died_is_missing_and_the_others_need_not_share_again() -> None:
+    meeting = Meeting(3)
+    meeting.share(0, b"zero")
+    meeting.share(1, b"one")
+    meeting.feed(ev.Died, session=f"{1:016x}")
+    assert meeting.fetch(1, 0).missing == (0, 2)
+    meeting.hello(b"again", "9" * 16, 0, 3)
+    meeting.share(b"again", b"new")
+    meeting.share(2, b"two")
+    assert [meeting.fetch(1, of).data for of in range(3)] == [b"new", b"one", b"two"]
+
+
 def test_replaced_session_leaves_what_it_shared_to_the_next(meeting: Meeting) -> None:
     meeting.share(0, b"ze", total=4)
     meeting.hello(b"again", "9" * 16, 0, 2, replaces=f"{1:016x}")

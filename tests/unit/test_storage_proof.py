@@ -1,0 +1,88 @@
+"""The proof before a commit: holes, doubles and contradictions among the ranks' structures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from protocol_samples import REQUEST
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format import layout
+from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.storage.proof import uncovered
+from asyncckpt_worker import provers
+from asyncckpt_worker.provers import Prover, hole
+
+Piece = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""FQN, dtype, global shape, offsets, sizes."""
+
+
+def structure(*pieces: Piece) -> bytes:
+    """Return one rank's structure."""
+    specs = [layout.BoxSpec(fqn=f, dtype=d, global_shape=g, offsets=o, sizes=s) for f, d, g, o, s in pieces]
+    placed = layout.build_layout(specs, n_parts=1)
+    entries = tuple(
+        TensorEntry(fqn=s.fqn, dtype=s.dtype, global_shape=s.global_shape, chunks=(c,))
+        for s, c in zip(specs, placed.chunks, strict=True)
+    )
+    leaves = [part for n, p in enumerate(pieces) for part in (p[0], ("T", n))]
+    parts = tuple(p.nbytes for p in placed.parts)
+    return encode_structure(Structure(tree=("d", tuple(leaves)), tensors=entries, n_objects=0, part_nbytes=parts))
+
+
+WHOLE = ("w", "float32", (4, 3), (0, 0), (4, 3))
+TOP = ("w", "float32", (4, 3), (0, 0), (2, 3))
+BOTTOM = ("w", "float32", (4, 3), (2, 0), (2, 3))
+OTHER = ("v", "float32", (2,), (0,), (2,))
+
+
+@pytest.mark.parametrize("ranks", [[[WHOLE]], [[TOP], [BOTTOM]], [[BOTTOM, OTHER], [TOP]], [[WHOLE], [OTHER]], []])
+def test_tensors_that_are_covered_exactly_once_pass(ranks: list[list[Piece]]) -> None:
+    assert uncovered([structure(*pieces) for pieces in ranks]) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "word"),
+    [
+        ([[TOP], [OTHER]], "6 of 12"),
+        ([[TOP, OTHER], [WHOLE]], "twice"),
+        ([[WHOLE], [WHOLE]], "twice"),
+        ([[WHOLE], [("w", "float64", (4, 3), (0, 0), (4, 3))]], "float64"),
+        ([[TOP], [("w", "float32", (2, 3), (0, 0), (2, 3))]], "rank 1"),
+    ],
+)
+def test_tensor_that_is_not_is_named_with_its_fault(ranks: list[list[Piece]], word: str) -> None:
+    ((name, fault),) = uncovered([structure(*pieces) for pieces in ranks])
+    assert name == "w" and word in fault
+
+
+def test_every_fault_is_found() -> None:
+    half = ("v", "float32", (2,), (0,), (1,))
+    assert [name for name, _ in uncovered([structure(half, TOP), structure((*OTHER[:3], (1,), (1,)))])] == ["w"]
+    assert [name for name, _ in uncovered([structure(TOP, half)])] == ["w", "v"]
+
+
+def test_structure_that_is_none_is_refused() -> None:
+    with pytest.raises(CorruptCheckpointError):
+        uncovered([b"no structure"])
+
+
+def test_proof_is_made_once_and_a_fault_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(provers, "uncovered", lambda found: calls.append(len(found)) or uncovered(found))
+    prover = Prover()
+    good = [replace(REQUEST, structure=structure(piece)) for piece in (TOP, BOTTOM)]
+    assert [prover.faults(good) for _ in range(3)] == [[], [], []] and calls == [2]
+    for _ in range(2):
+        error = hole(good[0], prover.faults(good[:1]))
+        assert (error.code, error.save_id) == ("coverage", REQUEST.save_id) and "'w'" in error.detail  # type: ignore[attr-defined]
+    assert calls == [2, 1, 1]
+
+
+def test_proofs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provers, "MAX_PROOFS", 3)
+    prover = Prover()
+    for n in range(6):
+        prover.faults([replace(REQUEST, structure=structure((f"t{n}", "float32", (2,), (0,), (2,))))])
+    assert len(prover._proved) == 3

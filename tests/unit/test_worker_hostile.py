@@ -1,0 +1,175 @@
+"""The worker's brain under messages that are valid one by one and make no sense together."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from worker_bench import COMMIT_TIMEOUT_S, REQUEST, Bench
+
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.messages import REQUESTS
+from asyncckpt.protocol.samples import encode_samples
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+from asyncckpt_worker.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
+from asyncckpt_worker.lineages import MAX_DIRECTORIES
+from asyncckpt_worker.records import MAX_HISTORY, MAX_SESSIONS
+from asyncckpt_worker.runs import MAX_RUNS, MAX_WITHDRAWN
+
+HONEST = "000001-00000000-ffffffffffff"
+KINDS = [kind for kind in REQUESTS.values() if kind is not m.Drain]
+
+
+class Mob(Bench):
+    """Sessions that say anything; jobs that end anyhow."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.rng = rng
+        self.jobs: list[Any] = []
+
+    def save_id(self) -> str:
+        return f"{self.rng.randrange(4):06d}-{self.rng.randrange(4):08d}-{self.rng.randrange(3):012x}"
+
+    def value(self, name: str, kind: str) -> Any:
+        """Return something that the field may hold, of the kind that brings messages together."""
+        rng = self.rng
+        if name in ("total", "offset", "nbytes"):
+            return rng.choice((0, 1, 5, 8192, 1 << 20, (1 << 26) - 1, 1 << 62))
+        return {
+            "uint": lambda: rng.choice((0, 1, 2, 3, 5, rng.randrange(60), (1 << 63) - 1)),
+            "sint": lambda: rng.choice((-5, 0, 5)),
+            "umask": lambda: 0o22,
+            "save_id": self.save_id,
+            "hex12": lambda: f"{rng.randrange(3):012x}",
+            "hex16": lambda: f"{rng.randrange(1, 9):016x}",
+            "hex16_or_none": lambda: rng.choice(("", f"{rng.randrange(1, 9):016x}")),
+            "path": lambda: f"/ckpt/{rng.randrange(4)}/{rng.randrange(9)}",
+            "text": lambda: rng.choice(("", "plan", "plan-2", "change-000000000000-1", "change-", "\u0661" * 9)),
+            "seconds": lambda: 1.0,
+            "timeout": lambda: rng.choice((1e-3, 5.0, COMMIT_TIMEOUT_S)),
+            "piece": lambda: rng.choice((b"", b"x", b"abcde")),
+            "flag": lambda: rng.random() < 0.5,
+            "save_ids": lambda: tuple(self.save_id() for _ in range(rng.randrange(4))),
+        }[kind]()
+
+    def shout(self) -> None:
+        """One message from one of the peers."""
+        kind = self.rng.choice(KINDS)
+        if kind in (m.Goodbye, m.Release) and self.rng.random() < 0.8:
+            kind = m.Begin
+        names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+        body = {name: self.value(name, kind.checks[name].__name__) for name in names}
+        peer = str(self.rng.randrange(8)).encode()
+        if kind is m.Hello:
+            body |= {"session": f"{int(peer) + 1:016x}", "rank": int(peer) % 3, "world_size": self.rng.choice((2, 3))}
+            body |= {"pid": 7, "pid_start": 8}
+        session = self.brain.tables.sessions.get(f"{int(peer) + 1:016x}")
+        if session is not None and session.slots and "slot" in body and self.rng.random() < 0.8:
+            body["slot"] = self.rng.choice(sorted(session.slots))
+        self.take(self.brain.handle(ev.Received(now=self.now, peer=peer, message=kind(**body))))
+
+    def take(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, ac.Watch):
+                self.take(self.brain.handle(ev.Watched(now=self.now, session=action.session, alive=True)))
+            elif isinstance(action, ac.CreateSlot):
+                fd = {"fd": action.slot + 100, "token": b"t" * 16}
+                self.take(self.brain.handle(ev.SlotCreated(now=self.now, slot=action.slot, **fd)))  # type: ignore[arg-type]
+            elif not isinstance(action, (ac.Send, ac.Log, ac.SendStatus, ac.Unwatch)):
+                self.jobs.append(action)
+
+    def finish(self) -> None:
+        """One job ends."""
+        job, now, rng = self.jobs.pop(self.rng.randrange(len(self.jobs))), self.now, self.rng
+        match job:
+            case ac.ReadSlot():
+                self.take(self.brain.handle(self.read_slot(job.slot)))
+            case ac.FreeSlot():
+                self.take(self.brain.handle(ev.SlotFreed(now=now, slot=job.slot)))
+            case ac.Prepare():
+                self.take(self.brain.handle(ev.Prepared(now=now, key=job.key)))
+            case ac.Write():
+                self.take(self.brain.handle(ev.Written(now=now, key=job.key, result="r")))
+            case ac.Commit():
+                self.take(self.brain.handle(ev.Published(now=now, save_id=job.save_id)))
+            case ac.Remove():
+                self.take(self.brain.handle(ev.Removed(now=now, save_id=job.save_id)))
+            case ac.ScanLineage():
+                facts = {"peer": job.peer, "id": job.id, "run": job.run, "path": job.path}
+                self.take(self.brain.handle(ev.LineageScanned(now=now, epoch=rng.randrange(1, 5), **facts)))
+
+    def read_slot(self, slot: int) -> ev.SlotRead:
+        if self.rng.random() < 0.4:
+            return ev.SlotRead(now=self.now, slot=slot, reason="OPEN")
+        world_size = self.rng.choice((1, 2, 3))
+        changes = {
+            "save_id": self.save_id(),
+            "rank": self.rng.randrange(world_size),
+            "world_size": world_size,
+            "path": f"/ckpt/{self.rng.randrange(4)}/{self.rng.randrange(3)}",
+            "commit_timeout_s": 5.0,
+            "hook_timeout_s": self.rng.choice((0, 0, 3.0)),
+            "plan": self.rng.choice(("", "1" * 16)),
+            "samples": encode_samples([("w", self.rng.random() < 0.5, self.rng.choice((bytes(8), b"8 bytes!")))]),
+            "contribution": self.rng.choice((b"", b"news")),
+        }
+        held = self.brain.tables.slots.get(slot)
+        if held is not None and self.rng.random() < 0.7:
+            changes |= {"rank": held.rank, "world_size": held.world_size}
+            entry = self.brain.tables.entry(held.key)
+            if entry is not None and held.key is not None:
+                changes |= {"save_id": held.key[0], "path": entry.path, "step": entry.step}
+        request = type(REQUEST)(**{f.name: changes.get(f.name, getattr(REQUEST, f.name)) for f in fields(REQUEST)})
+        return ev.SlotRead(now=self.now, slot=slot, generation=self.rng.randrange(50), request=request)
+
+    def check(self) -> None:
+        """Everything is bounded, and every save that was sealed by somebody has time to run out."""
+        t = self.brain.tables
+        assert len(t.sessions) <= MAX_SESSIONS and len(t.saves) <= MAX_HISTORY + 64
+        assert len(t.runs) <= MAX_RUNS + MAX_SESSIONS
+        assert all(len(r.withdrawn) <= MAX_WITHDRAWN and len(r.epochs) <= MAX_DIRECTORIES for r in t.runs.values())
+        assert self.brain._boards.nbytes <= MAX_BOARDS_NBYTES and len(self.brain._boards._boards) <= MAX_BOARDS
+        for save in t.saves.values():
+            assert all(rank < save.world_size for rank in save.ranks)
+
+
+@pytest.mark.parametrize("schedule", range(6))
+def test_messages_that_make_no_sense_end_nothing_but_their_own_saves(schedule: int, rng: random.Random) -> None:
+    mob = Mob(rng)
+    for rank, peer in enumerate((b"h0", b"h1")):
+        mob.hello(peer, f"{0xA0 + rank:016x}", rank, 2, pid=99)
+    slots = [mob.slot(peer) for peer in (b"h0", b"h1")]
+    for _ in range(2500):
+        mob.now += rng.random() / 10
+        dice = rng.random()
+        if dice < 0.6:
+            mob.shout()
+        elif dice < 0.9 and mob.jobs:
+            mob.finish()
+        else:
+            mob.take(mob.brain.handle(ev.Tick(now=mob.now)))
+        mob.check()
+    mob.jobs.clear()
+    for rank, (peer, slot) in enumerate(zip((b"h0", b"h1"), slots, strict=True)):
+        assert isinstance(mob.begin(slot, HONEST, peer=peer, path="/honest"), m.Ok)
+        mob.feed(ev.Prepared, key=(HONEST, rank))
+        mob.submit(slot, HONEST, peer=peer)
+        mob.read(slot, HONEST, rank=rank, world_size=2, path="/honest")
+        mob.feed(ev.Written, key=(HONEST, rank), result="r")
+    assert [c.save_id for c in mob.of(ac.Commit)] == [HONEST]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_message_of_a_peer_without_a_session_changes_nothing(kind: Any, rng: random.Random) -> None:
+    mob = Mob(rng)
+    if kind in (m.Hello, m.Status):
+        return
+    body = {f.name: mob.value(f.name, kind.checks[f.name].__name__) for f in fields(kind)}
+    mob.feed(ev.Received, peer=b"nobody", message=kind(**body))
+    t = mob.brain.tables
+    assert not t.runs and not t.saves and not t.slots and not mob.brain._boards._boards
+    assert [type(a) for a in mob.actions] == [ac.Send]
