@@ -29,7 +29,8 @@ def load(
     leaves some targets filled and others not.
 
     Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
-    where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only.
+    where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only; a
+    new dict has them bare, a `PerRank` in `state_dict` stays one.
 
     Args:
         path: The checkpoint's directory.

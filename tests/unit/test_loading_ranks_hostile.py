@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,16 @@ import msgpack
 import pytest
 import torch
 from many_ranks import SAVE_ID, checkpoint_files, save_ranks
+from test_loading_hostile import changed
 
 from asyncckpt import PerRank
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.errors import (
+    CorruptCheckpointError,
+    PerRankUnavailableError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+)
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.manifest import decode_manifest, encode_manifest
 from asyncckpt.format.names import index_name
@@ -44,6 +52,19 @@ def forged(path: Path, states: Sequence[Mapping[str, Any]], rank: int, change: C
     for name, data in files.items():
         (path / name).write_bytes(data)
     return os.fspath(path)
+
+
+def read_in_every_way(path: str, rng: random.Random) -> None:
+    """Load it as several readers, and parts of all its tensors one by one."""
+    for rank, world_size in ((0, 1), (1, 2)):
+        with contextlib.suppress(PerRankUnavailableError):
+            DefaultReader(rank_info=RankInfo(rank, world_size)).read(path)
+    found = open_checkpoint(path)
+    for name, info in found.stored_tensors.items():
+        slices = tuple(slice(rng.randrange(4), None, rng.randrange(1, 4)) for _ in info.shape)
+        found.tensor(name, slices, verify=rng.random() < 0.5)
+    for rank in range(found.world_size):
+        dict(found.objects_of(rank))
 
 
 def refused(path: str) -> CorruptCheckpointError:
@@ -117,3 +138,26 @@ def test_an_index_of_another_rank_is_refused(tmp_path: Path) -> None:
     zero, one = (tmp_path / "c" / index_name(SAVE_ID, rank) for rank in range(2))
     one.write_bytes(zero.read_bytes())
     refused(path)
+
+
+def test_a_structure_with_any_value_replaced_ends_in_a_typed_error(tmp_path: Path, rng: random.Random) -> None:
+    states = [
+        {
+            "w": torch.arange(40.0).reshape(10, 4),
+            "own": PerRank({"t": torch.ones(3), "s": r}),
+            "l": [torch.ones(2), {"x": r}],
+        }
+        for r in range(2)
+    ]
+    caught = 0
+    for n in range(300):
+
+        def change(structure: dict[str, Any]) -> None:
+            key = rng.choice(["tree", "tree", "tensors", "n_objects", "parts"])
+            structure[key] = changed(structure[key], rng)
+
+        try:
+            read_in_every_way(forged(tmp_path / str(n), states, rng.randrange(2), change), rng)
+        except (CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError):
+            caught += 1
+    assert caught > 100
