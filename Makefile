@@ -22,7 +22,7 @@ help:
 # Two levels, so that the demo waits for no tool that it does not use. .dev includes .core.
 .venv/.core: $(INPUTS)
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/$(PIP) -e .
+	.venv/bin/$(PIP) -e '.[demo]'
 	touch $@
 
 .venv/.dev: $(INPUTS)

@@ -49,19 +49,6 @@ def test_python_block_saves_resumes_and_the_commands_answer(
         run(command.split(), tmp_path, environment)
 
 
-def test_shell_block_runs_the_worker_beside_the_training(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
-    [code], [script] = blocks("python"), blocks("sh")
-    (tmp_path / "train.py").write_text(code)
-    directory = pathlib.Path(environment["XDG_RUNTIME_DIR"]) / "readme"
-    directory.mkdir(mode=0o700)
-    script = script.replace("/run/user/$UID/asyncckpt", str(directory)).replace("asyncckpt-worker", "$WORKER")
-    script = script.replace("python train.py", "$PYTHON train.py; kill $!; wait $!")
-    environment |= {"WORKER": f"{sys.executable} -m asyncckpt_worker", "PYTHON": sys.executable}
-    run(["bash", "-c", script], tmp_path, environment)
-    assert (tmp_path / "runs/a/step-300/manifest.json").exists()
-    shutil.rmtree(directory)
-
-
 def test_every_link_leads_to_a_file_and_every_test_exists() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (REPOSITORY / target).exists(), f"README.md links to {target}, which does not exist"
