@@ -233,6 +233,8 @@ class WorkerProcess(CheckpointProcess):
         lost = isinstance(error, WorkerUnavailableError) and (session is None or session.error is not None)
         if error is None or lost:
             return  # a lost session ends every pending save itself; a worker that drains refuses this one only
+        if not self.run.alone:
+            self._withdraw(str(save_id), f"the worker refused this rank's part: {error}", skipped=False)
         self._pending.end(
             str(save_id), error if isinstance(error, AsyncCkptError) else AsyncCkptError(repr(error)), None
         )

@@ -21,25 +21,26 @@ class Lineage:
 
     def __init__(self, ask: Callable[[str, str, bool], int]) -> None:
         self._ask = ask
-        self._seen: set[str] = set()
-        self._epoch = 0
+        self._epochs: dict[str, int] = {}
         self._failed_at = float("-inf")
 
     def epoch_for(self, path: str, run: str) -> int:
-        """Return the epoch of `run` for a checkpoint at `path`: above every sibling of another run, and never falling.
+        """Return the epoch of `run` for a checkpoint at `path`: above every sibling of another run.
 
-        A run's own later saves must stay the newest wherever they go.
+        It depends on the directory alone, not on what was saved before: the ranks of a run must come to the same one
+        although a save may have failed on some of them before it got here.
 
         Raises:
             AsyncCkptError, OSError: What `ask` raises.
         """
         parent = os.path.dirname(path)
-        if parent not in self._seen:
-            brief = time.monotonic() - self._failed_at < RETRY_AFTER_S
-            try:
-                self._epoch = max(self._epoch, self._ask(path, run, brief))
-            except Exception:
-                self._failed_at = time.monotonic()
-                raise
-            self._seen.add(parent)
-        return self._epoch
+        known = self._epochs.get(parent)
+        if known is not None:
+            return known
+        brief = time.monotonic() - self._failed_at < RETRY_AFTER_S
+        try:
+            found = self._epochs[parent] = self._ask(path, run, brief)
+        except Exception:
+            self._failed_at = time.monotonic()
+            raise
+        return found

@@ -145,6 +145,8 @@ class SlotStager(CheckpointStager):
             if ranks.agreement is None:
                 flat = flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
+                with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
+                    self._process.lineage.epoch_for(kw["path"], ranks.run_id)
             ranks.advance(save_id.sequence)
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement

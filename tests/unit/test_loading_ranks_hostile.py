@@ -60,7 +60,7 @@ def read_in_every_way(path: str, rng: random.Random) -> None:
         with contextlib.suppress(PerRankUnavailableError):
             DefaultReader(rank_info=RankInfo(rank, world_size)).read(path)
     found = open_checkpoint(path)
-    for name, info in found.stored_tensors.items():
+    for name, info in {**found.stored_tensors, **found.tensors}.items():
         slices = tuple(slice(rng.randrange(4), None, rng.randrange(1, 4)) for _ in info.shape)
         found.tensor(name, slices, verify=rng.random() < 0.5)
     for rank in range(found.world_size):
