@@ -39,7 +39,7 @@ def test_python_block_saves_resumes_and_the_commands_answer(
 ) -> None:
     if shutil.which("asyncckpt", path=environment["PATH"]) is None:
         pytest.skip("the package is not installed, so there are no commands")
-    [code] = blocks("python")
+    code = blocks("python")[0]
     commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
     assert [c.split()[1] for c in commands] == ["ls", "inspect", "verify", "worker", "worker"]
     run([sys.executable, "-c", code], tmp_path, environment)
