@@ -147,11 +147,16 @@ class Coordination:
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
-        if self.alone or self.agreement is not None or sequence in self._met:
+        if self.agreement is None and sequence not in self._met:
+            self._met.add(sequence)
+            self.refuse_meeting(f"save/{sequence}", reason)
+
+    def refuse_meeting(self, name: str, reason: str) -> None:
+        """Tell ranks that wait for this one at a meeting that it does not come."""
+        if self.alone:
             return
-        self._met.add(sequence)
         try:
-            meeting = self.meet(f"save/{sequence}")
+            meeting = self.meet(name)
             meeting.refuse(reason)
             meeting.close()
         except AsyncCkptError as error:
