@@ -27,6 +27,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.hooks import HookRunner
+from asyncckpt.in_flight import await_saves_below
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.staging.host_stager import HostStager
@@ -82,7 +83,7 @@ class AsyncCheckpointer(Checkpointer):
             self._process, self._coordination = process, ranks = reach_worker(
                 self.config, self._rank, named, HookRunner(commit_hook)
             )
-            self._await_saves_below = process.await_saves_below
+            self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
             self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
         else:
             self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()

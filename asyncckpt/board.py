@@ -61,7 +61,7 @@ class BoardExchange(Exchange):
 
     def take(self, name: str, rank: int) -> bytes:
         """Return what `rank` has posted; all ranks have."""
-        data, total = b"", 1
+        data, total = bytearray(), 1
         while len(data) < total:
             missing, total, piece = self._fetched(name, rank, len(data))
             if missing or (total and not piece):
@@ -69,7 +69,7 @@ class BoardExchange(Exchange):
                     f"ranks {missing} ended while the ranks agreed on the save", code="exchange", rank=rank
                 )
             data += piece
-        return data
+        return bytes(data)
 
     def _fetched(self, name: str, rank: int, offset: int) -> tuple[list[int], int, bytes]:
         reply = self._call(_fetch(self._board(name), rank, offset), self._timeout_s)
@@ -91,7 +91,7 @@ class _BoardMeeting(Meeting):
         exchange.post(board, _COMES + payload)
         while missing := exchange.missing(board):
             if time.monotonic() >= deadline:
-                raise too_late(missing, began)
+                raise too_late(missing, began, first=self._round == 1)
             time.sleep(POLL_S)
         found = [exchange.take(board, rank) for rank in range(exchange._rank.world_size)]
         for rank, data in enumerate(found):

@@ -31,10 +31,10 @@ from asyncckpt.planning.digests import digests_for
 from asyncckpt.planning.state_dict import Flattened
 
 _NUMBERS = itertools.count()
-"""Of the checkpointers of several ranks in this process, in the order of their first meetings: alike on all ranks."""
+"""Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
 
-_AGREED = ("package", "path", "step", "replicated", "fsync")
-"""What must be equal on all ranks at the first save."""
+_AGREED = ("package", "path", "step", "replicated", "fsync", "worker")
+"""What must be equal on all ranks at the first save, as far as it is known."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -47,17 +47,26 @@ class Coordination:
         config: For `plan_timeout_s` and `replicated`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
+        place: Names the worker that is to commit; "" where there is none.
     """
 
     def __init__(
-        self, rank: RankInfo, config: CheckpointerConfig, find: Callable[[], Exchange], *, package: str
+        self,
+        rank: RankInfo,
+        config: CheckpointerConfig,
+        find: Callable[[], Exchange],
+        *,
+        package: str,
+        place: Callable[[], str] = str,
     ) -> None:
-        self.rank, self._config, self._find, self._package = rank, config, find, package
+        self.rank, self._config, self._find, self._package, self._place = rank, config, find, package, place
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self._first: Agreement | None = None
-        self._number: int | None = None
+        self._number = next(_NUMBERS) if rank.world_size > 1 else -1
         self._met: set[int] = set()
+        self._doubted = False
+        self.knows_run = False
         self._answers = itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
@@ -70,7 +79,7 @@ class Coordination:
     # ---- the first save
 
     def agree(self, flat: Flattened, contribution: Contribution, *, sequence: int, path: str, step: int) -> Agreement:
-        """Return the agreement; the first call meets the other ranks.
+        """Return the agreement; the first call meets the other ranks, and one after an agreement that was doubted.
 
         Args:
             flat: This rank's state; tensors that other ranks hold too are hashed.
@@ -79,32 +88,50 @@ class Coordination:
 
         Raises:
             PlanTimeoutError: Ranks have not called `save()` within `plan_timeout_s`.
-            RanksDisagreeError: They save something else, or to another place.
+            RanksDisagreeError: They save something else, or to another place, or have another worker.
             SaveFailedError: A rank has failed before it came, or the exchange broke down.
             WorkerUnavailableError: Without a process group, and without the worker.
 
-        Blocks: in the first save, up to `plan_timeout_s` for the other ranks.
+        Blocks: in the first save, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
+        with self._lock:
+            if self._doubted:
+                self._doubted, self.agreement, self._first = False, None, None
+                self._changes.clear()
         if self.agreement is not None:
             return self.agreement
         mine = {**self.introduction(path, step), "contribution": contribution.encode()}
         self._met.add(sequence)
-        deadline = time.monotonic() + self._config.plan_timeout_s
         meeting = self.meet(f"save/{sequence}")
         try:
-            everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), deadline)]
+            everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._deadline())]
             check_equal(everybody)
-            self.settle(
-                {rank: found["contribution"] for rank, found in enumerate(everybody)},
-                flat,
-                lambda digests: meeting.gather(digests, deadline),
-            )
+            self.run_id, self.knows_run = everybody[0]["run"], True
+            raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
+            self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
+            meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
+        except BaseException as error:
+            self.agreement = None
+            meeting.refuse(repr(error))
+            raise
         finally:
             meeting.close()
         assert self.agreement is not None
         self._first = self.agreement
-        self.run_id = everybody[0]["run"]
         return self.agreement
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.plan_timeout_s
+
+    def forget(self) -> None:
+        """Agree anew in the next save: a rank has not agreed, although this one thinks that all have. Thread-safe."""
+        with self._lock:
+            self._doubted = True
+
+    @property
+    def must_meet(self) -> bool:
+        """Whether the next save meets the other ranks."""
+        return self.agreement is None or self._doubted
 
     def introduction(self, path: str, step: int) -> dict[str, Any]:
         """Return what must be equal on all ranks, and this rank's run id: rank 0's is taken."""
@@ -115,6 +142,7 @@ class Coordination:
             "step": step,
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
+            "worker": self._place(),
         }
 
     def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
@@ -164,8 +192,6 @@ class Coordination:
 
     def meet(self, name: str) -> Meeting:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
-        if self._number is None:
-            self._number = next(_NUMBERS)
         return self._find().meet(f"{self._number}/{name}")
 
     # ---- what comes later
@@ -242,13 +268,15 @@ def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
         RanksDisagreeError: Naming what differs, and the ranks.
     """
     for name in _AGREED:
-        for rank, found in enumerate(everybody):
-            if found[name] != everybody[0][name]:
+        known = [rank for rank, found in enumerate(everybody) if found[name] != ""]
+        for rank in known:
+            if everybody[rank][name] != everybody[known[0]][name]:
                 raise RanksDisagreeError(
-                    f"rank {rank} saves with {name} {found[name]!r}, rank 0 with {everybody[0][name]!r}; "
-                    "every rank must save the same step to the same path, with the same settings",
+                    f"rank {rank} saves with {name} {everybody[rank][name]!r}, rank {known[0]} with "
+                    f"{everybody[known[0]][name]!r}; every rank must save the same step to the same path, with the "
+                    "same settings and the same worker",
                     detail=name,
-                    ranks=[0, rank],
+                    ranks=[known[0], rank],
                     path=everybody[0]["path"],
                 )
 

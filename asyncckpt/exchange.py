@@ -58,10 +58,20 @@ def refused(rank: int, reason: str) -> SaveFailedError:
     )
 
 
-def too_late(missing: Sequence[int], since: float) -> PlanTimeoutError:
-    """Return the error of a meeting that began at `since` and that `missing` ranks have not come to."""
+def too_late(missing: Sequence[int], since: float, *, first: bool = True) -> PlanTimeoutError:
+    """Return the error of a meeting that began at `since` and that `missing` ranks have not come to.
+
+    `first`: this was its first round; ranks that miss a later one have come, and are too slow or gone.
+    """
     waited = time.monotonic() - since
     shown = f"{list(missing[:20])}" + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+    if not first:
+        return PlanTimeoutError(
+            f"waited {waited:.1f} s for ranks {shown}, which have begun to agree on the save and not gone on: they are "
+            "too slow, or gone. plan_timeout_s may be raised",
+            missing_ranks=list(missing),
+            timeout_s=waited,
+        )
     return PlanTimeoutError(
         f"waited {waited:.1f} s for ranks {shown}, which have not called save(). Every rank must call it, since each "
         "writes its own part; where only rank 0 is to save, pass rank_info=RankInfo(0, 1) there",

@@ -100,6 +100,8 @@ class _GroupMeeting(Meeting):
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
+            with contextlib.suppress(RuntimeError):
+                self._look_for_refusal()  # it says why
             raise SaveFailedError(
                 f"rank {self._rank.rank} lost the other ranks while they agreed on the save: {error}",
                 code="exchange",

@@ -102,10 +102,12 @@ def rank_one_refuses(exchange: Exchange, rank: int) -> str:
     meeting = exchange.meet("refused")
     if rank == 1:
         meeting.refuse("its state cannot be stored")
+        exchange.meet("after").gather(b"", time.monotonic() + 30)  # what a rank has posted goes with its session
         return "refused"
     with pytest.raises(SaveFailedError) as caught:
         meeting.gather(b"x", time.monotonic() + 30)
     assert (caught.value.code, caught.value.rank) == ("withdrawn", 1)
+    exchange.meet("after").gather(b"", time.monotonic() + 30)
     return str(caught.value)
 
 
