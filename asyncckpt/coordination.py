@@ -17,8 +17,9 @@ from typing import Any
 import msgpack
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, SaveFailedError
-from asyncckpt.exchange import Exchange, Meeting
+from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
+from asyncckpt.exchange import SAVE, Exchange, Meeting
+from asyncckpt.introductions import check_equal, unpacked
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import (
     Change,
@@ -33,8 +34,8 @@ from asyncckpt.planning.state_dict import Flattened
 _NUMBERS = itertools.count()
 """Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
 
-_AGREED = ("package", "path", "step", "replicated", "fsync", "worker")
-"""What must be equal on all ranks at the first save, as far as it is known."""
+BRIEF_S = 10.0
+"""While the other ranks have not come to the last save, the next ones wait for them so long only: training goes on."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -65,7 +66,7 @@ class Coordination:
         self._first: Agreement | None = None
         self._number = next(_NUMBERS) if rank.world_size > 1 else -1
         self._met: set[int] = set()
-        self._doubted = False
+        self._doubted = self._waited_in_vain = False
         self.knows_run = False
         self._answers = itertools.count()
         self._changes: list[tuple[int, bytes]] = []
@@ -104,7 +105,8 @@ class Coordination:
         self._met.add(sequence)
         meeting = self.meet(f"save/{sequence}")
         try:
-            everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._deadline())]
+            everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
+            self._waited_in_vain = False
             check_equal(everybody)
             self.run_id, self.knows_run = everybody[0]["run"], True
             raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
@@ -112,6 +114,7 @@ class Coordination:
             meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
         except BaseException as error:
             self.agreement = None
+            self._waited_in_vain = self._waited_in_vain or isinstance(error, PlanTimeoutError)
             meeting.refuse(repr(error))
             raise
         finally:
@@ -119,6 +122,10 @@ class Coordination:
         assert self.agreement is not None
         self._first = self.agreement
         return self.agreement
+
+    def _first_deadline(self) -> float:
+        brief = min(self._config.plan_timeout_s, BRIEF_S)
+        return time.monotonic() + brief if self._waited_in_vain else self._deadline()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._config.plan_timeout_s
@@ -190,9 +197,9 @@ class Coordination:
         except AsyncCkptError as error:
             _log.warning("the other ranks cannot be told that this save has failed: %s", error)
 
-    def meet(self, name: str) -> Meeting:
+    def meet(self, name: str, call: str = SAVE) -> Meeting:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
-        return self._find().meet(f"{self._number}/{name}")
+        return self._find().meet(f"{self._number}/{name}", call)
 
     # ---- what comes later
 
@@ -212,10 +219,9 @@ class Coordination:
                 self.agreement = self.agreement.extended(change, raw)
                 if change.per_rank:
                     _log.warning(
-                        "%d tensors differ between ranks, or are not held by the rank that was to write them; from "
-                        "save %d on each rank stores its own: %s",
+                        "from this save on each rank stores its own of %d tensors that were found to differ between "
+                        "ranks, or whose writer lost them: %s",
                         len(change.per_rank),
-                        sequence,
                         ", ".join(change.per_rank[:8]),
                     )
 
@@ -231,12 +237,13 @@ class Coordination:
 
     # ---- one answer for all
 
-    def same_answer(self, ask: Callable[[], str | None], timeout_s: float) -> str | None:
+    def same_answer(self, ask: Callable[[], str | None], timeout_s: float, call: str) -> str | None:
         """Return rank 0's answer on every rank; a collective.
 
         Args:
             ask: Called on rank 0 only.
-            timeout_s: How long to wait for the other ranks.
+            timeout_s: How long rank 0 may take, and how long to wait for the other ranks.
+            call: What the ranks call, for messages.
 
         Raises:
             PlanTimeoutError: Some ranks did not call.
@@ -245,52 +252,20 @@ class Coordination:
         """
         if self.alone:
             return ask()
-        meeting = self.meet(f"answer/{next(self._answers)}")
-        deadline = time.monotonic() + timeout_s
+        meeting = self.meet(f"answer/{next(self._answers)}", call)
+        first = self.rank.rank == 0
+        deadline = time.monotonic() + (1 if first else 2) * timeout_s  # rank 0 may take so long for its answer
         try:
             try:
-                mine = msgpack.packb(ask() if self.rank.rank == 0 else None)
+                mine = msgpack.packb(ask() if first else None)
             except Exception as error:
                 meeting.refuse(repr(error))
                 raise
+            if first:
+                deadline = time.monotonic() + timeout_s
             found = msgpack.unpackb(meeting.gather(mine, deadline)[0])
         finally:
             meeting.close()
         if found is not None and not isinstance(found, str):
             raise SaveFailedError("rank 0 answered with something else than a path", code="exchange", rank=0)
         return found
-
-
-def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
-    """Prove that all ranks save the same.
-
-    Raises:
-        RanksDisagreeError: Naming what differs, and the ranks.
-    """
-    for name in _AGREED:
-        known = [rank for rank, found in enumerate(everybody) if found[name] != ""]
-        for rank in known:
-            if everybody[rank][name] != everybody[known[0]][name]:
-                raise RanksDisagreeError(
-                    f"rank {rank} saves with {name} {everybody[rank][name]!r}, rank {known[0]} with "
-                    f"{everybody[known[0]][name]!r}; every rank must save the same step to the same path, with the "
-                    "same settings and the same worker",
-                    detail=name,
-                    ranks=[known[0], rank],
-                    path=everybody[0]["path"],
-                )
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    """Return one rank's part of the first meeting, or say that it is of another version.
-
-    Raises:
-        RanksDisagreeError: It lacks something.
-    """
-    try:
-        found: Mapping[str, Any] = msgpack.unpackb(data)
-        return {name: found[name] for name in ("run", "contribution", *_AGREED)}
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise RanksDisagreeError(
-            f"another rank speaks another version of asyncckpt: {error!r}", detail="version"
-        ) from error
