@@ -100,11 +100,14 @@ def train(args: argparse.Namespace, checkpointer: asyncckpt.AsyncCheckpointer) -
 
     newest = checkpointer.latest_checkpoint(args.dir)  # <- the same on all ranks
     if newest is not None:  # <-
-        state = asyncckpt.load(newest)  # <-
+        state = asyncckpt.load(newest, keys=["model", "optim", "step"])  # <-
         model.load_state_dict(state["model"])  # <-
         optimizer.load_state_dict(state["optim"])  # <-
-        step, position = state["step"], state["position"]  # <-
-        torch.set_rng_state(state["rng"])  # <-
+        step = state["step"]  # <-
+        if asyncckpt.open_checkpoint(newest).world_size == world_size:  # <- else every rank starts its data anew
+            own = asyncckpt.load(newest, keys=["position", "rng"])  # <-
+            position = own["position"]  # <-
+            torch.set_rng_state(own["rng"])  # <-
         say(f"rank {rank}: resumed from {newest} at step {step}")
 
     network = DistributedDataParallel(model) if dist.is_initialized() else model

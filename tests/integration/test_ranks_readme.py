@@ -18,9 +18,10 @@ def runs_the_block(rank: int, directory: str) -> str:
     os.chdir(directory)
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 4)
-    names = {"torch": torch, "asyncckpt": asyncckpt, "model": model, "step": 1}
+    names = {"torch": torch, "asyncckpt": asyncckpt, "model": model, "step": 0}
     names["optimizer"] = torch.optim.AdamW(model.parameters())
-    exec(blocks("python")[1], names)
+    for _ in range(2):
+        exec(blocks("python")[1], names)
     return str(names["newest"])
 
 
@@ -28,5 +29,7 @@ def test_the_block_for_several_ranks_as_it_stands(
     tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:
     environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
-    assert rank_processes.run(2, runs_the_block, str(tmp_path), environ=environ) == ["None", "None"]
-    assert manifest_of(tmp_path / "runs/b/step-1")["world_size"] == 2
+    assert (
+        rank_processes.run(2, runs_the_block, str(tmp_path), environ=environ) == [str(tmp_path / "runs/b/step-1")] * 2
+    )
+    assert manifest_of(tmp_path / "runs/b/step-2")["world_size"] == 2
