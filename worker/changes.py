@@ -20,7 +20,7 @@ MAX_CHANGES = 256
 """Changes of one run. Chosen: a structure changes a few times in a run, if ever."""
 
 MAX_CHANGES_NBYTES = 128 << 20
-"""Of all runs together. They stay as long as their run is remembered, since a rank may ask late."""
+"""Of all runs together that are not over. They stay, since a rank may ask late."""
 
 MAX_NAMES = 10_000
 """FQNs to be stored for each rank that one run may name."""
@@ -82,27 +82,39 @@ class ChangeBook:
         run = self._t.runs.get(run_id)
         if run is None or not number.isascii() or not number.isdigit() or len(number) > 9:
             return None
-        return run.changes[int(number) - 1] if 0 < int(number) <= len(run.changes) else None
+        return (run.changes[int(number) - 1] or None) if 0 < int(number) <= len(run.changes) else None
 
     def _contributions(self, run: Run, save: Save) -> dict[int, bytes]:
         """Return what the ranks of a save contribute, unless they will say it again, better."""
         sequence = SaveId.parse(save.save_id).sequence
-        requests = [save.ranks[rank].request for rank in sorted(save.ranks)]
-        found = {r.rank: r.contribution for r in requests if r is not None and r.contribution}
+        requests = {rank: save.ranks[rank].request for rank in sorted(save.ranks)}
+        found = {rank: r.contribution for rank, r in requests.items() if r is not None and r.contribution}
         together = len(found) == save.world_size or sequence % TELL_AGAIN == 0
         # What was sealed before the last change held is news by an older agreement. From that change on every rank has
         # new plans, so that what is news still is reported again.
         return found if together and sequence >= run.effective else {}
 
     def _packed(self, run: Run, effective: int, fresh: dict[int, bytes], names: list[str]) -> bytes | None:
+        self._forget_those_of_dead_runs(run)
+        first: dict[bytes, int] = {}
+        contributions: dict[int, bytes | int] = {}
+        for rank, data in fresh.items():  # equal ones once: replicated ranks have many
+            contributions[rank] = data if first.setdefault(data, rank) == rank else first[data]
         kept = sum(len(change) for other in self._t.runs.values() for change in other.changes)
-        size = sum(map(len, fresh.values())) + sum(map(len, names))
+        size = sum(len(c) for c in contributions.values() if isinstance(c, bytes)) + sum(map(len, names))
         if len(run.changes) >= MAX_CHANGES or kept + size > MAX_CHANGES_NBYTES:
             text = f"no more changes of run {run.run_id} are published: it has {len(run.changes)}, all runs {kept} B"
             self._t.log("warning", text, count="changes_refused")
             return None
-        change = bytes(msgpack.packb({"contributions": fresh, "per_rank": names}))
+        change = bytes(msgpack.packb({"contributions": contributions, "per_rank": names}))
         return bytes(msgpack.packb({"effective": effective, "change": change}))
+
+    def _forget_those_of_dead_runs(self, living: Run) -> None:
+        """Drop what nobody can ask for any more, else it would shut out those who can. Their numbers stay taken."""
+        under_way = {save_id[-12:] for save_id, save in self._t.saves.items() if save.outcome is None}
+        for run in self._t.runs.values():
+            if run is not living and not run.members and run.run_id not in under_way:
+                run.changes = [b""] * len(run.changes)
 
     def _run_of(self, save: Save) -> Run | None:
         run = self._t.runs.get(SaveId.parse(save.save_id).run_id)

@@ -584,6 +584,36 @@ def test_changes_are_bounded(limit: str, value: int, monkeypatch: pytest.MonkeyP
     assert len(bench.changes()) == 1
 
 
+def test_runs_that_are_over_shut_no_living_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncckpt_worker.changes.MAX_CHANGES_NBYTES", 400)
+    bench = Ranks()
+
+    def publishes(run: str, generation: int) -> None:
+        save_id = f"{generation:06d}-00000000-{run}"
+        for rank in range(2):
+            bench.say(m.Lineage, bench.peer(rank), run=run, path=f"/ckpt/{generation}")
+            news = b"%d of %d" % (rank, generation) * 10
+            bench.stages(rank, save_id, generation, path=f"/ckpt/{generation}", contribution=news)
+
+    publishes("1" * 12, 1)
+    for generation in range(2, 9):
+        publishes(f"{generation:012x}", generation)
+        for rank in range(2):
+            bench.feed(ev.Prepared, key=(f"{generation:06d}-00000000-{generation:012x}", rank), error=ERROR)
+    counts = {run.run_id: list(map(bool, run.changes)) for run in bench.brain.tables.runs.values() if run.changes}
+    assert counts[f"{8:012x}"] == [True], "the last one was not shut out"
+    assert counts["1" * 12] == [True], "a save of it is open still"
+    assert [counts[f"{n:012x}"] for n in range(2, 8)] == [[False]] * 6, "their numbers stay taken"
+    assert code(bench.say(m.Fetch, b"0", board=f"change-{2:012x}-1", rank=0, offset=0)) == "unknown_save"
+
+
+def test_equal_contributions_are_kept_once() -> None:
+    bench = Ranks(4)
+    for rank, news in enumerate((b"same" * 100, b"other", b"same" * 100, b"same" * 100)):
+        bench.stages(rank, contribution=news)
+    assert bench.changes()[0]["change"]["contributions"] == {0: b"same" * 100, 1: b"other", 2: 0, 3: 0}
+
+
 def test_world_of_one_has_no_changes() -> None:
     bench = Ranks(1)
     bench.stages(0, contribution=b"zero", **sampled(EQUAL))
