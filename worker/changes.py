@@ -27,8 +27,12 @@ MAX_NAMES = 10_000
 
 MAX_NAME_CHARS = 4096
 
-EFFECTIVE_AFTER = 2
-"""A change holds from the save after the next one: the ranks hear of it while the next may be under way already."""
+EFFECTIVE_AFTER = 4
+"""So many saves after the highest that was heard of, a change holds. A rank that takes the first of them before it has
+heard of the change costs that save, so that ranks whose saves follow one another quickly need time."""
+
+EFFECTIVE_AFTER_NAMES = 2
+"""As `EFFECTIVE_AFTER`, of changes with names: what these cure costs every save, or a replica's values, until then."""
 
 TELL_AGAIN = 4
 """With every so manieth save all ranks that have news report them; otherwise with the first save of a structure only,
@@ -65,7 +69,8 @@ class ChangeBook:
         names = [name for name, told in run.names.items() if not told]
         if not fresh and not names:
             return
-        effective = max(run.effective, run.highest + EFFECTIVE_AFTER)  # in order, whoever hears of them late
+        after = EFFECTIVE_AFTER_NAMES if names else EFFECTIVE_AFTER
+        effective = max(run.effective, run.highest + after)  # in order, whoever hears of them late
         body = self._packed(run, effective, fresh, names)
         if body is None:
             return

@@ -104,7 +104,7 @@ class Intake:
             return failed(save, entry, "disagree", contradiction)
         found = disagreement(save, entry)
         if found is not None:
-            return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]])
+            return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]], found[2])
         if save.missing:
             return None
         unequal = unequal_samples(save)

@@ -25,7 +25,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksum import block_digest
 from asyncckpt.planning.assignment import replica_of, spread
-from asyncckpt.planning.contributions import Change, TensorKey
+from asyncckpt.planning.contributions import Change, TensorKey, is_weak
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn, turns_of
 
 MAX_SHAPES = 8
@@ -131,10 +131,12 @@ class Agreement:
             news = after._news(change)
             sharers: dict[tuple[int, ...], list[TensorKey]] = {}
             sets = _RankSets()
-            unsettled = {fqn for fqn in news if fqn in self._sole} - self._was_unsettled
+            doubtful = {fqn for fqn, held in news.items() if fqn in self._sole or _is_weak_claim(held)}
+            unsettled = doubtful - self._was_unsettled
             after._was_unsettled |= unsettled
             for fqn in unsettled:
-                del after._sole[fqn], news[fqn]
+                after._sole.pop(fqn, None)
+                del news[fqn]
             for fqn in sorted(news):
                 holders = after._settle(fqn, news[fqn], sets)
                 if holders:
@@ -228,6 +230,10 @@ class Agreement:
     def _turns(self) -> dict[TensorKey, Turn]:
         shared = {key: s.holders for key, s in self._shared.items() if key[0] not in self._everywhere}
         return turns_of(shared, SAMPLE_LIMIT)
+
+
+def _is_weak_claim(held: list[_Held]) -> bool:
+    return any(h.digest is not None and is_weak(h.digest) for h in held) and sum(len(h.ranks) for h in held) > 1
 
 
 class _RankSets:

@@ -21,6 +21,25 @@ _Memo = dict[bytes, Any]
 _JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
 
 
+_WEAK = b"\xff\xff\xff\xff"
+
+
+def as_claim(digest: bytes, *, weak: bool) -> bytes:
+    """Return `digest` as 8 bytes that say, by their first four, whether the claim is a weak one."""
+    if weak:
+        return _WEAK + digest[len(_WEAK) :]
+    return b"\xfe" + digest[1:] if digest.startswith(_WEAK) else digest
+
+
+def is_weak(digest: bytes) -> bool:
+    """Whether equality proves little: the tensor holds what it was initialised with, all zeros or all ones.
+
+    BatchNorm statistics at step 0, zero biases of hand-written tensor parallelism and LoRA's B are equal on all ranks
+    then, and are no replicas. They are looked at once more, in a later save.
+    """
+    return digest.startswith(_WEAK)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contribution:
     """One structure of one rank.

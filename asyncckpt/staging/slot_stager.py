@@ -61,6 +61,7 @@ class SlotStager(CheckpointStager):
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
         self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
         self._told: SavePlan | None = None
+        self._met_at = -1
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -141,11 +142,12 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks = self._ranks
+        ranks, met = self._ranks, False
         if not ranks.alone:
             with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
                 self._process.connect()  # to another worker the ranks have agreed on less
-            if ranks.must_meet:
+            met = ranks.must_meet
+            if met:
                 flat = flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
@@ -155,6 +157,8 @@ class SlotStager(CheckpointStager):
                 self.plans.agreement = ranks.agreement
             save_id = save_id._replace(run_id=ranks.run_id)
         plan, flat = self.plans.take(state_dict)
+        if met:  # what is news now was just told, and is to be looked at again when its values have changed
+            self._told, self._met_at = plan, save_id.sequence
         return plan, flat, save_id
 
     def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> _News:
@@ -164,7 +168,7 @@ class SlotStager(CheckpointStager):
         checked = self._config.replicated == "check"
         samples = sample_digests(plan, flat, sequence).encode() if checked else b""
         contribution = b""
-        if plan.news and (plan is not self._told or sequence % TELL_AGAIN == 0):
+        if plan.news and (plan is not self._told or (sequence % TELL_AGAIN == 0 and sequence != self._met_at)):
             self._told = plan
             contribution = news_of(plan, flat, compare=checked).encode()
         return _News(plan.fingerprint, samples, contribution)

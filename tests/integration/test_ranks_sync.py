@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_save_is_named(tmp_path: pathlib.Path) -> None:
 
 def diverges(rank: int, root: str) -> list[Any]:
     outcome: list[Any] = []
-    state = {"large": torch.zeros(10_000, 600), "small": torch.zeros(4)}
+    state = {"large": torch.arange(6e6).view(10_000, 600), "small": torch.arange(4.0)}
     with SyncCheckpointer() as checkpointer:
         checkpointer.save(state, f"{root}/equal")
         state["small"] += rank

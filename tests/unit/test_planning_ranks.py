@@ -111,6 +111,26 @@ def test_halves_that_users_cut_by_hand_are_both_stored(shapes: tuple[Any, Any]) 
     assert_stored(ranks.save(given), {f"half@rank{n}": given[n]["half"] for n in range(2)})
 
 
+def test_tensors_as_they_were_initialised_are_no_replicas_until_a_second_look() -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        trained = torch.arange(4.0) + step
+        return {
+            "weight": torch.arange(6.0),
+            "bias": torch.zeros(4) if not step else trained,
+            "mean": torch.zeros(4) if not step else trained * rank,
+            "mask": torch.ones(2, 3, dtype=torch.int8),
+        }
+
+    ranks = Ranks(2)
+    ranks.exchange([state(r, 0) for r in (0, 1)], settle=False)
+    first = ranks.save([state(r, 0) for r in (0, 1)])
+    assert set(first) == {"weight", *(f"{name}@rank{r}" for name in ("bias", "mean", "mask") for r in (0, 1))}
+    ranks.apply(Change(contributions=ranks.news([state(r, 1) for r in (0, 1)])))
+    later = ranks.save([state(r, 1) for r in (0, 1)])
+    assert set(later) == {"weight", "bias", "mask", "mean@rank0", "mean@rank1"}
+    assert torch.equal(later["mean@rank1"], state(1, 1)["mean"])
+
+
 def test_integer_keys_of_two_pipeline_stages_do_not_meet() -> None:
     def stage(n: int) -> dict[str, Any]:
         return {
