@@ -614,12 +614,8 @@ def test_runs_that_are_over_shut_no_living_one_out(monkeypatch: pytest.MonkeyPat
     for generation in range(2, 9):
         publishes(f"{generation:012x}", generation)
         for rank in range(2):
-<<<<<<< HEAD
-            bench.feed(ev.Written, key=(f"{generation:06d}-00000000-{generation:012x}", rank), error=ERROR)
-=======
             for kind in (ev.Prepared, ev.Written):
                 bench.feed(kind, key=(f"{generation:06d}-00000000-{generation:012x}", rank), error=ERROR)
->>>>>>> help-wfix
     counts = {run.run_id: list(map(bool, run.changes)) for run in bench.brain.tables.runs.values() if run.changes}
     assert counts[f"{8:012x}"] == [True], "the last one was not shut out"
     assert counts["1" * 12] == [True], "a save of it is open still"
