@@ -154,16 +154,15 @@ def _store(
     holes = uncovered([found["structure"] for found in everybody])
     if differing or holes:  # known to all ranks alike, so that the next save works
         steps.ranks.store_per_rank(sorted({found[0] for found in differing} | {found[0] for found in holes}))
-    for fqn, split, groups in differing:
-        if split:
-            raise ReplicaMismatchError(
-                f"save {save_id} to {path}: tensor {fqn!r} differs between ranks {groups}, which write parts of it as "
-                "replicas of one another; nothing was published, and from the next save on each rank stores its own",
-                fqn=fqn,
-                ranks=sorted(rank for group in groups for rank in group),
-                save_id=str(save_id),
-                path=path,
-            )
+    for fqn, _, groups in differing:
+        raise ReplicaMismatchError(
+            f"save {save_id} to {path}: tensor {fqn!r} was taken for a replica but differs between ranks {groups}; "
+            "nothing was published, and from the next save on each rank stores its own",
+            fqn=fqn,
+            ranks=sorted(rank for group in groups for rank in group),
+            save_id=str(save_id),
+            path=path,
+        )
     if holes:
         raise SaveFailedError(
             f"save {save_id} to {path}: the ranks together do not store tensor {holes[0][0]!r} exactly once: "

@@ -111,11 +111,9 @@ class Intake:
         self._changes.note(save, (fqn for fqn, _, _ in unequal))
         self._changes.publish(save, complete=True)
         for fqn, split, groups in unequal:
-            if split:
-                return mismatch(save, entry.path, fqn, groups)
-        for fqn, _, groups in unequal:
-            text = f"tensor {fqn!r} has one writer and differs among ranks: {groups[:20]} hold equal ones"
-            self._t.log("warning", text, save_id=save.save_id, count="replicas_unequal")
+            # IMPORTANT: also where one rank writes all of it. Which one that is differs from tensor to tensor, so what
+            # the writers have would be a checkpoint that no rank ever held.
+            return mismatch(save, entry.path, fqn, groups, split=split)
         return None
 
     # ---- who does not take part -------------------------------------------------------------------------------------

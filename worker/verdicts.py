@@ -81,14 +81,15 @@ def other_world(save_id: str, known: int, rank: int, world_size: int) -> Wire:
     return disagree(save_id, "", detail, [rank], SAME_WORLD)
 
 
-def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]]) -> Wire:
-    """Replicas that ranks write in parts differ. `groups`: the ranks that hold equal ones."""
+def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split: bool) -> Wire:
+    """Replicas differ. `groups`: the ranks that hold equal ones; `split`: several ranks write parts of it."""
     shown = " and ".join(str(g[:SHOWN]) for g in groups[:SHOWN])
+    written = "several ranks write in parts" if split else "one rank writes for all"
     return to_wire(
         ReplicaMismatchError(
-            f"save {save.save_id} to {path}: tensor {fqn!r} is written by its ranks in parts, as replicas of one "
-            f"another, but differs between ranks {shown}; nothing was published; from one of the next saves on it is "
-            "stored for each rank",
+            f"save {save.save_id} to {path}: tensor {fqn!r}, which {written}, was taken for a replica "
+            f"but differs between ranks {shown}; nothing was published; from one of the next "
+            "saves on it is stored for each rank",
             fqn=fqn,
             ranks=sorted(r for g in groups for r in g),
             save_id=save.save_id,

@@ -23,7 +23,7 @@
     +-- CommitTimeoutError           (TimeoutError)       not committed in time: missing_ranks
     +-- PlanTimeoutError             (TimeoutError)       ranks did not come to the first exchange: missing_ranks
     +-- RanksDisagreeError           (RuntimeError)       the ranks of one save differ in path, step, world or plan
-    +-- ReplicaMismatchError         (ValueError)         replicas that ranks write together differ: fqn, ranks
+    +-- ReplicaMismatchError         (ValueError)         what was taken for a replica differs: fqn, ranks
     +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
@@ -151,7 +151,7 @@ class RanksDisagreeError(
 class ReplicaMismatchError(
     AsyncCkptError, ValueError, code="replica_mismatch", fields=("fqn", "ranks", "save_id", "path")
 ):
-    """A tensor that several ranks write in parts, as replicas of one another, differs among them."""
+    """A tensor that was taken for a replica differs between the ranks that hold it; nothing was published."""
 
 
 class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):

@@ -409,8 +409,7 @@ class World:
         if trainer.world_size == 1 or trainer.rank or not self.luck(0.05):
             return "0" * 16, encode_samples([("w", True, bytes(8)), ("v", False, bytes(8))])
         kind = self.random.randrange(3)
-        if kind < 2:
-            self.split.add(save_id)
+        self.split.add(save_id)
         w, v = (b"another." if kind == n else bytes(8) for n in (1, 2))
         return ("1" if kind == 0 else "0") * 16, encode_samples([("w", True, w), ("v", False, v)])
 
