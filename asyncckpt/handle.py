@@ -24,7 +24,8 @@ class SaveReport:
         nbytes: Bytes of this rank's files (`staged`: of its slot's images).
         seconds: Seconds per phase: "plan", "acquire", "copy", "seal", "write", "commit" as far as they are known, and
             "total" since `save()` was called.
-        details: Further facts, such as "direct" (O_DIRECT was used).
+        details: Further facts, such as "direct" (O_DIRECT was used), and "replicas_unequal": how many tensors, of those
+            that one rank writes for several, were found to differ; the first in "replicas_unequal_names".
     """
 
     save_id: str

@@ -40,6 +40,15 @@ class SaveTracker:
         report, error = done.peek()
         if error is None:
             _log.info("saved step %d to %s: %s", handle.step, handle.path, report)
+            if report is not None and report.details.get("replicas_unequal"):
+                _log.warning(
+                    "step %d in %s: %d tensors that were equal on several ranks differ by now; it holds the value of one "
+                    "rank for each, and from one of the next saves on every rank's: %s",
+                    handle.step,
+                    handle.path,
+                    report.details["replicas_unequal"],
+                    report.details.get("replicas_unequal_names", ""),
+                )
         elif isinstance(error, SaveSkippedError):
             _log.info("%s", error)
         else:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.records import RankSave, Save, Slot
 from asyncckpt_worker.verdicts import SAME_CALLS, SAME_PLANS
+
+NAMES_SHOWN = 8
+MAX_NAMES_CHARS = 1000
+"""Of the names of differing replicas in a report."""
 
 
 def own_contradiction(entry: RankSave, slot: Slot) -> str:
@@ -30,6 +37,12 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
             text += f"rank {other.rank} {_plan(other.request) or 'none'}"
             return text, other.rank, SAME_PLANS
     return None
+
+
+def report_of_unequal(names: Sequence[str]) -> dict[str, Any]:
+    """Return what the ranks' reports say of replicas with one writer that differ; nothing when there are none."""
+    text = ", ".join(names[:NAMES_SHOWN])[:MAX_NAMES_CHARS]
+    return {"replicas_unequal": len(names), "replicas_unequal_names": text} if names else {}
 
 
 def _plan(request: SaveRequest | None) -> str:

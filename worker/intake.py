@@ -6,7 +6,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, FAILED
 from asyncckpt.protocol.messages import Begin, Withdraw
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.agreement import disagreement, own_contradiction, unequal_samples
+from asyncckpt_worker.agreement import disagreement, own_contradiction, report_of_unequal, unequal_samples
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.entries import entry_of_begin, entry_of_request
 from asyncckpt_worker.events import Wire
@@ -113,6 +113,8 @@ class Intake:
         for fqn, split, groups in unequal:
             if split:
                 return mismatch(save, entry.path, fqn, groups)
+        for each in save.ranks.values():
+            each.report.update(report_of_unequal([fqn for fqn, _, _ in unequal]))
         for fqn, _, groups in unequal:
             text = f"tensor {fqn!r} has one writer and differs among ranks: {groups[:20]} hold equal ones"
             self._t.log("warning", text, save_id=save.save_id, count="replicas_unequal")

@@ -36,6 +36,18 @@ def test_pending_are_those_that_have_not_ended_oldest_first() -> None:
     assert tracker.pending() == [third]
 
 
+def test_replicas_that_differ_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    tracker = SaveTracker(on_error="warn")
+    one, other = handles(tracker, 2)
+    finish(one)
+    assert not caplog.records
+    details = {"replicas_unequal": 12, "replicas_unequal_names": "bn.mean, bn.var"}
+    other.written.set_result(SaveReport(save_id=str(other.save_id), nbytes=1, details=details))
+    (record,) = caplog.records
+    assert "12 tensors" in record.message and "bn.mean, bn.var" in record.message and other.path in record.message
+
+
 def test_a_handle_that_has_ended_before_it_was_added_is_not_pending() -> None:
     tracker = SaveTracker(on_error="warn")
     handle = SaveHandle(step=0, path="/x", save_id=SaveId(0, 0, "0" * 12))

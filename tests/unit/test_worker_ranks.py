@@ -546,11 +546,23 @@ def test_replica_with_one_writer_that_differs_commits_and_is_stored_per_rank_lat
     assert bench.changes() == [{"effective": 2, "change": {"contributions": {}, "per_rank": ["w"]}}]
     for rank in range(2):
         bench.writes(rank)
-    bench.feed(ev.Published, save_id=FIRST)
+    bench.feed(ev.Published, save_id=FIRST, report={"seconds_commit": 0.5})
     assert bench.phase() == "committed"
+    for rank in range(2):
+        report = bench.row(peer=bench.peer(rank))["report"]
+        assert report == {"seconds_commit": 0.5, "replicas_unequal": 1, "replicas_unequal_names": "w"}
     bench.stages(0, SECOND, 2, **sampled(EQUAL))
     bench.stages(1, SECOND, 2, **sampled(OTHER))
     assert len(bench.changes()) == 1, "published once"
+
+
+def test_many_replicas_that_differ_are_counted_and_the_first_named() -> None:
+    bench = Ranks()
+    for rank in range(2):
+        names = [("x" * 300 + str(n), False, bytes([rank] * 8)) for n in range(3000)]
+        bench.stages(rank, samples=encode_samples(names))
+    report = bench.row(peer=b"0")["report"]
+    assert report["replicas_unequal"] == 3000 and len(report["replicas_unequal_names"]) == 1000
 
 
 def test_names_of_different_ranks_are_compared_where_they_meet() -> None:
