@@ -7,6 +7,8 @@ from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.records import RankSave, Save, Slot
 from asyncckpt_worker.verdicts import SAME_CALLS, SAME_PLANS
 
+"""Of the names of differing replicas in a report."""
+
 
 def own_contradiction(entry: RankSave, slot: Slot) -> str:
     """Return how a sealed request contradicts its session or its Begin; "" when it does not."""
@@ -38,4 +40,9 @@ def _plan(request: SaveRequest | None) -> str:
 
 def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
     """Compare the samples of a save that all ranks have sealed; as `protocol.samples.unequal`."""
-    return unequal({rank: decode_samples(e.request.samples) for rank, e in save.ranks.items() if e.request})
+    requests = {rank: entry.request for rank, entry in save.ranks.items() if entry.request is not None}
+    distinct = {request.samples for request in requests.values()}
+    if len(distinct) == 1:  # the usual case, of thousands of names and many ranks as well
+        return []
+    decoded = {samples: decode_samples(samples) for samples in distinct}
+    return unequal({rank: decoded[request.samples] for rank, request in requests.items()})

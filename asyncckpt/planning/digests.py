@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,12 +96,13 @@ def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
     names: list[str] = []
     split, digests = bytearray(), []
     elsewhere: list[tuple[int, torch.Tensor]] = []
-    for shared in plan.shared:
+    due = [shared for turn, shared in plan.shared.items() if sequence % turn.period == turn.position]
+    for shared in itertools.chain.from_iterable(due):
         window = window_of(shared.turn, shared.n_elements, shared.itemsize, sequence)
         if window is None:
             continue
         tensor = flat.tensors[shared.number]
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
+        if tensor.is_cpu and tensor.is_contiguous():
             address = tensor.data_ptr() + window.start * shared.itemsize
             digests.append(block_digest(_memory(address, window.n * shared.itemsize)))
         else:

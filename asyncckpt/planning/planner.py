@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
@@ -17,6 +18,7 @@ from asyncckpt.planning.assignment import box_of_rows
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.match import match
 from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
+from asyncckpt.planning.sampling import Turn
 from asyncckpt.planning.state_dict import Flattened, check_keys, flatten
 from asyncckpt.planning.torch_types import dtype_name
 
@@ -93,8 +95,15 @@ def make_plan(
         tensor_nbytes=sum(s.nbytes for s in specs),
         agreement=agreement,
         news=tuple(number for number, order in enumerate(orders) if order.is_news),
-        shared=tuple(order.shared for order in orders if order.shared is not None),
+        shared=_by_turn(order.shared for order in orders if order.shared is not None),
     )
+
+
+def _by_turn(shared: Iterable[SharedTensor]) -> dict[Turn, tuple[SharedTensor, ...]]:
+    found: dict[Turn, list[SharedTensor]] = {}
+    for tensor in shared:
+        found.setdefault(tensor.turn, []).append(tensor)
+    return {turn: tuple(tensors) for turn, tensors in found.items()}
 
 
 class _Order(NamedTuple):

@@ -425,6 +425,73 @@ def test_veto_of_one_rank_ends_the_save_on_all(hooked: Ranks, how: str) -> None:
     assert not hooked.of(ac.Commit)
 
 
+def queue(bench: Ranks, *, elder_hooked: bool = True) -> None:
+    """Let both ranks be durable in two saves; the second waits for the hooks of both."""
+    second = [bench.slot(b"0"), bench.slot(b"1")]
+    for rank in range(2):
+        bench.stages(rank, commit_timeout_s=100.0, **(HOOKED if elder_hooked else {}))
+        changes: dict[str, Any] = {"path": "/ckpt/b", "commit_timeout_s": 100.0}
+        bench.begin(second[rank], SECOND, peer=bench.peer(rank), **changes)
+        bench.feed(ev.Prepared, key=(SECOND, rank))
+        bench.submit(second[rank], SECOND, peer=bench.peer(rank))
+        bench.read(second[rank], SECOND, rank=rank, world_size=2, **changes, **HOOKED)
+        bench.writes(rank, SECOND)
+
+
+def test_hook_has_its_time_from_when_the_save_before_has_ended() -> None:
+    bench = Ranks()
+    queue(bench)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.passes(8.0)
+    for rank in range(2):
+        consents(bench, rank)
+    bench.passes(8.0)
+    assert bench.outcome(SECOND) is None, "the earlier one is being committed"
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.brain.wakes_at == 26.0
+    bench.passes(8.0)
+    assert bench.outcome(SECOND) is None
+    bench.passes(2.0)
+    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed"
+
+
+def test_hook_has_its_time_though_the_save_before_fails() -> None:
+    bench = Ranks()
+    queue(bench)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.passes(10.0)
+    assert bench.outcome() == "failed" and bench.outcome(SECOND) is None
+    bench.passes(9.0)
+    assert bench.outcome(SECOND) is None
+    bench.passes(1.0)
+    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed"
+
+
+def test_hook_that_is_busy_with_a_later_save_has_its_time_after_that() -> None:
+    bench = Ranks()
+    queue(bench)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.passes(8.0)
+    for rank in range(2):
+        bench.say(m.Consent, bench.peer(rank), save_id=SECOND, granted=True, reason="")
+    bench.passes(9.0)
+    assert bench.outcome() is None
+    bench.passes(1.0)
+    assert bench.error(0)["fields"]["code"] == "vetoed"
+
+
+def test_hook_is_not_waited_for_without_end_though_the_save_before_never_ends() -> None:
+    bench = Ranks()
+    queue(bench, elder_hooked=False)
+    bench.passes(109.0)
+    assert bench.outcome(SECOND) is None and bench.outcome() is None
+    bench.passes(1.0)
+    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed" and bench.outcome() is None
+
+
 def test_consent_that_was_given_outlives_its_rank(hooked: Ranks) -> None:
     consents(hooked, 1)
     hooked.dies(1, FIRST)
