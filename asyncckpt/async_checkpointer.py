@@ -85,7 +85,10 @@ class AsyncCheckpointer(Checkpointer):
             self._await_saves_below = process.await_saves_below
             self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
         else:
-            self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
+            self._process, self._stager = (
+                checkpoint_process,
+                checkpoint_stager or HostStager(allow_pickle=self.config.allow_pickle),
+            )
         own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
         self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
