@@ -20,6 +20,7 @@ from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.paths import absolute_path
+from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import Contents, SavedTensor, read_contents
@@ -81,7 +82,7 @@ class OpenCheckpoint:
         return {saved.fqn: _info(saved) for saved in self._saved.tensors}
 
     def tensor(self, fqn: str, slices: Any = None, *, verify: bool = True, threads: int | None = None) -> torch.Tensor:
-        """Read a tensor, or a part of it.
+        """Read a tensor or a numpy array, or a part of it.
 
         Args:
             fqn: Its FQN, or its stored name, such as `x@rank3`.
@@ -111,7 +112,7 @@ class OpenCheckpoint:
         """The leaves that are not tensors, by FQN, as this reader sees them; each is read when it is asked for.
 
         Looking one up raises `CorruptCheckpointError` where the file is damaged, `PerRankUnavailableError` for one that
-        belongs to other ranks.
+        belongs to other ranks, `PickledLeafError` for one that was pickled.
         """
         found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
         away = frozenset(self._saved.away)
@@ -131,14 +132,14 @@ class OpenCheckpoint:
         def value(node: Node) -> Any:
             if node[0] == "O":
                 return self._objects.value(rank, node[1])
-            return self._bytes(self._contents.tensors[structure.tensors[node[1]].fqn])
+            return self._hoisted(node[0], self._contents.tensors[structure.tensors[node[1]].fqn])
 
         return _Objects(found, value, lambda fqn: None)
 
     def _found(self, fqn: str) -> SavedTensor:
         node = self._saved.leaves.get(fqn)
         if node is not None:
-            if node[0] != "T":
+            if node[0] not in ("T", "N"):
                 raise LeafTypeMismatchError(
                     f"{self.path}: {fqn!r} was saved as an object; read it by .objects[{fqn!r}]",
                     path=self.path,
@@ -159,11 +160,11 @@ class OpenCheckpoint:
     def _object(self, node: Node) -> Any:
         if node[0] == "O":
             return self._objects.value(*self._saved.object_at(node[1]))
-        return self._bytes(self._saved.tensors[node[1]])
+        return self._hoisted(node[0], self._saved.tensors[node[1]])
 
-    def _bytes(self, saved: SavedTensor) -> bytes:
+    def _hoisted(self, kind: str, saved: SavedTensor) -> Any:
         found = read_tensor(self._contents, saved, None, self._files, threads=DEFAULT_THREADS, verify=True)
-        return bytes_of(found)
+        return bytes_of(found) if kind == "B" else array_of(found)
 
     def close(self) -> None:
         """Do nothing: no file is open between reads."""
