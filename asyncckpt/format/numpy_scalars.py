@@ -58,4 +58,4 @@ def python_value(dtype: str, data: bytes) -> Any:
         return complex(*found) if len(found) == 2 else found[0]
     if dtype[1] in "mM":
         return struct.unpack("<q", data)[0]
-    return data.decode("utf-32-le", "surrogatepass").rstrip("\0") if dtype[1] == "U" else data.rstrip(b"\0")
+    return data.decode("utf-32-le", "surrogatepass") if dtype[1] == "U" else data

@@ -113,14 +113,18 @@ def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
         return kind.__name__, base64.b64encode(value).decode()
     if kind is complex:
         return "complex", struct.pack(">dd", value.real, value.imag).hex()
-    if kind in (datetime.datetime, datetime.date, datetime.time) and getattr(value, "tzinfo", None) in (
-        None,
-        datetime.timezone.utc,
-    ):
+    if kind in (datetime.datetime, datetime.date, datetime.time) and _is_plain_zone(getattr(value, "tzinfo", None)):
         return kind.__name__, value.isoformat()
     if kind is datetime.timedelta:
         return "timedelta", [value.days, value.seconds, value.microseconds]
     return None
+
+
+def _is_plain_zone(zone: datetime.tzinfo | None) -> bool:
+    """Whether an offset from UTC is all that there is to a zone: no name, no rules."""
+    if zone is None:
+        return True
+    return type(zone) is datetime.timezone and repr(zone) == repr(datetime.timezone(zone.utcoffset(None)))
 
 
 def _slice(members: list[Any]) -> slice:

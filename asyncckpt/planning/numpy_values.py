@@ -96,12 +96,15 @@ def encode_scalar(value: Any) -> tuple[str, Any] | None:
     """Return (tag, payload) of a numpy scalar; None for anything else, or a dtype that cannot be stored."""
     if not is_scalar(value):
         return None
+    if isinstance(value, str):  # numpy's own bytes would lose characters NUL at the end
+        data = str.__str__(value).encode("utf-32-le", "surrogatepass")
+        return "numpy.scalar", [f"<U{len(data) // 4}", data.hex()]
+    if isinstance(value, bytes):
+        return "numpy.scalar", [f"|S{len(value)}", value.hex()]
     dtype = value.dtype.newbyteorder("<")
-    return ("numpy.scalar", [dtype.str, _bytes_of(value, dtype)]) if numpy_scalars.is_known(dtype.str) else None
-
-
-def _bytes_of(value: Any, dtype: Any) -> str:
-    return sys.modules["numpy"].asarray(value).astype(dtype).tobytes().hex()  # type: ignore[no-any-return]
+    if not numpy_scalars.is_known(dtype.str):
+        return None
+    return "numpy.scalar", [dtype.str, _loaded().asarray(value).astype(dtype).tobytes().hex()]
 
 
 def decode_scalar(payload: Any) -> Any:
@@ -115,4 +118,6 @@ def decode_scalar(payload: Any) -> Any:
     numpy = _imported()
     if numpy is None:
         return nearest
-    return numpy.frombuffer(data, dtype=dtype)[0] if data else numpy.dtype(dtype).type()
+    if dtype[1] in "US":
+        return numpy.str_(nearest) if dtype[1] == "U" else numpy.bytes_(nearest)
+    return numpy.frombuffer(data, dtype=dtype)[0]
