@@ -51,14 +51,14 @@ class OpenCheckpoint:
         metadata: The JSON that was given to `save`.
     """
 
-    def __init__(self, contents: Contents, reader: RankInfo, files: Files) -> None:
+    def __init__(self, contents: Contents, reader: RankInfo, files: Files, *, allow_pickle: bool = False) -> None:
         manifest = contents.manifest
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
         self.save_id = str(manifest.save_id)
         self.metadata: dict[str, Any] = dict(manifest.metadata)
         self._contents, self._reader, self._files = contents, reader, files
         self._saved = SavedTree(contents, reader)
-        self._objects = SavedObjects(contents, files)
+        self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
 
     def keys(self) -> list[str]:
         """Return the FQNs of all leaves, tensors and objects, in the order of the state dict.
@@ -219,12 +219,15 @@ def _info(saved: SavedTensor) -> TensorInfo:
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, rank_info: RankInfo | None = None) -> OpenCheckpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, rank_info: RankInfo | None = None, allow_pickle: bool = False
+) -> OpenCheckpoint:
     """Open a committed checkpoint for reading single tensors and objects of it.
 
     Args:
         path: The checkpoint's directory.
         rank_info: Whose values to give where ranks have their own; None: this process's.
+        allow_pickle: Unpickles objects that were pickled, when they are looked up. DANGER: as for `load`.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
@@ -239,4 +242,4 @@ def open_checkpoint(path: str | os.PathLike[str], *, rank_info: RankInfo | None 
     """
     files = Files()
     reader = find_rank_info(rank_info)
-    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files)
+    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files, allow_pickle=allow_pickle)
