@@ -110,7 +110,8 @@ class AsyncCheckpointer(Checkpointer):
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
 
         Args:
-            state_dict: Nested dicts, lists and tuples of tensors and plain values.
+            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`: modules,
+                optimizers, schedulers. Of these their state is stored, of a module the bare model's.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
             step: Default: the top-level int leaf `step`, else the number of this save.
             metadata: JSON kept in the manifest.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Fresh:
         nodes: What will be built.
         saved, objects: Of the checkpoint at `path`.
         map_location: Where the tensors go; arrays and bytes stay in host memory.
+        standing: By number: tensors that need not be made, since they stand where they belong.
 
     Raises:
         CorruptCheckpointError, PickledLeafError, UnsupportedLeafError, OSError: Something cannot be made.
@@ -33,7 +34,13 @@ class Fresh:
     """
 
     def __init__(
-        self, nodes: Iterable[Node], saved: SavedTree, objects: SavedObjects, path: str, map_location: MapLocation
+        self,
+        nodes: Iterable[Node],
+        saved: SavedTree,
+        objects: SavedObjects,
+        path: str,
+        map_location: MapLocation,
+        standing: Mapping[int, torch.Tensor],
     ) -> None:
         self.used: set[Node] = set()
         for node in nodes:
@@ -41,10 +48,11 @@ class Fresh:
             self.used.update(("O", number) for number in _metadata_numbers(node))
         self._map_location = map_location
         self._objects = _Sparse({n: objects.value(*saved.object_at(n)) for kind, n in self.used if kind == "O"})
-        self._moved = sorted({n for kind, n in self.used if kind == "T"})
+        self._tensors = {n: standing[n] for kind, n in self.used if kind == "T" and n in standing}
+        self._moved = sorted({n for kind, n in self.used if kind == "T"} - set(self._tensors))
         device, host = device_of(map_location), torch.device("cpu")
-        self._tensors = {n: tensor_for(saved.tensors[n], path, device=device) for n in self._moved}
-        for n in sorted({n for kind, n in self.used if kind in ("B", "N")} - set(self._moved)):
+        self._tensors |= {n: tensor_for(saved.tensors[n], path, device=device) for n in self._moved}
+        for n in sorted({n for kind, n in self.used if kind in ("B", "N")} - set(self._tensors)):
             self._tensors[n] = tensor_for(saved.tensors[n], path, device=host)
         self.pairs: list[tuple[SavedTensor, torch.Tensor]] = [(saved.tensors[n], t) for n, t in self._tensors.items()]
         self._rebuilding: Rebuilding | None = None

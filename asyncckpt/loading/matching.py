@@ -12,7 +12,7 @@ from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchEr
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
-from asyncckpt.loading.targets import Targets, Whole, is_loadable
+from asyncckpt.loading.targets import Targets, Whole, is_loadable, standing_tensors
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.torch_types import torch_dtype
@@ -51,6 +51,7 @@ class Matches:
         tensors: What is read into which tensor; a tensor with several names is there once.
         filled: Paths of the target's tensors and arrays that are filled in place.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
+        standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
@@ -61,6 +62,7 @@ class Matches:
     tensors: list[tuple[SavedTensor, torch.Tensor]] = field(default_factory=list)
     filled: set[Path] = field(default_factory=set)
     replaced: list[Replaced] = field(default_factory=list)
+    standing: dict[int, torch.Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
@@ -126,7 +128,7 @@ def match(
             target, tensor = targets.value_at(leaf_path), saved.tensors[found[1]]
             if node[0] == "N":
                 target = view_of(target)
-                if target is None or (target.dtype, tuple(target.shape)) != (_dtype(tensor), tensor.global_shape):
+                if target is None or not _fits(target, tensor):
                     matches.replaced.append(Replaced(leaf_path, fqn, ("N", found[1])))
                     continue
             first, number = filled.setdefault(node[1], (fqn, found[1]))
@@ -153,8 +155,8 @@ def _is_object(node: Node, found: Node) -> bool:
     return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
 
 
-def _dtype(tensor: SavedTensor) -> torch.dtype | None:
-    return getattr(torch, tensor.dtype, None)
+def _fits(target: torch.Tensor, tensor: SavedTensor) -> bool:
+    return (target.dtype, tuple(target.shape)) == (getattr(torch, tensor.dtype, None), tensor.global_shape)
 
 
 def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection: Selection, saved_fqn: str) -> None:
@@ -175,6 +177,11 @@ def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection:
     matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
     holder = None if isinstance(place.holder, Whole) else place.holder
     matches.replaced.append(Replaced(place.path, fqn, saved.without_holes(node), holder))
+    standing = standing_tensors(holder)
+    for leaf, inner in leaves(node) if standing else ():
+        target = standing.get(leaf)
+        if inner[0] == "T" and target is not None and _fits(target, saved.tensors[inner[1]]):
+            matches.standing.setdefault(inner[1], target)
 
 
 def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ class _Load:
         self._report_missing(matches.missing)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
-        fresh = self._fresh([place.node for place in matches.replaced])
+        fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
         self._read([*matches.tensors, *fresh.pairs])
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
@@ -157,13 +157,13 @@ class _Load:
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
         self._report_missing(missing)
         tree = self._saved.without_holes(tree)
-        fresh = self._fresh([tree])
+        fresh = self._fresh([tree], {})
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
         self._read(fresh.pairs)
         return fresh.build(tree), missing
 
-    def _fresh(self, nodes: list[Node]) -> Fresh:
-        return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location)
+    def _fresh(self, nodes: list[Node], standing: Mapping[int, torch.Tensor]) -> Fresh:
+        return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
 
     def _read(self, pairs: list[tuple[SavedTensor, torch.Tensor]]) -> None:
         options = self._options

@@ -255,6 +255,26 @@ def test_a_fresh_optimizer_goes_on_where_the_saved_one_was(tmp_path: Path, kind:
     states.assert_same(resumed.state_dict(), model.state_dict())
 
 
+def test_tensors_that_an_optimizer_has_are_filled_where_they_are(tmp_path: Path) -> None:
+    model, other = a_model(), a_model(1)
+    optimizer, warm = (torch.optim.Adam(m.parameters(), amsgrad=m is other) for m in (model, other))
+    trained(model, optimizer)
+    trained(other, warm)
+    path = save(tmp_path / "a", {"o": optimizer})
+    states_of = list(warm.state.values())
+    held = [s["exp_avg"] for s in states_of]
+    half = states_of[0]
+    half["exp_avg_sq"] = half["exp_avg_sq"].double()
+    half["step"] = states_of[1]["step"]
+    shared = states_of[2]["exp_avg_sq"] = next(iter(warm.param_groups[0]["params"][2:])).data.view(-1)[:4]
+    weights = copy.deepcopy(other.state_dict())
+    asyncckpt.load(path, {"o": warm}, strict=True)
+    states.assert_same(warm.state_dict(), optimizer.state_dict())
+    assert all(s["exp_avg"] is t for s, t in zip(warm.state.values(), held, strict=True))
+    states.assert_same(other.state_dict(), weights)
+    assert shared.numel() == 4
+
+
 def test_an_optimizer_of_closures_keeps_its_history(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.tensor([3.0, -2.0]))
 
