@@ -27,6 +27,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.hooks import HookRunner
+from asyncckpt.in_flight import await_saves_below
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.staging.host_stager import HostStager
@@ -82,7 +83,7 @@ class AsyncCheckpointer(Checkpointer):
             self._process, self._coordination = process, ranks = reach_worker(
                 self.config, self._rank, named, HookRunner(commit_hook)
             )
-            self._await_saves_below = process.await_saves_below
+            self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
             self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
         else:
             self._process, self._stager = (
@@ -110,8 +111,8 @@ class AsyncCheckpointer(Checkpointer):
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
 
         Args:
-            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`: modules,
-                optimizers, schedulers. Of these their state is stored, of a module the bare model's.
+            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`, such as
+                modules and optimizers: what it returns is stored in their place, of a module the bare model's.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
             step: Default: the top-level int leaf `step`, else the number of this save.
             metadata: JSON kept in the manifest.

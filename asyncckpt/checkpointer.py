@@ -128,7 +128,9 @@ class Checkpointer(ABC):
             self._await_saves_below(directory, deadline)
             return latest_checkpoint(directory)
 
-        return look() if self._coordination is None else self._coordination.same_answer(look, 2 * timeout_s)
+        if self._coordination is None:
+            return look()
+        return self._coordination.same_answer(look, timeout_s, "latest_checkpoint()")
 
     @abstractmethod
     def close(self) -> None:

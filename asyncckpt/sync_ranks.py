@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.conference import Conference
-from asyncckpt.coordination import check_equal
-from asyncckpt.errors import CommitUnknownError, ReplicaMismatchError, SaveFailedError
+from asyncckpt.errors import CommitUnknownError, PlanTimeoutError, ReplicaMismatchError, SaveFailedError
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
+from asyncckpt.introductions import check_equal
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.leaves import encode_leaves
@@ -19,6 +20,8 @@ from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.rank_files import RankResult
 from asyncckpt.sync_steps import SyncSteps
+
+_log = logging.getLogger("asyncckpt.sync")
 
 
 def write_together(
@@ -46,19 +49,54 @@ def write_together(
         mine: list[RankResult] = []
         try:
             results = _store(steps, conference, state_dict, save_id, path, kw["step"], extra, mine)
-            conference.together(
-                lambda: steps.publish(path, save_id, results, kw) if rank == 0 else None,
-                steps.config.commit_timeout_s,
-            )
-        except CommitUnknownError:
-            raise
         except Exception:
             if rank == 0:  # nobody writes any more: every rank has said how its part ended
                 steps.remove(path, save_id)
             raise
+        _publish(steps, conference, path, save_id, results, kw)
         return save_id, mine[0]
     finally:
         conference.close()
+
+
+def _publish(
+    steps: SyncSteps,
+    conference: Conference,
+    path: str,
+    save_id: SaveId,
+    results: list[RankResult],
+    kw: Mapping[str, Any],
+) -> None:
+    """Let rank 0 commit, and tell everybody how that ended."""
+    rank, published = steps.ranks.rank.rank, False
+
+    def publish() -> None:
+        nonlocal published
+        if rank == 0:
+            try:
+                with steps.failures(save_id, path, kw["step"]):
+                    steps.publish(path, save_id, results, kw)
+            except CommitUnknownError:
+                raise
+            except Exception:
+                steps.remove(path, save_id)
+                raise
+            published = True
+
+    try:
+        conference.together(publish, steps.config.commit_timeout_s)
+    except (SaveFailedError, PlanTimeoutError) as error:
+        lost = isinstance(error, PlanTimeoutError) or error.code == "exchange"
+        if published:
+            _log.warning("%s is committed, but not every rank could be told: %s", path, error)
+        elif error.code == CommitUnknownError.wire_code or (lost and rank != 0):
+            raise CommitUnknownError(
+                f"save {save_id} to {path}: rank 0 was to commit it, and it is not known whether it has: {error}",
+                path=path,
+                save_id=str(save_id),
+            ) from error
+        else:
+            raise
 
 
 def _agree(

@@ -109,13 +109,13 @@ class Intake:
             return None
         unequal = unequal_samples(save)
         self._changes.note(save, (fqn for fqn, _, _ in unequal))
+        self._changes.publish(save, complete=True)
         for fqn, split, groups in unequal:
             if split:
                 return mismatch(save, entry.path, fqn, groups)
         for fqn, _, groups in unequal:
             text = f"tensor {fqn!r} has one writer and differs among ranks: {groups[:20]} hold equal ones"
             self._t.log("warning", text, save_id=save.save_id, count="replicas_unequal")
-        self._changes.publish_from(save)
         return None
 
     # ---- who does not take part -------------------------------------------------------------------------------------

@@ -195,8 +195,8 @@ class Run:
     """Directory -> the epoch of this run's checkpoints in it."""
 
     changes: list[bytes] = field(default_factory=list)
-    told: set[tuple[int, bytes]] = field(default_factory=set)
-    """(Rank, digest) of the contributions that were published."""
+    effective: int = 0
+    """The sequence from which on the last change holds."""
 
     names: dict[str, bool] = field(default_factory=dict)
     """FQNs to be stored for each rank -> whether that was published."""

@@ -157,7 +157,7 @@ class SaveBook:
     def end(self, save: Save, outcome: str, error: Wire) -> None:
         """End a save on all of its ranks, without a commit."""
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
-        self._changes.publish_from(save)  # before the ranks forget their requests
+        self._changes.publish(save, complete=False)
         save.outcome, save.error = outcome, error
         at_begun, at_durable = _OUTCOME_EVENTS[outcome]
         for entry in save.ranks.values():

@@ -5,10 +5,13 @@ An agreement grows by changes, which every rank applies in the same order. What 
     new, one rank holds it              `SOLE`
     new, several hold it, all alike     `SHARED`: spread over them (`assignment`)
     new, several hold it, not alike     `PER_RANK` on all of them
+    known as sole, with another holder  unsettled, once: as if the name were new, for all its holders, from then on
     known, with other holders           what was agreed stays; the new holders are `PER_RANK`
     known as shared, now another shape  as if the name were new, for that shape; never `SOLE`
 
 *Alike*: equal dtype, shape and digest, given in this very change. `SOLE` and `PER_RANK` hold for any dtype and shape.
+Ranks do not always report a new name in the same save, so that the first to do so looks like its only holder. That is
+mended once for each name, since an unsettled one is hashed whole when it is reported again.
 """
 
 from __future__ import annotations
@@ -85,6 +88,7 @@ class Agreement:
         self._sole: dict[str, int] = {}
         self._per_rank: dict[str, frozenset[int]] = {}
         self._everywhere: frozenset[str] = frozenset()
+        self._was_unsettled: frozenset[str] = frozenset()
 
     @classmethod
     def start(cls, world_size: int) -> Agreement:
@@ -122,10 +126,15 @@ class Agreement:
         after._shared, after._n_shapes = dict(self._shared), dict(self._n_shapes)
         after._sole, after._per_rank = dict(self._sole), dict(self._per_rank)
         after._everywhere = self._everywhere.union(change.per_rank)
+        after._was_unsettled = self._was_unsettled
         if self.world_size > 1:
             news = after._news(change)
             sharers: dict[tuple[int, ...], list[TensorKey]] = {}
             sets = _RankSets()
+            unsettled = {fqn for fqn in news if fqn in self._sole} - self._was_unsettled
+            after._was_unsettled |= unsettled
+            for fqn in unsettled:
+                del after._sole[fqn], news[fqn]
             for fqn in sorted(news):
                 holders = after._settle(fqn, news[fqn], sets)
                 if holders:

@@ -69,14 +69,10 @@ class _Walk:
         self.objects: list[Any] = []
 
     def mapping(self, node: Node, value: Any) -> None:
-        if type(value) is not dict and type(value) is not OrderedDict and is_stateful(value):
-            value = self._opened(value)
+        if type(value) is not dict and type(value) is not OrderedDict:
+            value = self._mapping_of(value)
         items, ordered = node[1], node[0] == "o"
-        if (
-            not isinstance(value, Mapping)
-            or isinstance(value, OrderedDict) is not ordered
-            or 2 * len(value) != len(items)
-        ):
+        if isinstance(value, OrderedDict) is not ordered or 2 * len(value) != len(items):
             raise _Mismatch
         i = 0
         for key, child in value.items():
@@ -95,11 +91,15 @@ class _Walk:
             if metadata is not None:
                 self.objects.append(plain_metadata(metadata))
 
-    def _opened(self, value: Any) -> Any:
-        try:
-            return self._openings(value)
-        except OpeningError:
-            raise _Mismatch from None
+    def _mapping_of(self, value: Any) -> Any:
+        if is_stateful(value):
+            try:
+                value = self._openings(value)
+            except OpeningError:
+                raise _Mismatch from None
+        if not isinstance(value, Mapping):
+            raise _Mismatch
+        return value
 
     def tensor(self, number: int, value: Any) -> None:
         if type(value) not in PLAIN_TENSORS:

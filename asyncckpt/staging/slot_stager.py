@@ -86,6 +86,9 @@ class SlotStager(CheckpointStager):
         leaves = encode_leaves(flat)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
+        if not self._ranks.alone and plan.agreement is not self._ranks.agreement:  # that was another worker
+            plan, flat, save_id = self._planned(state_dict, kw)
+            news = self._news(plan, flat, save_id.sequence)
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
         news = self._news(plan, flat, save_id.sequence)
@@ -144,7 +147,7 @@ class SlotStager(CheckpointStager):
         if not ranks.alone:
             with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
                 self._process.connect()  # to another worker the ranks have agreed on less
-            if ranks.agreement is None:
+            if ranks.must_meet:
                 flat = self.plans.flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
@@ -158,8 +161,7 @@ class SlotStager(CheckpointStager):
 
     def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> _News:
         """Return what this save tells the worker about replicas and structure."""
-        agreement = self._ranks.agreement
-        if agreement is None:
+        if plan.agreement is None:
             return _News("", b"", b"")
         checked = self._config.replicated == "check"
         samples = sample_digests(plan, flat, sequence).encode() if checked else b""
@@ -167,7 +169,7 @@ class SlotStager(CheckpointStager):
         if plan.news and (plan is not self._told or sequence % TELL_AGAIN == 0):
             self._told = plan
             contribution = news_of(plan, flat, compare=checked).encode()
-        return _News(agreement.fingerprint, samples, contribution)
+        return _News(plan.fingerprint, samples, contribution)
 
     def _request(
         self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, news: _News, kw: Mapping[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -82,6 +83,22 @@ def test_a_rank_that_cannot_store_its_state_fails_the_save_on_all(tmp_path: path
     assert culprit == 1
     assert "'bad'" in told
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "good")
+
+
+def one_passes_nonsense(rank: int, root: str) -> tuple[str, float]:
+    with SyncCheckpointer() as checkpointer:
+        began = time.monotonic()
+        with pytest.raises((ConfigError, SaveFailedError)) as caught:
+            checkpointer.save(state_of(rank), f"{root}/bad", **({"metadata": {"x": {1}}} if rank == 1 else {}))
+        waited = time.monotonic() - began
+        checkpointer.save(state_of(rank), f"{root}/good")
+    return type(caught.value).__name__, waited
+
+
+def test_wrong_arguments_on_one_rank_hold_up_no_other(tmp_path: pathlib.Path) -> None:
+    (told, waited), (raised, _) = rank_processes.run(2, one_passes_nonsense, str(tmp_path))
+    assert (told, raised) == ("SaveFailedError", "ConfigError")
+    assert waited < 10
 
 
 class Veto(CommitHook):

@@ -486,14 +486,16 @@ class World:
 
     def check_changes(self) -> None:
         for run in self.brain.tables.runs.values():
-            seen: list[tuple[int, bytes]] = []
             names: list[str] = []
+            effective = 0
             for raw in map(msgpack.unpackb, run.changes):
                 change = msgpack.unpackb(raw["change"], strict_map_key=False)
-                seen += change["contributions"].items()
                 names += change["per_rank"]
+                assert effective <= raw["effective"], "ranks that hear of them late would apply them in another order"
+                effective = raw["effective"]
+                assert set(change["contributions"]) <= set(range(run.world_size))
                 assert 2 <= raw["effective"] <= run.highest + 2
-            assert len(seen) == len(set(seen)) and len(names) == len(set(names)), "published twice"
+            assert len(names) == len(set(names)), "published twice"
             assert set(names) <= {"w", "v"}
 
     def check_end(self) -> None:
