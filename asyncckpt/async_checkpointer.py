@@ -111,8 +111,8 @@ class AsyncCheckpointer(Checkpointer):
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
 
         Args:
-            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`, such as
-                modules and optimizers: what it returns is stored in their place, of a module the bare model's.
+            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
+                (modules, optimizers): what it returns is stored in their place, of a module the bare model's.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
             step: Default: the top-level int leaf `step`, else the number of this save.
             metadata: JSON kept in the manifest.
