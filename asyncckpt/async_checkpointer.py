@@ -86,7 +86,10 @@ class AsyncCheckpointer(Checkpointer):
             self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
             self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
         else:
-            self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
+            self._process, self._stager = (
+                checkpoint_process,
+                checkpoint_stager or HostStager(allow_pickle=self.config.allow_pickle),
+            )
         own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
         self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
@@ -108,7 +111,8 @@ class AsyncCheckpointer(Checkpointer):
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
 
         Args:
-            state_dict: Nested dicts, lists and tuples of tensors and plain values.
+            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
+                (modules, optimizers): what it returns is stored in their place, of a module the bare model's.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
             step: Default: the top-level int leaf `step`, else the number of this save.
             metadata: JSON kept in the manifest.

@@ -16,7 +16,6 @@ from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
-from asyncckpt.planning.state_dict import flatten
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.rank_files import RankResult
@@ -110,7 +109,7 @@ def _agree(
         mine = ranks.introduction(path, step)
         contribution: Contribution | None = None
         if ranks.agreement is None:
-            contribution = contribution_of(flatten(state_dict))
+            contribution = contribution_of(steps.plans.flatten(state_dict))
         else:
             plan, flat = steps.plans.take(state_dict)
             contribution = contribution_of(flat) if plan.news else None
@@ -123,7 +122,7 @@ def _agree(
     ranks.run_id = everybody[0]["run"]
     news = {rank: found["contribution"] for rank, found in enumerate(everybody) if found["contribution"]}
     if news:
-        ranks.settle(news, flatten(state_dict), lambda digests: conference.gather(digests, timeout_s))
+        ranks.settle(news, steps.plans.flatten(state_dict), lambda digests: conference.gather(digests, timeout_s))
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
     return given._replace(epoch=everybody[0]["epoch"], run_id=ranks.run_id)

@@ -7,8 +7,6 @@ from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.records import RankSave, Save, Slot
 from asyncckpt_worker.verdicts import SAME_CALLS, SAME_PLANS
 
-"""Of the names of differing replicas in a report."""
-
 
 def own_contradiction(entry: RankSave, slot: Slot) -> str:
     """Return how a sealed request contradicts its session or its Begin; "" when it does not."""

@@ -40,6 +40,8 @@
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
     +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
+    +-- PickledLeafError             (ValueError)         a pickle that may not be unpickled, or does not unpickle
+    +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
     +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
@@ -216,6 +218,14 @@ class LeafTypeMismatchError(
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
     """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
+
+
+class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=("path", "fqn", "type_name", "detail")):
+    """A leaf was stored as a pickle, and unpickling was not allowed, or failed (`detail` says how)."""
+
+
+class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("path", "fqn", "type_name", "detail")):
+    """`load_state_dict()` of an object in the target raised; the cause is chained. The rest of the target is filled."""
 
 
 class PerRankUnavailableError(

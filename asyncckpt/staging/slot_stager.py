@@ -21,7 +21,7 @@ from asyncckpt.planning.digests import news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.planning.state_dict import Flattened, flatten
+from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.slot_pool import LentSlot
@@ -59,7 +59,9 @@ class SlotStager(CheckpointStager):
         self, process: WorkerProcess, ranks: Coordination, config: CheckpointerConfig, *, package: str
     ) -> None:
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
-        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
+        self.plans = PlanCache(
+            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+        )
         self._told: SavePlan | None = None
         self._met_at = -1
 
@@ -148,7 +150,7 @@ class SlotStager(CheckpointStager):
                 self._process.connect()  # to another worker the ranks have agreed on less
             met = ranks.must_meet
             if met:
-                flat = flatten(state_dict)
+                flat = self.plans.flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)

@@ -22,8 +22,9 @@ from asyncckpt.planning.contributions import Change  # noqa: E402
 from asyncckpt.planning.match import match  # noqa: E402
 from asyncckpt.planning.plan import SharedTensor  # noqa: E402
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
+from asyncckpt.planning.rebuilding import unflatten  # noqa: E402
 from asyncckpt.planning.sampling import SAMPLE_LIMIT  # noqa: E402
-from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten, unflatten  # noqa: E402
+from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten  # noqa: E402
 from asyncckpt.protocol.samples import MAX_SAMPLES, decode_samples, unequal  # noqa: E402
 from asyncckpt.staging.host_stager import HostStager  # noqa: E402
 
