@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from asyncckpt.client import WorkerProcess
@@ -24,7 +25,10 @@ from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.state_dict import Flattened, flatten
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.deferred import DeferredCopy
+from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_pool import LentSlot
+from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.umask import current_umask
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
@@ -60,10 +64,13 @@ class SlotStager(CheckpointStager):
     ) -> None:
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
         self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
+        self.overlap = Overlap(config)
         self._told: SavePlan | None = None
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
+
+        What may be copied behind the training (`Overlap.later`) is left to the result's `rest`, and so is the seal.
 
         Args:
             state_dict: The state.
@@ -101,29 +108,39 @@ class SlotStager(CheckpointStager):
             )
             slot.memory.control.open(slot.generation)
             image = _image_of(slot, plan)
-            image.fill(flat.tensors, save_id)
+            later, owners = self.overlap.later(flat.tensors)
+            now, rest = image.split(later)
+            watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
+            if self._config.overlap_check == "hash":
+                watch.digest(image.pairs(flat.tensors, rest))
+            image.fill(flat.tensors, save_id, now)
             copied = time.perf_counter()
-            slot.memory.control.seal(request, image.body_end)
+            seal = partial(slot.memory.control.seal, request, image.body_end)
+            if not later:
+                seal()
         except BaseException as error:
             if slot is not None and isinstance(slot.views, SlotImage):
                 slot.views.settle()
-            skipped = isinstance(error, SaveSkippedError)
-            self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
-            if isinstance(error, AsyncCkptError) or not isinstance(error, Exception):
+            known = self._withdraw(save_id, error, step, path)
+            if known is error or not isinstance(error, Exception):
                 raise
-            raise StagingError(
-                f"step {step}: copying the state into memory failed: {error}",
-                save_id=str(save_id),
-                step=step,
-                path=path,
-            ) from error
-        sealed = time.perf_counter()
+            raise known from error
         seconds = {
             "plan": planned - began,
             "acquire": acquired - planned,
             "copy": copied - acquired,
-            "seal": sealed - copied,
+            "seal": time.perf_counter() - copied,
         }
+        deferred = DeferredCopy(
+            image,
+            rest,
+            flat.tensors,
+            watch,
+            seal=seal,
+            withdraw=lambda error: self._withdraw(save_id, error, step, path),
+            entrust=partial(self._entrust, save_id.sequence),
+            seconds=seconds,
+        )
         return StagedSnapshot(
             save_id=save_id,
             step=step,
@@ -133,7 +150,24 @@ class SlotStager(CheckpointStager):
             seconds=seconds,
             began=began,
             extra={name: value for name, value in kw.items() if name not in _OURS},
+            rest=partial(self.overlap.copier.take, deferred) if later else None,
         )
+
+    def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
+        """Take a save back whose copy has failed and moves no more; returns the error for its futures."""
+        skipped = isinstance(error, SaveSkippedError)
+        self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
+        if isinstance(error, AsyncCkptError):
+            return error
+        text = f"step {step}: copying the state into memory failed: {error}"
+        found = StagingError(text, save_id=str(save_id), step=step, path=path)
+        found.__cause__ = error
+        return found
+
+    def _entrust(self, sequence: int) -> Callable[[], None]:
+        """The copier sees to the end of this save: nobody else may free a slot that it copies into."""
+        self._process.settled.append(sequence)
+        return partial(self._process.settled.remove, sequence)
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
@@ -193,7 +227,8 @@ class SlotStager(CheckpointStager):
         )
 
     def close(self) -> None:
-        """Nothing to free: the slots belong to the process."""
+        """Give up copies that still run, and take the hooks away; the slots belong to the process."""
+        self.overlap.close()
 
 
 def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
