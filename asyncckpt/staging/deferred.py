@@ -73,7 +73,7 @@ class DeferredCopy:
         try:
             self._copy_and_seal()
         except BaseException as caught:
-            error = caught
+            error = self._given_up or caught  # given up: what was waiting for the copy may have torn it since
         self._work = None  # neither the state nor views of the slot's memory outlive the copy
         try:
             self.on_end(None if error is None else self._withdraw(error))
