@@ -58,7 +58,7 @@ class Coordination:
         self._first: Agreement | None = None
         self._number: int | None = None
         self._met: set[int] = set()
-        self._answers = itertools.count()
+        self._answers, self._preparations = itertools.count(), itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
@@ -87,10 +87,34 @@ class Coordination:
         """
         if self.agreement is not None:
             return self.agreement
-        mine = {**self.introduction(path, step), "contribution": contribution.encode()}
         self._met.add(sequence)
+        return self._meet_and_settle(f"save/{sequence}", flat, contribution, path, step)
+
+    def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
+        """Agree on a structure before its first save: a collective, that consumes no save id.
+
+        Args:
+            contributed: Returns this rank's state and what is in it; where it raises, the other ranks are told.
+
+        Raises:
+            Exception: What `contributed` raises; else as `agree`.
+
+        Blocks: up to `plan_timeout_s` for the other ranks.
+        """
+        name = f"prepare/{next(self._preparations)}"
+        try:
+            flat, contribution = contributed()
+        except BaseException as error:
+            self._refuse(name, repr(error))
+            raise
+        self._meet_and_settle(name, flat, contribution, "", 0)
+
+    def _meet_and_settle(
+        self, name: str, flat: Flattened, contribution: Contribution, path: str, step: int
+    ) -> Agreement:
+        mine = {**self.introduction(path, step), "contribution": contribution.encode()}
         deadline = time.monotonic() + self._config.plan_timeout_s
-        meeting = self.meet(f"save/{sequence}")
+        meeting = self.meet(name)
         try:
             everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), deadline)]
             check_equal(everybody)
@@ -150,8 +174,11 @@ class Coordination:
         if self.alone or self.agreement is not None or sequence in self._met:
             return
         self._met.add(sequence)
+        self._refuse(f"save/{sequence}", reason)
+
+    def _refuse(self, name: str, reason: str) -> None:
         try:
-            meeting = self.meet(f"save/{sequence}")
+            meeting = self.meet(name)
             meeting.refuse(reason)
             meeting.close()
         except AsyncCkptError as error:
@@ -189,7 +216,7 @@ class Coordination:
                     )
 
     def start_over(self) -> None:
-        """Go back to what the first save agreed on: another worker knows nothing of the changes since.
+        """Go back to what the last meeting agreed on: another worker knows nothing of the changes since.
 
         Some ranks may have heard of the last change and others not. All of them come here before they save with the
         other worker; what was news then is news again.

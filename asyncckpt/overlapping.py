@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.errors import ConfigError
+from asyncckpt.errors import ConfigError, ReentrantCallError
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_stager import SlotStager
@@ -16,6 +19,11 @@ class Overlapping(Checkpointer):
     """The part of `AsyncCheckpointer` that is about copies behind forward and backward."""
 
     _stager: CheckpointStager
+    _saving: threading.Lock
+
+    @abstractmethod
+    def _refuse_in_callback(self, call: str) -> None:
+        """Raise in a thread that completes futures."""
 
     def attach(self, *optimizers: Any) -> None:
         """Copy what these optimizers own behind forward and backward, from the next save on.
@@ -65,6 +73,36 @@ class Overlapping(Checkpointer):
         """
         self._check_usable()
         self._wait_for_copies()
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Do now what the first save of such a state would do: plan it, get memory, fault its pages in.
+
+        The first save after it is as fast as later ones. Optional; for several structures, call it for each.
+
+        Blocks: for the worker and the memory, 0.3 s and more per GB; with several ranks, it is a collective, up to
+        `plan_timeout_s` for the others.
+
+        Args:
+            state_dict: As for `save()`; its values do not matter.
+
+        Raises:
+            UnsupportedLeafError, DuplicateNameError: It cannot be saved.
+            PlanTimeoutError, RanksDisagreeError, SaveFailedError: The other ranks.
+            InsufficientMemoryError, WorkerUnavailableError: No memory; no worker.
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: Every slot is in use and too small, as `on_busy` says.
+            ConfigError: The stager is the user's own.
+            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
+        """
+        self._check_usable()
+        if not isinstance(self._stager, SlotStager):
+            raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
+        self._refuse_in_callback("prepare()")
+        if not self._saving.acquire(blocking=False):
+            raise ReentrantCallError("prepare() was called while save() runs")
+        try:
+            self._stager.prepare(state_dict)
+        finally:
+            self._saving.release()
 
     def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
         """As `Checkpointer.load`; into tensors of a `state_dict`, after `fence()`."""

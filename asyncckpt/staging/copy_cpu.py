@@ -70,9 +70,6 @@ class SlotImage:
         bases: list[torch.Tensor] = []
         for where, part in zip(ranges, plan.layout.parts, strict=True):
             start = address + where.offset
-            ctypes.memmove(start, part.header, len(part.header))
-            # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
-            ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
             self._headers.append(start + SAVE_ID_OFFSET)
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
@@ -91,6 +88,16 @@ class SlotImage:
         self._split: tuple[frozenset[int], Share, Share] = (frozenset(), self._all, Share([], []))
         self._has_special = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
+        self._address = address
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Write headers and padding: at first, and again when the slot has held another plan's image meanwhile."""
+        for where, part in zip(self.plan.part_ranges(), self.plan.layout.parts, strict=True):
+            start = self._address + where.offset
+            ctypes.memmove(start, part.header, len(part.header))
+            # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
+            ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
 
     def split(self, later: frozenset[int]) -> tuple[Share, Share]:
         """Return the boxes of all other tensors, and those of the tensors with the numbers `later`."""

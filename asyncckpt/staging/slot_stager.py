@@ -18,6 +18,7 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
@@ -30,6 +31,7 @@ from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_pool import LentSlot
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.umask import current_umask
+from asyncckpt.staging.warmth import image_of, warm
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
 
@@ -107,7 +109,7 @@ class SlotStager(CheckpointStager):
                 save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(request), umask=umask
             )
             slot.memory.control.open(slot.generation)
-            image = _image_of(slot, plan)
+            image = image_of(slot, plan)
             later, owners = self.overlap.later(flat.tensors)
             now, rest = image.split(later)
             watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
@@ -169,6 +171,34 @@ class SlotStager(CheckpointStager):
         self._process.settled.append(sequence)
         return partial(self._process.settled.remove, sequence)
 
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
+
+        Raises:
+            UnsupportedLeafError, DuplicateNameError: The state cannot be stored.
+            PlanTimeoutError, RanksDisagreeError: Several ranks; see `Coordination.prepare`.
+            AsyncCkptError: No slot, no memory, no worker.
+
+        Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
+        """
+        ranks = self._ranks
+        self._process.connect()
+        if not ranks.alone:
+
+            def contributed() -> tuple[Flattened, Contribution]:
+                flat = flatten(state_dict)
+                encode_leaves(flat)
+                return flat, contribution_of(flat)
+
+            ranks.prepare(contributed)
+            self.plans.agreement = ranks.agreement
+        plan, flat = self.plans.take(state_dict)
+        save_id = SaveId(0, 0, ranks.run_id)
+        objects = encode_objects(save_id, encode_leaves(flat))
+        kw = {"step": 0, "path": "/", "metadata": None}
+        request = encode_request(self._request(plan, objects, save_id, current_umask(), _News("", b"", b""), kw))
+        warm(self._process.pool, plan, slot_nbytes(plan.body_nbytes, len(request)), spare_nbytes=REQUEST_SLACK_NBYTES)
+
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
@@ -229,11 +259,3 @@ class SlotStager(CheckpointStager):
     def close(self) -> None:
         """Give up copies that still run, and take the hooks away; the slots belong to the process."""
         self.overlap.close()
-
-
-def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
-    """Return the slot's image of `plan`, made when the slot was last used for another."""
-    if isinstance(slot.views, SlotImage) and slot.views.plan is plan:
-        return slot.views
-    image = slot.views = SlotImage(slot.memory.mapping.address, plan)
-    return image
