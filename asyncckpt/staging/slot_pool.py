@@ -130,8 +130,8 @@ class SlotPool:
                 self._check_open()
                 slot = self._free_slot(nbytes, plan)
                 if slot is not None:
+                    slot = self._without_spare(slot)
                     self._use(slot, save_id)
-                    self._return_spare(slot)
                     return slot
                 may_allocate = self._make_room(wanted)
                 if not may_allocate:
@@ -150,19 +150,24 @@ class SlotPool:
         self._uses += 1
         slot.user, slot.staging, slot.used = save_id, True, self._uses
 
-    def _return_spare(self, taken: LentSlot) -> None:
-        """Give a second slot back once saves have not overlapped for a while; never the largest, which serves all."""
-        spare = [s for s in self._slots if s.user is None]
+    def _without_spare(self, slot: LentSlot) -> LentSlot:
+        """Give a slot back once saves have not overlapped for a while: the smallest, since the largest serves all.
+
+        Returns:
+            `slot`, which is free and large enough, or another such one in its place.
+        """
+        spare = [s for s in self._slots if s.user is None and s is not slot]
         if len(spare) < len(self._slots) - 1 or not spare:
             self._apart = 0
-            return
+            return slot
         self._apart += 1
-        smallest = min(spare, key=lambda s: s.memory.nbytes)
-        if self._apart >= SPARE_SAVES and any(
-            s is not smallest and s.memory.nbytes >= smallest.memory.nbytes for s in (taken, *spare)
-        ):
-            self._apart = 0
-            self._drop(smallest, tell=True)
+        if self._apart < SPARE_SAVES:
+            return slot
+        self._apart = 0
+        largest = max(slot, *spare, key=lambda s: s.memory.nbytes)  # `slot` itself where they are alike
+        smallest = min(*spare, slot, key=lambda s: s.memory.nbytes)
+        self._drop(smallest, tell=True)
+        return largest if smallest is slot else slot
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,20 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import rank_processes
 import states
 import torch
 from overlapping import Gate
-from real_worker import DEADLINE_S, RealWorker, slots_of, wait_until, written
+from real_worker import DEADLINE_S, RealWorker, slots_of, written
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, AsyncCkptError
+from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
     InsufficientMemoryError,
-    PlanTimeoutError,
-    SaveFailedError,
     UnsupportedLeafError,
 )
 from asyncckpt.memory.mapping import Mapping
@@ -214,68 +211,3 @@ def test_prepared_structures_share_the_largest_slot_and_keep_their_views(
             written(checkpointer.save(state, tmp_path / f"{name}-{turn}"))
             states.assert_same(asyncckpt.load(tmp_path / f"{name}-{turn}"), state)
     assert made.now() == (1, 3, 3)
-
-
-# ---- several ranks
-
-
-def prepares(rank: int, root: str) -> dict[str, Any]:
-    state = {"w": torch.arange(300_000.0), "own": torch.full((3,), float(rank))}
-    weights = {"w": state["w"]}
-    with AsyncCheckpointer() as checkpointer:
-        checkpointer.prepare(state)
-        checkpointer.prepare({"more": torch.ones(5), **weights})
-        pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
-        pool._allocate = None  # nothing is allocated any more
-        first = checkpointer.save(state, f"{root}/a")
-        second = None
-        if first.written.exception(DEADLINE_S) is None:
-            second = checkpointer.save({"more": torch.ones(5), **weights}, f"{root}/b")
-            second.written.result(DEADLINE_S)
-        return {"error": repr(first.written.exception(0)), "id": str(first.save_id)}
-
-
-def test_prepare_is_a_collective_and_what_it_agreed_on_is_shared(
-    shared_worker: RealWorker, tmp_path: pathlib.Path
-) -> None:
-    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
-    zero, one = rank_processes.run(2, prepares, str(tmp_path), environ=environ)
-    assert zero["error"] == one["error"] == "None"
-    assert zero["id"] == one["id"]
-    assert zero["id"].split("-")[1] == "00000000"
-    with asyncckpt.open_checkpoint(tmp_path / "b") as found:
-        assert torch.equal(found.tensor("w"), torch.arange(300_000.0))
-    sizes = [p.stat().st_size for p in (tmp_path / "b").glob("*.safetensors")]
-    assert sum(sizes) < 1_300_000, "replicas are written once"
-
-
-def prepares_alone(rank: int, root: str) -> str:
-    with AsyncCheckpointer(plan_timeout_s=2.0) as checkpointer:
-        try:
-            if rank == 0:
-                checkpointer.prepare({"w": torch.ones(3)})
-        except AsyncCkptError as error:
-            return type(error).__name__
-        return ""
-
-
-def prepares_what_cannot_be_saved(rank: int, root: str) -> str:
-    with AsyncCheckpointer() as checkpointer:
-        try:
-            checkpointer.prepare({"w": torch.ones(3), "f": print if rank else None})
-        except AsyncCkptError as error:
-            found = type(error).__name__
-        handle = checkpointer.save({"w": torch.ones(3)}, f"{root}/a")
-        assert handle.written.exception(DEADLINE_S) is None
-        return found
-
-
-def test_a_rank_that_cannot_prepare_or_does_not_leaves_nobody_hanging(
-    shared_worker: RealWorker, tmp_path: pathlib.Path
-) -> None:
-    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
-    found = rank_processes.run(2, prepares_alone, str(tmp_path), environ=environ)
-    assert found == [PlanTimeoutError.__name__, ""]
-    found = rank_processes.run(2, prepares_what_cannot_be_saved, str(tmp_path), environ=environ)
-    assert found == [SaveFailedError.__name__, UnsupportedLeafError.__name__]
-    wait_until(lambda: not shared_worker.status()["slots"], "all slots are given back")
