@@ -7,6 +7,7 @@ Storages are compared by address, anew at every save: state appears with the fir
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,12 +18,29 @@ MAX_NESTING = 8
 """How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
 
 
+_HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+"""The code of torch's wrapper around every `step()`, which calls the hooks."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step()` still calls hooks: in some versions the first use of torch.compile takes that away."""
+    step: Any = type(optimizer).step
+    while step is not None:
+        if getattr(step, "__code__", None) is _HOOK_CALLER:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
 class Owners:
     """The attached optimizers; keeps none of them alive."""
 
     def __init__(self) -> None:
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._last: frozenset[int] = frozenset()
+        self._warned = False
 
     def add(self, optimizer: torch.optim.Optimizer) -> bool:
         """Add one; False when it was there already."""
@@ -50,6 +68,9 @@ class Owners:
         """
         own: list[torch.Tensor] = []
         for optimizer in self._living():
+            if not runs_hooks(optimizer):
+                self._warn(optimizer)
+                continue
             for group in optimizer.param_groups:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
@@ -59,6 +80,15 @@ class Owners:
         numbers = [n for n, place in enumerate(found) if place in owned and tensors[n].is_cpu]
         used = {found[n] for n in numbers}
         return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
+
+    def _warn(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "torch.compile has taken the hooks of %s.step() away, as some versions of torch do; what such an "
+                "optimizer owns is copied before save() returns",
+                type(optimizer).__name__,
+            )
 
     def everything(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
         """As `owned`, for a caller who promises to change nothing: all of them that lie on the CPU."""

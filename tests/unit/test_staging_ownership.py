@@ -64,6 +64,20 @@ def test_an_optimizer_that_is_gone_owns_nothing() -> None:
     assert owners.owned([parameter]) == (frozenset(), [])
 
 
+def test_an_optimizer_whose_step_has_lost_its_hooks_owns_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = stepped(parameter)
+    owners = Owners()
+    owners.add(optimizer)
+    assert owners.owned([parameter])[0] == {0}
+    monkeypatch.setattr(torch.optim.Adam, "step", torch.optim.Adam.step.__wrapped__)  # as older compilers do
+    for _ in range(2):
+        assert owners.owned([parameter])[0] == frozenset()
+    assert [r.message for r in caplog.records if "hooks of Adam.step()" in r.message] == [caplog.records[0].message]
+
+
 def test_sparse_and_empty_tensors_are_nobody_s() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = stepped(parameter)
