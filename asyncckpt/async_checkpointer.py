@@ -8,12 +8,11 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 from asyncckpt import __version__, ends
-from asyncckpt.checkpointer import Checkpointer, refuse_unknown
+from asyncckpt.checkpointer import refuse_unknown
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig, endpoint_from_environment
 from asyncckpt.ends import EXIT_WAIT_S
@@ -25,11 +24,12 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle, SaveReport
+from asyncckpt.hand_over import hand_over
+from asyncckpt.handle import SaveHandle
 from asyncckpt.hooks import HookRunner
 from asyncckpt.in_flight import await_saves_below
+from asyncckpt.overlapping import Overlapping
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
-from asyncckpt.pending import StagedSnapshot
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
@@ -39,7 +39,7 @@ _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
 
-class AsyncCheckpointer(Checkpointer):
+class AsyncCheckpointer(Overlapping):
     """Stages into memory of a worker process and returns; the worker writes, commits and completes the futures.
 
     Args:
@@ -71,7 +71,6 @@ class AsyncCheckpointer(Checkpointer):
     ) -> None:
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
         self._process: CheckpointProcess
-        self._stager: CheckpointStager
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
         if checkpoint_process is not None and commit_hook is not None:
@@ -106,6 +105,9 @@ class AsyncCheckpointer(Checkpointer):
         **kw: Any,
     ) -> SaveHandle:
         """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
+
+        What an attached optimizer owns is copied after that, and may be changed once `staged` is done, or after
+        `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for it. All else is copied here.
 
         Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker and, with several
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
@@ -167,7 +169,7 @@ class AsyncCheckpointer(Checkpointer):
                 handle.fail(error)
                 return handle
             self._tracker.add(handle)
-            self._hand_over(handle, result, arguments, kw)
+            hand_over(self._process, handle, result, arguments, kw)
             return handle
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
@@ -178,25 +180,6 @@ class AsyncCheckpointer(Checkpointer):
         """The other ranks must not wait for this one."""
         if isinstance(self._process, WorkerProcess):
             self._process.decline(save_id, repr(error))
-
-    def _hand_over(self, handle: SaveHandle, result: Any, arguments: dict[str, Any], kw: Mapping[str, Any]) -> None:
-        if isinstance(result, StagedSnapshot):
-            handle.save_id = result.save_id
-            report = SaveReport(save_id=str(result.save_id), nbytes=result.nbytes, seconds=result.seconds)
-        else:
-            report = SaveReport(save_id=str(handle.save_id), nbytes=0)
-        path = arguments.pop("path")
-        try:
-            future: Any = self._process.write(result, path, **arguments, **kw)
-        except Exception as error:
-            handle.fail(error)
-            return
-        handle.staged.set_result(report)
-        if isinstance(future, Future):
-            handle.follow(future)
-        else:
-            kind = type(future).__name__
-            handle.fail(ConfigError(f"write() returned a {kind}, expected a Future", field="checkpoint_process"))
 
     def pending(self) -> list[SaveHandle]:
         """Return the handles that are not yet written, oldest first.
@@ -252,7 +235,8 @@ class AsyncCheckpointer(Checkpointer):
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
 
     def _refuse_in_callback(self, call: str) -> None:
-        if isinstance(self._process, WorkerProcess) and self._process.in_client_thread():
+        in_client_thread = isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
+        if in_client_thread or (isinstance(self._stager, SlotStager) and self._stager.overlap.copier.in_thread()):
             raise ReentrantCallError(f"{call} was called by a callback or hook, in the thread that completes saves")
 
     def leave(self, timeout_s: float = EXIT_WAIT_S, *, at_exit: bool = False) -> None:
@@ -264,8 +248,10 @@ class AsyncCheckpointer(Checkpointer):
             return
         self._closed = True
         deadline = time.monotonic() + timeout_s
+        if isinstance(self._stager, SlotStager):
+            self._stager.overlap.leave(timeout_s / 2)
         if isinstance(self._process, WorkerProcess):
-            self._process.flush(timeout_s / 2)
+            self._process.flush((deadline - time.monotonic()) / 2)
             self._process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)
         if not (at_exit and isinstance(self._process, WorkerProcess)):
             self._close_parts()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -28,6 +29,9 @@ from asyncckpt.session import Session, greeting
 from asyncckpt.slot_lender import SlotLender
 from asyncckpt.staging.slot_pool import LentSlot, SlotPool
 from asyncckpt.withdrawals import Withdrawals
+
+MAX_SETTLED = 64
+"""Saves of which it is remembered that somebody sees to their end. More than are in flight at once."""
 
 SUBMIT_TIMEOUT_S = 1e6
 """A doorbell is repeated as long as the session lives; the session's own deadlines end it."""
@@ -72,6 +76,7 @@ class WorkerProcess(CheckpointProcess):
             on_saves=self._on_saves,
             on_lost=self._on_lost,
         )
+        self.connect_soon = self._connection.connect_soon
         self.lineage = Lineage(self._ask_epoch)
         lender = SlotLender(self.connect, self._send, endpoint, timeout_s=2 * config.worker_timeout_s)
         self.pool = SlotPool(config, lender.allocate, lender.release)
@@ -82,7 +87,7 @@ class WorkerProcess(CheckpointProcess):
             on_durable=self._ask_hook,
             on_committed=lambda snapshot: self.hooks.after(snapshot.path, snapshot.extra),
         )
-        self._settled = -1
+        self.settled: deque[int] = deque(maxlen=MAX_SETTLED)  # sequences of saves that `decline` need not end
 
     def connect(self, *, start: bool = True) -> Session:
         """Return the live session, opening one when there is none; see `Connection.connect`."""
@@ -90,10 +95,6 @@ class WorkerProcess(CheckpointProcess):
         if self._changes.connected(session.name, session.worker.instance):
             self._withdrawals.resend()
         return session
-
-    def connect_soon(self) -> None:
-        """Begin to connect in the background."""
-        self._connection.connect_soon()
 
     def in_client_thread(self) -> bool:
         """Whether the caller runs in the thread that completes futures."""
@@ -158,7 +159,7 @@ class WorkerProcess(CheckpointProcess):
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
-        self._settled = save_id.sequence
+        self.settled.append(save_id.sequence)
         self._withdrawals.add(str(save_id), reason, skipped=skipped)
         self._pending.withdraw(save_id)
         self.pool.give_up(save_id)
@@ -170,7 +171,7 @@ class WorkerProcess(CheckpointProcess):
             save_id: As the checkpointer numbered it; its epoch, and the run of several ranks, need not be known.
             reason: For the other ranks.
         """
-        if save_id.sequence == self._settled:
+        if save_id.sequence in self.settled:
             return None  # withdrawn, or handed over, already
         run = self.run
         if not run.alone:
@@ -199,7 +200,7 @@ class WorkerProcess(CheckpointProcess):
                 field="checkpoint_process",
             )
         snapshot, future, session = staging_result, WriteFuture(), self._connection.session
-        self._settled = snapshot.save_id.sequence
+        self.settled.append(snapshot.save_id.sequence)
         if (self._lost(snapshot.slot) or self._pending.early_error(snapshot.save_id)) is not None:
             # While the pool still counts it as being staged, nobody else unmaps it. Sealed, it would be taken up when
             # this process dies, and a save that was reported as failed would be committed.

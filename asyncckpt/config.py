@@ -31,7 +31,11 @@ class CheckpointerConfig:
     """Settings of `AsyncCheckpointer` and, where they apply, `SyncCheckpointer`.
 
     Attributes:
-        staging: "blocking" copies before `save()` returns; "auto" chooses, which today is "blocking".
+        staging: "blocking" copies everything before `save()` returns; "overlap" copies what attached optimizers own
+            behind forward and backward, and, without any attached, everything: then the caller changes no tensor
+            before `fence()` or `staged`; "auto" is "overlap" once an optimizer is attached, else "blocking".
+        overlap_check: "hash" digests whatever is copied behind the training, at `save()`, after the copy and in the
+            slot: for tests, since it finds writes that no version counter sees; "off" trusts hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
@@ -58,6 +62,7 @@ class CheckpointerConfig:
     """
 
     staging: str = "auto"
+    overlap_check: str = "off"
     slots: int = 2
     on_busy: str = "wait"
     slot_timeout_s: float = 600.0
@@ -83,6 +88,13 @@ class CheckpointerConfig:
         Raises:
             ConfigError: Naming field, value and what is allowed.
         """
+        if self.staging == "device":
+            raise ConfigError(
+                "staging='device': expected 'auto', 'blocking' or 'overlap'; 'device' copies on the GPU first: it "
+                "needs CUDA, for which there is no engine yet",
+                field="staging",
+                value=repr(self.staging),
+            )
         for name, allowed in _CHOICES.items():
             _require(
                 getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}"
@@ -140,7 +152,8 @@ def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str |
 
 _MAX_SECONDS = 10_000_000.0
 _CHOICES = {
-    "staging": ("auto", "blocking"),
+    "staging": ("auto", "blocking", "overlap"),
+    "overlap_check": ("off", "hash"),
     "on_busy": ("wait", "skip", "error"),
     "on_worker_loss": ("fail",),
     "on_error": ("warn", "raise"),

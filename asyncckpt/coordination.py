@@ -68,7 +68,7 @@ class Coordination:
         self._met: set[int] = set()
         self._doubted = self._waited_in_vain = False
         self.knows_run = False
-        self._answers = itertools.count()
+        self._answers, self._preparations = itertools.count(), itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
@@ -101,9 +101,33 @@ class Coordination:
                 self._changes.clear()
         if self.agreement is not None:
             return self.agreement
-        mine = {**self.introduction(path, step), "contribution": contribution.encode()}
         self._met.add(sequence)
-        meeting = self.meet(f"save/{sequence}")
+        return self._meet_and_settle(f"save/{sequence}", flat, contribution, path, step)
+
+    def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
+        """Agree on a structure before its first save: a collective, that consumes no save id.
+
+        Args:
+            contributed: Returns this rank's state and what is in it; where it raises, the other ranks are told.
+
+        Raises:
+            Exception: What `contributed` raises; else as `agree`.
+
+        Blocks: up to `plan_timeout_s` for the other ranks.
+        """
+        name = f"prepare/{next(self._preparations)}"
+        try:
+            flat, contribution = contributed()
+        except BaseException as error:
+            self.refuse_meeting(name, repr(error))
+            raise
+        self._meet_and_settle(name, flat, contribution, "", 0)
+
+    def _meet_and_settle(
+        self, name: str, flat: Flattened, contribution: Contribution, path: str, step: int
+    ) -> Agreement:
+        mine = {**self.introduction(path, step), "contribution": contribution.encode()}
+        meeting = self.meet(name, SAVE if step or path else "prepare()")
         try:
             everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
             self._waited_in_vain = False
@@ -226,7 +250,7 @@ class Coordination:
                     )
 
     def start_over(self) -> None:
-        """Go back to what the first save agreed on: another worker knows nothing of the changes since.
+        """Go back to what the last meeting agreed on: another worker knows nothing of the changes since.
 
         Some ranks may have heard of the last change and others not. All of them come here before they save with the
         other worker; what was news then is news again.

@@ -18,6 +18,10 @@ from asyncckpt.handle import SaveReport
 from asyncckpt.protocol import lifecycle
 from asyncckpt.staging.slot_pool import LentSlot
 
+Rest = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
+"""Begins to copy what `save()` has left for later: (the future that then completes, called at the end: with None when
+the slot is sealed, else with the error of a save that has been withdrawn)."""
+
 
 class WriteFuture(Future[SaveReport]):
     """A future of the commit; `durable` is one of this rank's files."""
@@ -34,12 +38,12 @@ class WriteFuture(Future[SaveReport]):
 
 
 class StagedSnapshot:
-    """The default stager's result: a sealed slot.
+    """The default stager's result: a sealed slot, or one that is sealed once `rest` was called and has ended.
 
     `began`: `time.perf_counter()` at the start of `save()`. `extra`: the arguments of `save()` that are the hooks'.
     """
 
-    __slots__ = ("began", "extra", "nbytes", "path", "save_id", "seconds", "slot", "step")
+    __slots__ = ("began", "extra", "nbytes", "path", "rest", "save_id", "seconds", "slot", "step")
 
     def __init__(
         self,
@@ -52,10 +56,11 @@ class StagedSnapshot:
         seconds: dict[str, float],
         began: float,
         extra: Mapping[str, Any],
+        rest: Rest | None = None,
     ) -> None:
         self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
         self.nbytes, self.seconds, self.began = nbytes, seconds, began
-        self.extra = extra
+        self.extra, self.rest = extra, rest
 
     def report(self, facts: Mapping[str, Any] | None) -> SaveReport:
         """Return what is known of the save, `facts` from the worker added."""

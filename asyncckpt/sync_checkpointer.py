@@ -21,6 +21,8 @@ from asyncckpt.sync_writer import SyncWriter
 
 _WORKER_FIELDS = frozenset(
     {
+        "staging",
+        "overlap_check",
         "slots",
         "on_busy",
         "slot_timeout_s",

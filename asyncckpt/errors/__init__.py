@@ -15,6 +15,7 @@
     +-- SlotTimeoutError             (TimeoutError)       no slot became free in time
     +-- InsufficientMemoryError      (MemoryError)        the slot does not fit into memory or limit
     +-- StagingError                 (RuntimeError)       copying into the slot failed
+    +-- SnapshotTornError            (RuntimeError)       a tensor changed while it was being copied: fqn
     +-- SaveFailedError              (OSError)            writing or committing failed: code, rank, path, detail
     +-- CommitUnknownError           (OSError)            the manifest may or may not be on disk
     +-- CheckpointExistsError        (FileExistsError)    a committed checkpoint is already there
@@ -106,6 +107,10 @@ class InsufficientMemoryError(
 
 class StagingError(AsyncCkptError, RuntimeError, code="staging", fields=("save_id", "step", "path")):
     """Copying the state into the slot failed; the cause is chained."""
+
+
+class SnapshotTornError(AsyncCkptError, RuntimeError, code="torn", fields=("fqn", "save_id", "step", "path")):
+    """Overlap: `fqn` was written to between `save()` and the end of its copy, past the hooks; nothing was published."""
 
 
 class SaveFailedError(

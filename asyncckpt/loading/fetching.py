@@ -71,6 +71,8 @@ def fill_tensors(
     Raises:
         CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
     """
+    # Before too: a snapshot that is being copied out of a target learns of the change only if it comes first.
+    _tell_of_change(pairs)
     read_ranges(
         contents,
         (found for saved, target in pairs for found in wanted_ranges(saved, target)),
@@ -78,6 +80,10 @@ def fill_tensors(
         threads=threads,
         verify=verify,
     )
+    _tell_of_change(pairs)
+
+
+def _tell_of_change(pairs: Sequence[tuple[SavedTensor, torch.Tensor]]) -> None:
     for _, target in pairs:
         if not target.is_inference():
             torch.autograd.graph.increment_version(target)

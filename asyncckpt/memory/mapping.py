@@ -67,8 +67,11 @@ class Mapping:
             raise ValueError("the mapping is closed")
         return memoryview((ctypes.c_char * self.nbytes).from_address(self.address)).cast("B")
 
-    def populate(self, offset: int, nbytes: int, *, writable: bool = True) -> None:
-        """Fault pages in ahead of use. Releases the GIL; does nothing where the kernel cannot (before 5.14).
+    def populate(self, offset: int, nbytes: int, *, writable: bool = True) -> bool:
+        """Fault pages in ahead of use. Releases the GIL.
+
+        Returns:
+            False where the kernel cannot (before 5.14), or was interrupted: then some pages may not be there.
 
         Raises:
             OSError: No memory.
@@ -77,8 +80,9 @@ class Mapping:
         advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
         if self._open and nbytes > 0 and _libc.madvise(self.address + offset, nbytes, advice):
             if ctypes.get_errno() in (errno.EINVAL, errno.EINTR, errno.EAGAIN):
-                return
+                return False
             _raise_errno(f"populating {nbytes} bytes")
+        return True
 
     def close(self) -> None:
         """Unmap; later calls, and calls in a forked child, do nothing. Every view must be gone."""

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,13 @@ _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.it
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
+class Share(NamedTuple):
+    """Some of the boxes of an image: large ones as (box, target, nbytes, bytes of the tensor before it), others."""
+
+    large: list[tuple[int, int, int, int]]
+    small: list[int]
+
+
 class SlotImage:
     """The images of a plan's shard files in memory at `address`: headers written, and a view for every box.
 
@@ -62,9 +70,6 @@ class SlotImage:
         bases: list[torch.Tensor] = []
         for where, part in zip(ranges, plan.layout.parts, strict=True):
             start = address + where.offset
-            ctypes.memmove(start, part.header, len(part.header))
-            # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
-            ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
             self._headers.append(start + SAVE_ID_OFFSET)
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
@@ -74,17 +79,55 @@ class SlotImage:
         ]
         self._numbers = [b.number for b in plan.boxes]
         self._partial = {n: b for n, b in enumerate(plan.boxes) if b.sizes != shapes[b.number][1]}
-        self._large = [
+        large = [
             (n, address + ranges[c.part].offset + c.offset_bytes, c.nbytes, _skipped_nbytes(b, *shapes[b.number]))
             for n, (c, b) in enumerate(zip(chunks, plan.boxes, strict=True))
             if c.nbytes >= LARGE_NBYTES
         ]
-        self._small = [n for n, c in enumerate(chunks) if c.nbytes < LARGE_NBYTES]
+        self._all = Share(large, [n for n, c in enumerate(chunks) if c.nbytes < LARGE_NBYTES])
+        self._split: tuple[frozenset[int], Share, Share] = (frozenset(), self._all, Share([], []))
         self._has_special = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
+        self._address = address
+        self.lay_out()
 
-    def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId) -> None:
+    def lay_out(self) -> None:
+        """Write headers and padding: at first, and again when the slot has held another plan's image meanwhile."""
+        for where, part in zip(self.plan.part_ranges(), self.plan.layout.parts, strict=True):
+            start = self._address + where.offset
+            ctypes.memmove(start, part.header, len(part.header))
+            # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
+            ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
+
+    def split(self, later: frozenset[int]) -> tuple[Share, Share]:
+        """Return the boxes of all other tensors, and those of the tensors with the numbers `later`."""
+        if self._split[0] != later:  # at once if it is the same object as at the save before
+            numbers = self._numbers
+            now, rest = Share([], []), Share([], [])
+            for box in self._all.large:
+                (rest if numbers[box[0]] in later else now).large.append(box)
+            for n in self._all.small:
+                (rest if numbers[n] in later else now).small.append(n)
+            self._split = (later, now, rest)
+        return self._split[1:]
+
+    def pairs(self, tensors: Sequence[torch.Tensor], share: Share) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return (tensor number, what is copied of it, its place) for every box of a share."""
+        with torch.no_grad():
+            boxes = [*(box[0] for box in share.large), *share.small]
+            found = [(n, self._numbers[n], tensors[self._numbers[n]]) for n in boxes]
+            return [
+                (number, _cut(tensor, self._partial[n]) if n in self._partial else tensor, self._targets[n])
+                for n, number, tensor in found
+            ]
+
+    def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, share: Share | None = None) -> None:
         """Copy `tensors`, by number, and put `save_id` into the headers. Blocks until the copies are done.
+
+        Args:
+            tensors: The state's.
+            save_id: Of the save.
+            share: Only these boxes; the others are left to `copy`.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
@@ -92,8 +135,16 @@ class SlotImage:
         mark = save_id_bytes(save_id)
         for address in self._headers:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
-        others = list(self._small)
-        for n, target, nbytes, skipped in self._large:
+        self.copy(tensors, self._all if share is None else share)
+
+    def copy(self, tensors: Sequence[torch.Tensor], share: Share) -> None:
+        """Copy the boxes of `share` out of `tensors`, by number. Blocks until that is done.
+
+        Raises:
+            RuntimeError: From torch, when a tensor cannot be copied.
+        """
+        others = list(share.small)
+        for n, target, nbytes, skipped in share.large:
             tensor = tensors[self._numbers[n]]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 source = tensor.data_ptr() + skipped
@@ -107,6 +158,10 @@ class SlotImage:
             _move(self._moves)
         finally:
             self.settle()
+
+    def drop_moves(self) -> None:
+        """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
+        self._moves.clear()
 
     def settle(self) -> None:
         """Wait until nothing moves into the image any more; whatever was not begun is dropped.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncckpt.config import CheckpointerConfig
@@ -51,6 +51,8 @@ class LentSlot:
         generation: Of the snapshot that it holds or receives.
         user: The save that uses it, or None.
         views: What the stager keeps with the slot: views into its memory, for the plan that it was last used for.
+        kept: As `views`, for other plans, the latest last.
+        used: Grows with every use of a slot of this pool.
         staging: The training thread is copying into it; nobody else unmaps it.
         orphaned: Its worker is gone; it is closed instead of reused.
     """
@@ -61,8 +63,14 @@ class LentSlot:
     generation: int = 0
     user: SaveId | None = None
     views: Views | None = None
+    kept: list[Views] = field(default_factory=list)
+    used: int = 0
     staging: bool = False
     orphaned: bool = False
+
+    def knows(self, plan: SavePlan) -> bool:
+        """Whether there are views for `plan`."""
+        return any(views is not None and views.plan is plan for views in (self.views, *self.kept))
 
 
 class SlotPool:
@@ -81,7 +89,7 @@ class SlotPool:
         self._slots: list[LentSlot] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._apart = 0
+        self._apart = self._uses = 0
 
     def acquire(
         self, nbytes: int, plan: SavePlan, save_id: SaveId, *, step: int, path: str, spare_nbytes: int = 0
@@ -122,8 +130,8 @@ class SlotPool:
                 self._check_open()
                 slot = self._free_slot(nbytes, plan)
                 if slot is not None:
-                    slot.user, slot.staging = save_id, True
-                    self._return_spare()
+                    slot = self._without_spare(slot)
+                    self._use(slot, save_id)
                     return slot
                 may_allocate = self._make_room(wanted)
                 if not may_allocate:
@@ -132,22 +140,34 @@ class SlotPool:
             slot = self._try_allocate(wanted)
             with self._changed:
                 if slot is not None:
-                    slot.user, slot.staging = save_id, True
+                    self._use(slot, save_id)
                     self._slots.append(slot)
                     return slot
                 if any(s.user is not None for s in self._slots):  # the machine has no room for one more: wait for one
                     self._wait(deadline, save_id, step, path)
 
-    def _return_spare(self) -> None:
-        """Give a second slot back once saves have not overlapped for a while."""
-        spare = [s for s in self._slots if s.user is None]
+    def _use(self, slot: LentSlot, save_id: SaveId) -> None:
+        self._uses += 1
+        slot.user, slot.staging, slot.used = save_id, True, self._uses
+
+    def _without_spare(self, slot: LentSlot) -> LentSlot:
+        """Give a slot back once saves have not overlapped for a while: the smallest, since the largest serves all.
+
+        Returns:
+            `slot`, which is free and large enough, or another such one in its place.
+        """
+        spare = [s for s in self._slots if s.user is None and s is not slot]
         if len(spare) < len(self._slots) - 1 or not spare:
             self._apart = 0
-            return
+            return slot
         self._apart += 1
-        if self._apart >= SPARE_SAVES:
-            self._apart = 0
-            self._drop(spare[0], tell=True)
+        if self._apart < SPARE_SAVES:
+            return slot
+        self._apart = 0
+        largest = max(slot, *spare, key=lambda s: s.memory.nbytes)  # `slot` itself where they are alike
+        smallest = min(*spare, slot, key=lambda s: s.memory.nbytes)
+        self._drop(smallest, tell=True)
+        return largest if smallest is slot else slot
 
     def _check_open(self) -> None:
         if self._closed:
@@ -155,25 +175,43 @@ class SlotPool:
 
     def _free_slot(self, nbytes: int, plan: SavePlan) -> LentSlot | None:
         free = [s for s in self._slots if s.user is None and s.memory.nbytes >= nbytes]
-        return min(free, key=lambda s: (s.views is None or s.views.plan is not plan, s.memory.nbytes), default=None)
+        return min(free, key=lambda s: (not s.knows(plan), s.memory.nbytes), default=None)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether all slots are in use, and one of them has room for `nbytes`."""
+        with self._changed:
+            return all(s.user is not None for s in self._slots) and any(s.memory.nbytes >= nbytes for s in self._slots)
 
     def _make_room(self, nbytes: int) -> bool:
-        """Give back the free slots, which are all too small, and say whether one of `nbytes` may be allocated."""
-        # Not only as many as the limits ask for: while saves do not overlap, memory is one snapshot.
-        for slot in [s for s in self._slots if s.user is None]:
-            self._drop(slot, tell=True)
+        """Give back free slots, which are all too small, and say whether one of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes
-        held = sum(s.memory.nbytes for s in self._slots)
-        return len(self._slots) < self._config.slots and (limit is None or held + nbytes <= limit)
+        busy = [s for s in self._slots if s.user is not None]
+        held = sum(s.memory.nbytes for s in busy) + nbytes
+        if len(busy) >= self._config.slots or (limit is not None and held > limit):
+            return False  # it must wait for one in use; smaller structures keep theirs
+        # The least recently used go first. While saves do not overlap, all of them: then memory is one snapshot.
+        free = sorted((s for s in self._slots if s.user is None), key=lambda s: s.used)
+        left = sum(s.memory.nbytes for s in free)
+        while free and (
+            not busy or len(self._slots) >= self._config.slots or (limit is not None and held + left > limit)
+        ):
+            left -= free[0].memory.nbytes
+            self._drop(free.pop(0), tell=True)
+        return True
 
     def _try_allocate(self, nbytes: int) -> LentSlot | None:
-        try:
-            return self._allocate(nbytes)
-        except InsufficientMemoryError:
-            with self._changed:
-                if all(s.user is None for s in self._slots):
-                    raise
-            return None
+        while True:
+            try:
+                return self._allocate(nbytes)
+            except InsufficientMemoryError:
+                with self._changed:
+                    free = [s for s in self._slots if s.user is None]
+                    if len(free) == len(self._slots):
+                        raise
+                    for slot in free:
+                        self._drop(slot, tell=True)
+                if not free:
+                    return None
 
     def _wait(self, deadline: float, save_id: SaveId, step: int, path: str) -> None:
         facts = {"save_id": str(save_id), "step": step, "path": path}
@@ -227,6 +265,7 @@ class SlotPool:
     def _drop(self, slot: LentSlot, *, tell: bool) -> None:
         self._slots.remove(slot)
         slot.views = None  # the views go before the mapping
+        slot.kept.clear()
         slot.memory.close()
         if tell:
             self._release(slot.number)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from asyncckpt.client import WorkerProcess
@@ -17,6 +18,7 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
@@ -24,8 +26,12 @@ from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.deferred import DeferredCopy
+from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_pool import LentSlot
+from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.umask import current_umask
+from asyncckpt.staging.warmth import image_of, warm
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
 
@@ -62,11 +68,14 @@ class SlotStager(CheckpointStager):
         self.plans = PlanCache(
             files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
         )
+        self.overlap = Overlap(config)
         self._told: SavePlan | None = None
         self._met_at = -1
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
+
+        What may be copied behind the training (`Overlap.later`) is left to the result's `rest`, and so is the seal.
 
         Args:
             state_dict: The state.
@@ -89,7 +98,6 @@ class SlotStager(CheckpointStager):
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
         if not self._ranks.alone and plan.agreement is not self._ranks.agreement:  # that was another worker
             plan, flat, save_id = self._planned(state_dict, kw)
-            news = self._news(plan, flat, save_id.sequence)
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
         news = self._news(plan, flat, save_id.sequence)
@@ -106,30 +114,40 @@ class SlotStager(CheckpointStager):
                 save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(request), umask=umask
             )
             slot.memory.control.open(slot.generation)
-            image = _image_of(slot, plan)
-            image.fill(flat.tensors, save_id)
+            image = image_of(slot, plan)
+            later, owners = self.overlap.later(flat.tensors)
+            now, rest = image.split(later)
+            watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
+            if self._config.overlap_check == "hash":
+                watch.digest(image.pairs(flat.tensors, rest))
+            image.fill(flat.tensors, save_id, now)
             copied = time.perf_counter()
-            slot.memory.control.seal(request, image.body_end)
+            seal = partial(slot.memory.control.seal, request, image.body_end)
+            if not later:
+                seal()
         except BaseException as error:
             if slot is not None and isinstance(slot.views, SlotImage):
                 slot.views.settle()
-            skipped = isinstance(error, SaveSkippedError)
-            self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
-            if isinstance(error, AsyncCkptError) or not isinstance(error, Exception):
+            known = self._withdraw(save_id, error, step, path)
+            if known is error or not isinstance(error, Exception):
                 raise
-            raise StagingError(
-                f"step {step}: copying the state into memory failed: {error}",
-                save_id=str(save_id),
-                step=step,
-                path=path,
-            ) from error
-        sealed = time.perf_counter()
+            raise known from error
         seconds = {
             "plan": planned - began,
             "acquire": acquired - planned,
             "copy": copied - acquired,
-            "seal": sealed - copied,
+            "seal": time.perf_counter() - copied,
         }
+        deferred = DeferredCopy(
+            image,
+            rest,
+            flat.tensors,
+            watch,
+            seal=seal,
+            withdraw=lambda error: self._withdraw(save_id, error, step, path),
+            entrust=partial(self._entrust, save_id.sequence),
+            seconds=seconds,
+        )
         return StagedSnapshot(
             save_id=save_id,
             step=step,
@@ -139,7 +157,53 @@ class SlotStager(CheckpointStager):
             seconds=seconds,
             began=began,
             extra={name: value for name, value in kw.items() if name not in _OURS},
+            rest=partial(self.overlap.copier.take, deferred) if later else None,
         )
+
+    def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
+        """Take a save back whose copy has failed and moves no more; returns the error for its futures."""
+        skipped = isinstance(error, SaveSkippedError)
+        self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
+        if isinstance(error, AsyncCkptError):
+            return error
+        text = f"step {step}: copying the state into memory failed: {error}"
+        found = StagingError(text, save_id=str(save_id), step=step, path=path)
+        found.__cause__ = error
+        return found
+
+    def _entrust(self, sequence: int) -> Callable[[], None]:
+        """The copier sees to the end of this save: nobody else may free a slot that it copies into."""
+        self._process.settled.append(sequence)
+        return partial(self._process.settled.remove, sequence)
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
+
+        Raises:
+            UnsupportedLeafError, DuplicateNameError: The state cannot be stored.
+            PlanTimeoutError, RanksDisagreeError: Several ranks; see `Coordination.prepare`.
+            AsyncCkptError: No slot, no memory, no worker.
+
+        Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
+        """
+        ranks = self._ranks
+        self._process.connect()
+        if not ranks.alone:
+
+            def contributed() -> tuple[Flattened, Contribution]:
+                flat = self.plans.flatten(state_dict)
+                encode_leaves(flat)
+                return flat, contribution_of(flat)
+
+            ranks.prepare(contributed)
+            self.plans.agreement = ranks.agreement
+        plan, flat = self.plans.take(state_dict)
+        self._told, self._met_at = plan, max(self._met_at, 0)
+        save_id = SaveId(0, 0, ranks.run_id)
+        objects = encode_objects(save_id, encode_leaves(flat))
+        kw = {"step": 0, "path": "/", "metadata": None}
+        request = encode_request(self._request(plan, objects, save_id, current_umask(), _News("", b"", b""), kw))
+        warm(self._process.pool, plan, slot_nbytes(plan.body_nbytes, len(request)), spare_nbytes=REQUEST_SLACK_NBYTES)
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
@@ -201,12 +265,5 @@ class SlotStager(CheckpointStager):
         )
 
     def close(self) -> None:
-        """Nothing to free: the slots belong to the process."""
-
-
-def _image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
-    """Return the slot's image of `plan`, made when the slot was last used for another."""
-    if isinstance(slot.views, SlotImage) and slot.views.plan is plan:
-        return slot.views
-    image = slot.views = SlotImage(slot.memory.mapping.address, plan)
-    return image
+        """Give up copies that still run, and take the hooks away; the slots belong to the process."""
+        self.overlap.close()

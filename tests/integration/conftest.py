@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+import overlapping
 import pytest
 import rank_processes
 import real_worker
@@ -49,3 +50,11 @@ def checkpointer(shared_worker: real_worker.RealWorker) -> Iterator[AsyncCheckpo
     """A checkpointer of this test alone, with the module's worker."""
     with AsyncCheckpointer(endpoint=shared_worker.endpoint) as found:
         yield found
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[overlapping.Gate]:
+    """A closed gate in front of every copy that runs behind the training."""
+    made = overlapping.Gate(monkeypatch)
+    yield made
+    made.open()

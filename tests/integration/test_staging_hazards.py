@@ -19,10 +19,10 @@ from real_worker import DEADLINE_S, RealWorker, wait_until
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, MissingKeysError, ReentrantCallError
+from asyncckpt.memory.slot import SlotControl
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.protocol.endpoint import acquire_lock, socket_path
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.tracker import SaveTracker
 
 STATE = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 1}
@@ -35,7 +35,7 @@ def saved(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(SlotImage, "fill"), (SlotPool, "_return_spare"), (SaveTracker, "add")],
+    [(SlotImage, "fill"), (SlotControl, "open"), (SaveTracker, "add")],
     ids=["during the copy", "with the slot just taken", "between staging and the doorbell"],
 )
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])

@@ -13,7 +13,8 @@ from asyncckpt.errors import ConfigError
 
 SECONDS = [f.name for f in dataclasses.fields(CheckpointerConfig) if f.name.endswith("_s")]
 IMPOSSIBLE: dict[str, list[Any]] = {
-    "staging": ["overlap", "", None, 1],
+    "staging": ["device", "", None, 1],
+    "overlap_check": ["on", "", None, True],
     "slots": [0, 17, -1, 1.0, True, None, "2"],
     "on_busy": ["Wait", None, ""],
     "arena_limit_bytes": [0, -1, 1.5, (1 << 60) + 1, True],
@@ -28,7 +29,8 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     **{name: [0, -1, math.nan, math.inf, None, "5", True, 1e9] for name in SECONDS},
 }
 POSSIBLE: dict[str, tuple[Any, str]] = {
-    "staging": ("blocking", "blocking"),
+    "staging": ("overlap", "overlap"),
+    "overlap_check": ("hash", "hash"),
     "slots": (16, "16"),
     "on_busy": ("skip", "skip"),
     "arena_limit_bytes": (1 << 60, str(1 << 60)),

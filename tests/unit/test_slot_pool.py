@@ -276,3 +276,50 @@ def test_a_second_slot_is_given_back_when_saves_overlap_no_longer(make: Make, pl
         pool.free(save_id)
     assert len(lender.released) == 1
     assert pool.nbytes == SMALL
+
+
+def test_a_small_structure_keeps_its_slot_while_a_large_one_waits_for_its_own(make: Make, plan: SavePlan) -> None:
+    pool, lender = make(arena_limit_bytes=SMALL + LARGE, slot_timeout_s=0.05)
+    acquire(pool, plan, 0, LARGE)
+    acquire(pool, plan, 1, SMALL)
+    pool.free(name(1))
+    with pytest.raises(SlotTimeoutError):
+        acquire(pool, plan, 2, LARGE)
+    assert lender.released == []
+    acquire(pool, plan, 3, SMALL)
+    assert len(lender.made) == 2
+
+
+def test_the_least_recently_used_slot_goes_first_when_room_is_needed(make: Make, plan: SavePlan) -> None:
+    pool, lender = make(slots=3)
+    slots = [acquire(pool, plan, n) for n in range(3)]
+    for n in (1, 0):
+        pool.free(name(n))
+    pool.free(acquire(pool, plan, 3).user or name(9))  # one of the first two is used again
+    latest = max(slots[:2], key=lambda s: s.used)
+    acquire(pool, plan, 4, LARGE)
+    assert lender.released == [slot.number for slot in slots[:2] if slot is not latest]
+    assert not latest.memory.mapping.closed
+
+
+def test_free_slots_go_when_the_machine_has_no_room_for_another(make: Make, plan: SavePlan) -> None:
+    pool, lender = make(slots=3, room=SMALL + LARGE)
+    acquire(pool, plan, 0)
+    acquire(pool, plan, 1)
+    pool.free(name(1))
+    assert acquire(pool, plan, 2, LARGE).memory.nbytes == LARGE
+    assert len(lender.released) == 1
+
+
+def test_the_largest_slot_is_no_spare_one(make: Make, plan: SavePlan) -> None:
+    pool, lender = make()
+    acquire(pool, plan, 0, LARGE)
+    acquire(pool, plan, 1, SMALL)
+    pool.free(name(0))
+    pool.free(name(1))
+    for n in range(2, 3 * SPARE_SAVES):
+        acquire(pool, plan, n, SMALL)
+        pool.free(name(n))
+    assert lender.released == [2]
+    acquire(pool, plan, 100, LARGE)
+    assert len(lender.made) == 2, "the large structure is as warm as it was"

@@ -1,0 +1,105 @@
+"""Runs deferred copies, one after the other in the order of the saves, in a thread that lives while there are any."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+from asyncckpt.staging.deferred import DeferredCopy, OnEnd
+
+
+class Copier:
+    """See the module. It holds at most as many copies as there are slots, since each has taken one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may close in the middle of a save
+        self._copies: list[DeferredCopy] = []
+        self._queue: deque[DeferredCopy] = deque()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are copies that have not ended. Costs nothing: it is asked in every step."""
+        return bool(self._copies)
+
+    def in_thread(self) -> bool:
+        """Whether the caller runs in the copier's thread: a callback of `staged`."""
+        return threading.current_thread() is self._thread
+
+    def take(self, copy: DeferredCopy, staged: Future[Any], on_end: OnEnd) -> None:
+        """Run `copy` when those before it have ended. Does not wait; where no thread can be started, runs it here.
+
+        Args:
+            copy: The rest of a save.
+            staged: Done, by `on_end`, when the tensors may be changed: who waits for the copy waits for this.
+            on_end: See `OnEnd`; called in the copier's thread.
+        """
+        copy.staged, copy.on_end = staged, on_end
+        disown = copy.entrust()
+        try:
+            self._take(copy)
+        except BaseException as error:  # an interrupt
+            if copy in self._copies:
+                copy.give_up(error)
+            else:
+                disown()
+            raise
+
+    def _take(self, copy: DeferredCopy) -> None:
+        with self._lock:
+            self._copies.append(copy)
+            self._queue.append(copy)
+            if self._thread is not None:
+                return
+            self._thread = thread = threading.Thread(target=self._run, name="asyncckpt-overlap", daemon=True)
+        try:
+            thread.start()
+        except BaseException as error:
+            if thread.ident is None:  # else an interrupt came while it was starting: it runs
+                with self._lock:
+                    self._thread = None
+                    if not isinstance(error, RuntimeError):
+                        self._copies.remove(copy)
+                        self._queue.remove(copy)
+                if isinstance(error, RuntimeError):  # can't start new thread
+                    self._run()
+                    return
+            raise
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
+                copy = self._queue.popleft()
+            try:
+                copy.run()
+            finally:
+                with self._lock:
+                    self._copies.remove(copy)
+
+    def wait(self, timeout_s: float) -> list[DeferredCopy]:
+        """Wait until the copies that there are have ended; returns those that have not within `timeout_s`."""
+        copies = list(self._copies)
+        concurrent.futures.wait([copy.staged for copy in copies], timeout_s)
+        return [copy for copy in copies if not copy.staged.done()]
+
+    def give_up(self, error: BaseException) -> None:
+        """Let every save whose copy has not ended fail with `error`. Does not wait."""
+        for copy in list(self._copies):
+            copy.give_up(error)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, at most `timeout_s`; says whether it has."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            thread = self._thread
+        if thread is None or thread is threading.current_thread() or thread.ident is None:
+            return True
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return not thread.is_alive()

@@ -1,0 +1,102 @@
+"""The part of a snapshot that is copied after `save()` has returned: copied, checked, sealed, or given up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import AsyncCkptError
+from asyncckpt.staging.copy_cpu import Share, SlotImage
+from asyncckpt.staging.torn import SourceWatch
+
+OnEnd = Callable[[AsyncCkptError | None], None]
+"""Called with None when the slot is sealed, else with what went wrong, after the save has been withdrawn."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+class DeferredCopy:
+    """One save's rest. Made by the training thread, run by the copier's, once.
+
+    Args:
+        image: The slot's image.
+        share: What of it is left to copy.
+        tensors: The state's, by number.
+        watch: Proves that they have not changed.
+        seal: Seals the slot.
+        withdraw: Takes the save back, so that its slot is free, and returns the error for its futures.
+        entrust: Tells who would otherwise take the save back, when `save()` fails, that this object does; its result
+            undoes that.
+        seconds: Takes up how long copy and seal took.
+    """
+
+    def __init__(
+        self,
+        image: SlotImage,
+        share: Share,
+        tensors: Sequence[torch.Tensor],
+        watch: SourceWatch,
+        *,
+        seal: Callable[[], None],
+        withdraw: Callable[[BaseException], AsyncCkptError],
+        entrust: Callable[[], Callable[[], None]],
+        seconds: dict[str, float],
+    ) -> None:
+        self.entrust, self._seal, self._withdraw = entrust, seal, withdraw
+        self._work: tuple[SlotImage, Share, Sequence[torch.Tensor], SourceWatch] | None = (image, share, tensors, watch)
+        self._seconds = seconds
+        self._lock = threading.RLock()  # a signal handler may give up what its thread is about to
+        self._given_up: BaseException | None = None
+        self._decided = False
+        self.staged: Future[Any] = Future()
+        self.on_end: OnEnd = lambda error: None
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the save fail with `error`, unless it is being sealed already. Does not wait: a piece may still move."""
+        with self._lock:
+            if self._decided or self._given_up is not None:
+                return
+            self._given_up = error
+            work = self._work
+        if work is not None:
+            work[0].drop_moves()
+
+    def run(self) -> None:
+        """Copy, check, seal, and tell; whatever goes wrong ends in `on_end`."""
+        error: BaseException | None = None
+        try:
+            self._copy_and_seal()
+        except BaseException as caught:
+            error = self._given_up or caught  # given up: what was waiting for the copy may have torn it since
+        self._work = None  # neither the state nor views of the slot's memory outlive the copy
+        try:
+            self.on_end(None if error is None else self._withdraw(error))
+        except BaseException as caught:
+            _log.exception("the end of a copy could not be told")
+            if not self.staged.done():
+                self.staged.set_exception(caught)
+
+    def _copy_and_seal(self) -> None:
+        assert self._work is not None
+        image, share, tensors, watch = self._work
+        began = time.perf_counter()
+        if self._given_up is None:
+            image.copy(tensors, share)
+            # IMPORTANT: before anybody is told that the copy has ended. A step that waits for it would change the
+            # counters, and a snapshot checked after it would count as torn.
+            watch.check()
+        copied = time.perf_counter()
+        with self._lock:
+            # IMPORTANT: whoever gives up goes on and changes the tensors, so nothing may be sealed from here on.
+            if self._given_up is not None:
+                raise self._given_up
+            self._decided = True
+        self._seal()
+        self._seconds["copy"] += copied - began
+        self._seconds["seal"] = time.perf_counter() - copied

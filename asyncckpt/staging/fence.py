@@ -1,0 +1,80 @@
+"""Makes the training wait for copies that run behind it, before it changes what is being copied.
+
+A hook in front of every attached optimizer's `step()` and `load_state_dict()`, and of every attached module's
+`load_state_dict()`. A hook that fires twice, as for a subclass that calls `super().step()`, waits once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import ReentrantCallError, StagingError
+from asyncckpt.staging.copier import Copier
+
+FENCE_TIMEOUT_S = 60.0
+"""A copy that has not ended by then is given up: its save fails, and the training goes on. Chosen: no copy into memory
+takes so long unless the machine is in trouble."""
+
+
+class Fence:
+    """See the module. Nothing of it works in a forked child, whose parent does the copying.
+
+    Args:
+        copier: Whose copies are waited for.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._owner_pid = os.getpid()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def wait(self, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """Wait until no copy runs: then tensors may be changed.
+
+        Blocks: at most `timeout_s`; copies that have not ended then are given up, and their saves fail.
+
+        Raises:
+            ReentrantCallError: In the copier's own thread, by a callback of `staged`.
+        """
+        # IMPORTANT: the process first. A forked child has the list of copies and no thread that ends them.
+        if os.getpid() != self._owner_pid or not self._copier.busy:
+            return
+        if self._copier.in_thread():
+            raise ReentrantCallError(
+                "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
+            )
+        for late in self._copier.wait(timeout_s):
+            late.give_up(
+                StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
+            )
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let its `step()` and `load_state_dict()` wait."""
+        self._handles.append(optimizer.register_step_pre_hook(self._hook()))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(self._hook()))
+
+    def watch_module(self, module: torch.nn.Module) -> None:
+        """Let its `load_state_dict()`, and that of every module in it, wait."""
+        for one in module.modules():
+            self._handles.append(one.register_load_state_dict_pre_hook(self._hook()))  # type: ignore[no-untyped-call]
+
+    def _hook(self) -> Callable[..., None]:
+        wait = self.wait
+
+        def wait_for_copies(*_: Any, **__: Any) -> None:
+            wait()
+
+        # What torch.compiler.disable would set, without the second and a half that importing the compiler takes:
+        # a compiled step calls the hook, instead of having what it saw at its first run compiled in.
+        wait_for_copies._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return wait_for_copies
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()

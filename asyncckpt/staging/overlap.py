@@ -1,0 +1,83 @@
+"""Copies behind the training: which tensors wait for the copier, who waits for it, and how all that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.errors import CheckpointerClosedError, ConfigError
+from asyncckpt.staging.copier import Copier
+from asyncckpt.staging.fence import Fence
+from asyncckpt.staging.ownership import Owners
+
+CLOSE_S = 5.0
+"""How long `close` waits for a copy that it has given up: it ends with its piece. Chosen, far above what that takes."""
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class Overlap:
+    """See the module. One per checkpointer.
+
+    Args:
+        config: For `staging`.
+    """
+
+    def __init__(self, config: CheckpointerConfig) -> None:
+        self._mode = config.staging
+        self._owners = Owners()
+        self.copier = Copier()
+        self.fence = Fence(self.copier)
+
+    def attach(self, *attached: Any) -> None:
+        """Attach optimizers, and modules whose `load_state_dict()` shall wait as well. What is attached stays so.
+
+        Raises:
+            ConfigError: One is neither.
+        """
+        for one in attached:
+            if not isinstance(one, (torch.optim.Optimizer, torch.nn.Module)):
+                raise ConfigError(
+                    f"attach() takes optimizers (torch.optim.Optimizer), and modules; got a {type(one).__name__}",
+                    field="attach",
+                    value=repr(type(one)),
+                )
+        for one in attached:
+            if isinstance(one, torch.nn.Module):
+                self.fence.watch_module(one)
+            elif self._owners.add(one):
+                self.fence.watch_optimizer(one)
+
+    def detach(self) -> None:
+        """Wait for running copies, as `Fence.wait`, and take everything back that `attach` did."""
+        self.fence.wait()
+        self.fence.remove()
+        self._owners.clear()
+
+    def later(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
+        """Return the positions of those tensors that need not be copied before `save()` returns.
+
+        Returns:
+            The positions; and optimizers' tensors that lie in the same storages.
+        """
+        if self._mode == "blocking":
+            return _NOTHING, []
+        if self._owners:
+            return self._owners.owned(tensors)
+        return self._owners.everything(tensors) if self._mode == "overlap" else (_NOTHING, [])
+
+    def leave(self, timeout_s: float) -> None:
+        """Wait for running copies at most `timeout_s`, give up the rest, and take the hooks away."""
+        if not self.copier.in_thread():
+            self.copier.wait(timeout_s)
+        self.copier.give_up(CheckpointerClosedError("the checkpointer was closed while the state was being copied"))
+        self.fence.remove()
+        self._owners.clear()
+
+    def close(self) -> None:
+        """Give up what runs, and wait for the copier's thread. Blocks at most `CLOSE_S`. Twice is fine."""
+        self.leave(0.0)
+        self.copier.join(CLOSE_S)

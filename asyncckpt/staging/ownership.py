@@ -1,0 +1,129 @@
+"""Which tensors of a state belong to attached optimizers, so that they change in `step()` only.
+
+An optimizer owns the storages of its parameters and of the tensors in its `state`; nothing else of its param_groups.
+Storages are compared by address, anew at every save: state appears with the first step, groups are added, and a
+`state_dict()` holds other tensor objects than the model does.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+MAX_NESTING = 8
+"""How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
+
+
+_HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+"""The code of torch's wrapper around every `step()`, which calls the hooks."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step()` still calls hooks: in some versions the first use of torch.compile takes that away."""
+    step: Any = type(optimizer).step
+    while step is not None:
+        if getattr(step, "__code__", None) is _HOOK_CALLER:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+class Owners:
+    """The attached optimizers; keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._last: frozenset[int] = frozenset()
+        self._warned = False
+
+    def add(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Add one; False when it was there already."""
+        if any(optimizer is known for known in self._living()):
+            return False
+        self._optimizers = [*map(weakref.ref, self._living()), weakref.ref(optimizer)]
+        return True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._optimizers = []
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self._living())
+
+    def _living(self) -> Iterator[torch.optim.Optimizer]:
+        return (found for reference in self._optimizers if (found := reference()) is not None)
+
+    def owned(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
+        """Find what the optimizers own of `tensors`, as far as it lies on the CPU.
+
+        Returns:
+            The positions in `tensors`, the very same object as at the last call if they are equal; and the optimizers'
+            own tensors in these storages.
+        """
+        own: list[torch.Tensor] = []
+        for optimizer in self._living():
+            if not runs_hooks(optimizer):
+                self._warn(optimizer)
+                continue
+            for group in optimizer.param_groups:
+                own += group["params"]
+            own += _tensors_in(optimizer.state.values())
+        places = _storages(own)
+        owned = set(places) - {0}
+        found = _storages(tensors)
+        numbers = [n for n, place in enumerate(found) if place in owned and tensors[n].is_cpu]
+        used = {found[n] for n in numbers}
+        return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
+
+    def _warn(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "torch.compile has taken the hooks of %s.step() away, as some versions of torch do; what such an "
+                "optimizer owns is copied before save() returns",
+                type(optimizer).__name__,
+            )
+
+    def everything(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
+        """As `owned`, for a caller who promises to change nothing: all of them that lie on the CPU."""
+        return self._same([n for n, tensor in enumerate(tensors) if tensor.is_cpu]), []
+
+    def _same(self, numbers: list[int]) -> frozenset[int]:
+        found = frozenset(numbers)
+        if found != self._last:
+            self._last = found
+        return self._last
+
+
+def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif depth < MAX_NESTING:
+            if isinstance(value, Mapping):
+                found += _tensors_in(value.values(), depth + 1)
+            elif isinstance(value, (list, tuple)):
+                found += _tensors_in(value, depth + 1)
+    return found
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each one's storage; 0 for tensors without, sparse ones for instance."""
+    try:
+        return [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    except (RuntimeError, NotImplementedError):
+        return [_storage(tensor) for tensor in tensors]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -1,0 +1,94 @@
+"""Finds out whether tensors changed while they were copied behind the training.
+
+Version counters tell of every in-place operation that torch knows of. `.data`, raw pointers, fused optimizers outside
+their `step()` and CUDA graphs count nothing; digests (`overlap_check="hash"`) find these too, and cost a pass over the
+bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncckpt.errors import SnapshotTornError
+from asyncckpt.format.names import SaveId
+from asyncckpt.planning.digests import tensor_digest
+from asyncckpt.planning.state_dict import Flattened
+
+Source = tuple[int, torch.Tensor, torch.Tensor]
+"""(Number of the state's tensor, what is copied of it, its place in the slot)"""
+
+
+class SourceWatch:
+    """Watches the sources of one save from when it is made.
+
+    Args:
+        flat: The state.
+        numbers: The tensors of it that are copied later.
+        owners: Tensors of optimizers in the same storages: a state dict may hold `.data`, with a counter of its own.
+        save_id, step, path: Of the save.
+    """
+
+    def __init__(
+        self,
+        flat: Flattened,
+        numbers: frozenset[int],
+        owners: Sequence[torch.Tensor],
+        *,
+        save_id: SaveId,
+        step: int,
+        path: str,
+    ) -> None:
+        self._flat, self._numbers = flat, sorted(numbers)
+        self._watched = [*(flat.tensors[n] for n in self._numbers), *owners]
+        self._save_id, self._step, self._path = save_id, step, path
+        self._versions = _versions(self._watched)
+        self._sources: Sequence[Source] = ()
+        self._digests: list[bytes] = []
+
+    def digest(self, sources: Sequence[Source]) -> None:
+        """Digest `sources` now, to compare with at `check`. Reads all of them."""
+        self._sources = sources
+        self._digests = [tensor_digest(tensor) for _, tensor, _ in sources]
+
+    def check(self) -> None:
+        """Prove, after the copy, that nothing has changed.
+
+        Raises:
+            SnapshotTornError: Something has.
+        """
+        versions = _versions(self._watched)
+        if versions != self._versions:
+            changed = next(n for n, one in enumerate(versions) if one != self._versions[n])
+            raise self._torn(self._number(changed), "an operation in place")
+        for (number, tensor, target), digest in zip(self._sources, self._digests, strict=True):
+            if tensor_digest(target) != digest:
+                raise self._torn(number, "a write that bumps no version counter")
+            if tensor_digest(tensor) != digest:
+                raise self._torn(number, "a write that bumps no version counter, after its copy,")
+
+    def _number(self, watched: int) -> int | None:
+        """Return the number of the state's tensor that a watched one is, or shares its storage with."""
+        if watched < len(self._numbers):
+            return self._numbers[watched]
+        place = self._watched[watched].untyped_storage().data_ptr()
+        return next((n for n in self._numbers if self._flat.tensors[n].untyped_storage().data_ptr() == place), None)
+
+    def _torn(self, number: int | None, how: str) -> SnapshotTornError:
+        fqn = None if number is None else self._flat.fqns[number]
+        return SnapshotTornError(
+            f"step {self._step}: the tensor {fqn!r} was changed between save() and the end of its copy, by {how} that "
+            "no hook of an attached optimizer saw; call fence() before such a write, or use staging='blocking'",
+            fqn=fqn,
+            save_id=str(self._save_id),
+            step=self._step,
+            path=self._path,
+        )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors have no counter
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

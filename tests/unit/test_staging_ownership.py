@@ -1,0 +1,143 @@
+"""Which tensors attached optimizers own, and what a watch on them sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from asyncckpt.errors import SnapshotTornError  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.planning.state_dict import flatten  # noqa: E402
+from asyncckpt.staging.ownership import Owners  # noqa: E402
+from asyncckpt.staging.torn import SourceWatch  # noqa: E402
+
+SAVE_ID = SaveId(1, 2, "0123456789ab")
+
+
+def stepped(*parameters: Any, **options: Any) -> Any:
+    optimizer = torch.optim.Adam(parameters, lr=0.1, **options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_parameters_and_state_are_owned_and_nothing_else() -> None:
+    parameter, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    lr, weights = torch.tensor(0.1), torch.ones(3)
+    optimizer = stepped(parameter)
+    optimizer.param_groups[0]["lr"] = lr
+    state = optimizer.state[parameter]
+    state["nested"] = {"deep": [weights, "x"]}
+    owners = Owners()
+    assert not owners
+    assert owners.add(optimizer)
+    assert not owners.add(optimizer)
+    assert owners
+    tensors = [
+        parameter,
+        other,
+        lr,
+        state["step"],
+        weights,
+        parameter.grad,
+        torch.empty(0),
+        state["exp_avg"][1:],
+        parameter.data,
+    ]
+    numbers, own = owners.owned(tensors)
+    assert numbers == {0, 3, 4, 7, 8}
+    assert {id(t) for t in own} == {id(t) for t in (parameter, state["step"], weights, state["exp_avg"])}
+    assert owners.owned(tensors)[0] is numbers, "the very same object, so that its owner recognises it at once"
+    owners.clear()
+    assert not owners
+
+
+def test_an_optimizer_that_is_gone_owns_nothing() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    owners = Owners()
+    owners.add(stepped(parameter))
+    assert not owners
+    assert owners.owned([parameter]) == (frozenset(), [])
+
+
+def test_an_optimizer_whose_step_has_lost_its_hooks_owns_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = stepped(parameter)
+    owners = Owners()
+    owners.add(optimizer)
+    assert owners.owned([parameter])[0] == {0}
+    monkeypatch.setattr(torch.optim.Adam, "step", torch.optim.Adam.step.__wrapped__)  # as older compilers do
+    for _ in range(2):
+        assert owners.owned([parameter])[0] == frozenset()
+    assert [r.message for r in caplog.records if "hooks of Adam.step()" in r.message] == [caplog.records[0].message]
+
+
+def test_sparse_and_empty_tensors_are_nobody_s() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = stepped(parameter)
+    optimizer.state[parameter]["sparse"] = torch.eye(3).to_sparse()
+    optimizer.state[parameter]["empty"] = torch.empty(0)
+    owners = Owners()
+    owners.add(optimizer)
+    assert owners.owned([torch.empty(0), parameter])[0] == {1}
+
+
+def test_new_groups_and_state_and_storages_are_looked_up_every_time() -> None:
+    parameter, added = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    owners = Owners()
+    owners.add(optimizer)
+    assert owners.owned([parameter, added])[0] == {0}
+    optimizer.add_param_group({"params": [added]})
+    assert owners.owned([parameter, added])[0] == {0, 1}
+    old = parameter.detach()
+    parameter.data = torch.zeros(3)
+    assert owners.owned([old, parameter, added])[0] == {1, 2}
+
+
+def watch(state: dict[str, Any], *owners: Any) -> SourceWatch:
+    flat = flatten(state)
+    numbers = frozenset(range(len(flat.tensors)))
+    return SourceWatch(flat, numbers, owners, save_id=SAVE_ID, step=4, path="/x")
+
+
+def test_a_quiet_watch_says_nothing_and_a_write_is_named() -> None:
+    state = {"a": torch.zeros(2), "b": {"c": torch.zeros(3)}}
+    found = watch(state)
+    found.check()
+    state["b"]["c"][1:].add_(1)
+    with pytest.raises(SnapshotTornError, match=r"step 4: the tensor 'b\.c'") as caught:
+        found.check()
+    assert caught.value.facts() == {"fqn": "b.c", "save_id": str(SAVE_ID), "step": 4, "path": "/x"}
+
+
+def test_tensors_without_a_counter_are_left_to_the_hashes() -> None:
+    with torch.inference_mode():
+        quiet = torch.zeros(3)
+    loud = torch.zeros(3)
+    found = watch({"quiet": quiet, "loud": loud})
+    found.check()
+    with torch.inference_mode():
+        quiet.add_(1)
+    found.check()
+    loud.add_(1)
+    with pytest.raises(SnapshotTornError, match="loud"):
+        found.check()
+
+
+@pytest.mark.parametrize("where", ["source", "target"])
+def test_digests_see_what_counters_do_not(where: str) -> None:
+    source, target = torch.arange(6.0).view(2, 3).t(), torch.zeros(3, 2)
+    found = watch({"a": source})
+    found.digest([(0, source, target)])
+    target.copy_(source)
+    found.check()
+    (source if where == "source" else target).data[1, 1] = -1.0
+    with pytest.raises(SnapshotTornError, match="no version counter"):
+        found.check()
