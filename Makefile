@@ -22,7 +22,7 @@ help:
 # Two levels, so that the demo waits for no tool that it does not use. .dev includes .core.
 .venv/.core: $(INPUTS)
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/$(PIP) -e .
+	.venv/bin/$(PIP) -e '.[demo]'
 	touch $@
 
 .venv/.dev: $(INPUTS)
@@ -51,7 +51,7 @@ check: .venv/.dev
 
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
-	.venv-core/bin/python -m pytest tests/unit
+	.venv-core/bin/python -m pytest tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault

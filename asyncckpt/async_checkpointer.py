@@ -27,6 +27,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.hand_over import hand_over
 from asyncckpt.handle import SaveHandle
 from asyncckpt.hooks import HookRunner
+from asyncckpt.in_flight import await_saves_below
 from asyncckpt.overlapping import Overlapping
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.staging.host_stager import HostStager
@@ -81,10 +82,13 @@ class AsyncCheckpointer(Overlapping):
             self._process, self._coordination = process, ranks = reach_worker(
                 self.config, self._rank, named, HookRunner(commit_hook)
             )
-            self._await_saves_below = process.await_saves_below
+            self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
             self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
         else:
-            self._process, self._stager = checkpoint_process, checkpoint_stager or HostStager()
+            self._process, self._stager = (
+                checkpoint_process,
+                checkpoint_stager or HostStager(allow_pickle=self.config.allow_pickle),
+            )
         own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
         self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
@@ -109,7 +113,8 @@ class AsyncCheckpointer(Overlapping):
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
 
         Args:
-            state_dict: Nested dicts, lists and tuples of tensors and plain values.
+            state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
+                (modules, optimizers): what it returns is stored in their place, of a module the bare model's.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
             step: Default: the top-level int leaf `step`, else the number of this save.
             metadata: JSON kept in the manifest.

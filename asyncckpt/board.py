@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Mapping
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.exchange import POLL_S, Exchange, Meeting, refused, too_late
+from asyncckpt.exchange import Exchange, Meeting, Patience, refused
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol import messages
 
@@ -41,8 +40,8 @@ class BoardExchange(Exchange):
         environ = os.environ if environ is None else environ
         self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
 
-    def meet(self, name: str) -> Meeting:
-        return _BoardMeeting(self, name)
+    def meet(self, name: str, call: str) -> Meeting:
+        return _BoardMeeting(self, name, call)
 
     def post(self, name: str, data: bytes) -> None:
         """Put this rank's bytes on the board `name`.
@@ -61,7 +60,7 @@ class BoardExchange(Exchange):
 
     def take(self, name: str, rank: int) -> bytes:
         """Return what `rank` has posted; all ranks have."""
-        data, total = b"", 1
+        data, total = bytearray(), 1
         while len(data) < total:
             missing, total, piece = self._fetched(name, rank, len(data))
             if missing or (total and not piece):
@@ -69,7 +68,7 @@ class BoardExchange(Exchange):
                     f"ranks {missing} ended while the ranks agreed on the save", code="exchange", rank=rank
                 )
             data += piece
-        return data
+        return bytes(data)
 
     def _fetched(self, name: str, rank: int, offset: int) -> tuple[list[int], int, bytes]:
         reply = self._call(_fetch(self._board(name), rank, offset), self._timeout_s)
@@ -81,18 +80,17 @@ class BoardExchange(Exchange):
 
 
 class _BoardMeeting(Meeting):
-    def __init__(self, exchange: BoardExchange, name: str) -> None:
-        self._exchange, self._name = exchange, name
+    def __init__(self, exchange: BoardExchange, name: str, call: str) -> None:
+        self._exchange, self._name, self._call = exchange, name, call
         self._round = 0
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
-        began, exchange, board = time.monotonic(), self._exchange, f"{self._name}/{self._round}"
+        exchange, board = self._exchange, f"{self._name}/{self._round}"
+        patience = Patience(self._call, deadline, first=self._round == 0)
         self._round += 1
         exchange.post(board, _COMES + payload)
         while missing := exchange.missing(board):
-            if time.monotonic() >= deadline:
-                raise too_late(missing, began)
-            time.sleep(POLL_S)
+            patience.wait(lambda found=missing: found)  # type: ignore[misc]
         found = [exchange.take(board, rank) for rank in range(exchange._rank.world_size)]
         for rank, data in enumerate(found):
             if data[:1] == _REFUSED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ import msgpack
 from asyncckpt.config import RankInfo
 from asyncckpt.protocol import messages
 
-MAX_LOST = 64
-"""Saves of a lost worker that the next one is told of. More than are in flight at once."""
+NOT_AGREED = "no agreement: "
+"""How the reason begins of a rank that withdraws because it has not agreed with the others, who may think it has."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -31,6 +31,13 @@ class Run(Protocol):
     @property
     def alone(self) -> bool:
         """Whether there is but one rank."""
+
+    @property
+    def knows_run(self) -> bool:
+        """Whether `run_id` is that of all ranks."""
+
+    def forget(self) -> None:
+        """Agree anew in the next save: another rank has not agreed."""
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
@@ -57,27 +64,16 @@ class Changes:
         self._taken = 0
         self._fetching = False
         self._session = self._instance = ""
-        self._lost: list[str] = []
 
-    def lost(self, saves: Sequence[str]) -> None:
-        """These saves were with a worker that is lost."""
-        if not self._run.alone:
-            self._lost = [*self._lost, *saves][-MAX_LOST:]
-
-    def connected(self, session: str, instance: str) -> list[str]:
-        """There is a session with a worker, perhaps a new one, perhaps with another worker, which counts from one.
-
-        Returns:
-            The saves to withdraw from it: other ranks may have given it their parts, and wait for ours.
-        """
+    def connected(self, session: str, instance: str) -> bool:
+        """There is a session, perhaps with another worker, which counts changes from one; says whether it is new."""
         if self._run.alone or session == self._session:
-            return []
+            return False
         if self._instance not in ("", instance):
             self._taken = 0
             self._run.start_over()
         self._session, self._instance = session, instance
-        lost, self._lost = self._lost, []
-        return lost
+        return True
 
     def seen(self, changes: int) -> None:
         """The worker has published so many changes of this run."""

@@ -50,7 +50,7 @@ class Checkpointer(ABC):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
         self.config = config
         self._rank = find_rank_info(config.rank_info)
-        self._reader = reader or DefaultReader(rank_info=self._rank)
+        self._reader = reader or DefaultReader(rank_info=self._rank, allow_pickle=config.allow_pickle)
         self._run_id = secrets.token_hex(6)
         self._coordination: Coordination | None = None
         self._await_saves_below: Callable[[str, float], None] = lambda root, deadline: None  # without a worker: none
@@ -128,7 +128,9 @@ class Checkpointer(ABC):
             self._await_saves_below(directory, deadline)
             return latest_checkpoint(directory)
 
-        return look() if self._coordination is None else self._coordination.same_answer(look, 2 * timeout_s)
+        if self._coordination is None:
+            return look()
+        return self._coordination.same_answer(look, timeout_s, "latest_checkpoint()")
 
     @abstractmethod
     def close(self) -> None:

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.board import BoardExchange
-from asyncckpt.changes import Changes, Run
+from asyncckpt.changes import NOT_AGREED, Changes, Run
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.hooks import HookRunner
-from asyncckpt.in_flight import await_saves_below
 from asyncckpt.lineage import BRIEF_S, Lineage
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
@@ -29,6 +28,7 @@ from asyncckpt.protocol import messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.slot_lender import SlotLender
 from asyncckpt.staging.slot_pool import LentSlot, SlotPool
+from asyncckpt.withdrawals import Withdrawals
 
 MAX_SETTLED = 64
 """Saves of which it is remembered that somebody sees to their end. More than are in flight at once."""
@@ -66,6 +66,7 @@ class WorkerProcess(CheckpointProcess):
     ) -> None:
         self.config, self.run, self.endpoint, self.hooks = config, run, endpoint, hooks or HookRunner(None)
         self._changes = Changes(run, self._send)
+        self._withdrawals = Withdrawals(self._send, alone=run.alone)
         self._connection = Connection(
             endpoint,
             named=named,
@@ -91,8 +92,8 @@ class WorkerProcess(CheckpointProcess):
     def connect(self, *, start: bool = True) -> Session:
         """Return the live session, opening one when there is none; see `Connection.connect`."""
         session = self._connection.connect(start=start)
-        for name in self._changes.connected(session.name, session.worker.instance):
-            self._withdraw(name, "the worker that had it was lost", skipped=False)
+        if self._changes.connected(session.name, session.worker.instance):
+            self._withdrawals.resend()
         return session
 
     def in_client_thread(self) -> bool:
@@ -119,10 +120,6 @@ class WorkerProcess(CheckpointProcess):
         """Return the exchange of the ranks that have this worker."""
         return BoardExchange(self.run.rank, self.call, timeout_s=self.config.worker_timeout_s)
 
-    def await_saves_below(self, root: str, deadline: float) -> None:
-        """Wait until the worker has ended every save to a child of `root` that it has; up to `deadline`."""
-        await_saves_below(root, deadline, lambda build: self.call(build, self.config.worker_timeout_s))
-
     def _ask_epoch(self, path: str, run: str, brief: bool) -> int:
         timeout_s = BRIEF_S if brief else self.config.worker_timeout_s
         reply = self.call(lambda n: messages.Lineage(id=n, run=run, path=path), timeout_s)
@@ -141,6 +138,7 @@ class WorkerProcess(CheckpointProcess):
         if lost is not None or session is None:
             slot.orphaned = True  # it may have been lent by a session that was lost before the pool knew of it
             raise lost or WorkerUnavailableError("there is no worker", endpoint=self.endpoint)
+        self._withdrawals.run_is_known(save_id.run_id)
         self._pending.begin(save_id)
         begun = session.request(
             lambda n: messages.Begin(
@@ -162,13 +160,9 @@ class WorkerProcess(CheckpointProcess):
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
         self.settled.append(save_id.sequence)
-        self._withdraw(str(save_id), reason, skipped=skipped)
+        self._withdrawals.add(str(save_id), reason, skipped=skipped)
         self._pending.withdraw(save_id)
         self.pool.give_up(save_id)
-
-    def _withdraw(self, name: str, reason: str, *, skipped: bool) -> None:
-        reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
-        self._send(lambda n: messages.Withdraw(id=n, save_id=name, reason=reason, skipped=skipped))
 
     def decline(self, save_id: SaveId, reason: str) -> None:
         """`save()` has failed: see to it that nothing of it stays, and that no other rank waits for this one.
@@ -186,9 +180,10 @@ class WorkerProcess(CheckpointProcess):
         for name in self._pending.names():
             if name.endswith(tail) and self._pending.is_staging(name):
                 return self.withdraw(SaveId.parse(name), reason)
-        if run.agreement is not None:
-            self.withdraw(save_id, reason)
+        if not run.alone and run.knows_run:
+            self.withdraw(save_id, reason if run.agreement is not None else NOT_AGREED + reason)
         elif not run.alone:
+            self._withdrawals.before_the_run(save_id.sequence, reason)
             run.refuse(save_id.sequence, reason)
         return None
 
@@ -210,6 +205,7 @@ class WorkerProcess(CheckpointProcess):
             # While the pool still counts it as being staged, nobody else unmaps it. Sealed, it would be taken up when
             # this process dies, and a save that was reported as failed would be committed.
             snapshot.slot.memory.control.discard()
+            self._withdrawals.add(str(snapshot.save_id), "the worker refused this rank's part of it, or was lost")
         self.pool.staged(snapshot.slot)
         if self._pending.staged(snapshot, future, self._lost(snapshot.slot)) and session is not None:
             rung = session.request(
@@ -235,7 +231,7 @@ class WorkerProcess(CheckpointProcess):
         if error is None or lost:
             return  # a lost session ends every pending save itself; a worker that drains refuses this one only
         if not self.run.alone:
-            self._withdraw(str(save_id), f"the worker refused this rank's part: {error}", skipped=False)
+            self._withdrawals.add(str(save_id), f"the worker refused this rank's part: {error}")
         self._pending.end(
             str(save_id), error if isinstance(error, AsyncCkptError) else AsyncCkptError(repr(error)), None
         )
@@ -249,6 +245,8 @@ class WorkerProcess(CheckpointProcess):
     def _on_saves(self, reply: messages.Saves) -> None:
         for row in reply.saves:
             self._pending.news(row)
+            if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
+                self.run.forget()
         self._changes.seen(reply.changes)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:
@@ -261,7 +259,7 @@ class WorkerProcess(CheckpointProcess):
 
     def _on_lost(self, error: WorkerUnavailableError) -> None:
         _log.warning("%s", error)
-        self._changes.lost(self._pending.names())
+        self._withdrawals.lost(self._pending.names())
         self.pool.orphan_all()
         self._pending.lose_all(error)
 

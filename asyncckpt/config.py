@@ -45,6 +45,8 @@ class CheckpointerConfig:
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
+        allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
+            unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
         replicated: "check" compares tensors that several ranks hold under one name, whole in the first save and by a
             rotating sample in every later one; "assume" takes them for equal.
@@ -69,6 +71,7 @@ class CheckpointerConfig:
     on_error: str = "warn"
     fsync: bool = True
     files_per_rank: int = 1
+    allow_pickle: bool = False
     write_threads: int | None = None
     replicated: str = "check"
     plan_timeout_s: float = 60.0
@@ -103,7 +106,8 @@ class CheckpointerConfig:
         for name in _SECONDS:
             value = getattr(self, name)
             _require(type(value) in (int, float) and 0 < value <= _MAX_SECONDS, name, value, "seconds, above 0")
-        _require(type(self.fsync) is bool, "fsync", self.fsync, "True or False")
+        for name in _SWITCHES:
+            _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         if self.rank_info is not None:
             info = self.rank_info
             fits = (
@@ -171,6 +175,7 @@ _SECONDS = (
     "worker_start_timeout_s",
     "worker_shutdown_timeout_s",
 )
+_SWITCHES = ("fsync", "allow_pickle")
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -185,7 +190,7 @@ def _parse(name: str, text: str) -> Any:
             return None if text.lower() == "none" else int(text)
         if name in _SECONDS:
             return float(text)
-        if name == "fsync":
+        if name in _SWITCHES:
             return _FLAGS[text.lower()]
         if name == "rank_info":
             rank, world_size = text.split(",")

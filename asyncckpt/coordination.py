@@ -17,8 +17,9 @@ from typing import Any
 import msgpack
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, SaveFailedError
-from asyncckpt.exchange import Exchange, Meeting
+from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
+from asyncckpt.exchange import SAVE, Exchange, Meeting
+from asyncckpt.introductions import check_equal, unpacked
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import (
     Change,
@@ -31,10 +32,10 @@ from asyncckpt.planning.digests import digests_for
 from asyncckpt.planning.state_dict import Flattened
 
 _NUMBERS = itertools.count()
-"""Of the checkpointers of several ranks in this process, in the order of their first meetings: alike on all ranks."""
+"""Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
 
-_AGREED = ("package", "path", "step", "replicated", "fsync")
-"""What must be equal on all ranks at the first save."""
+BRIEF_S = 10.0
+"""While the other ranks have not come to the last save, the next ones wait for them so long only: training goes on."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -47,17 +48,26 @@ class Coordination:
         config: For `plan_timeout_s` and `replicated`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
+        place: Names the worker that is to commit; "" where there is none.
     """
 
     def __init__(
-        self, rank: RankInfo, config: CheckpointerConfig, find: Callable[[], Exchange], *, package: str
+        self,
+        rank: RankInfo,
+        config: CheckpointerConfig,
+        find: Callable[[], Exchange],
+        *,
+        package: str,
+        place: Callable[[], str] = str,
     ) -> None:
-        self.rank, self._config, self._find, self._package = rank, config, find, package
+        self.rank, self._config, self._find, self._package, self._place = rank, config, find, package, place
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self._first: Agreement | None = None
-        self._number: int | None = None
+        self._number = next(_NUMBERS) if rank.world_size > 1 else -1
         self._met: set[int] = set()
+        self._doubted = self._waited_in_vain = False
+        self.knows_run = False
         self._answers, self._preparations = itertools.count(), itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
@@ -70,7 +80,7 @@ class Coordination:
     # ---- the first save
 
     def agree(self, flat: Flattened, contribution: Contribution, *, sequence: int, path: str, step: int) -> Agreement:
-        """Return the agreement; the first call meets the other ranks.
+        """Return the agreement; the first call meets the other ranks, and one after an agreement that was doubted.
 
         Args:
             flat: This rank's state; tensors that other ranks hold too are hashed.
@@ -79,12 +89,16 @@ class Coordination:
 
         Raises:
             PlanTimeoutError: Ranks have not called `save()` within `plan_timeout_s`.
-            RanksDisagreeError: They save something else, or to another place.
+            RanksDisagreeError: They save something else, or to another place, or have another worker.
             SaveFailedError: A rank has failed before it came, or the exchange broke down.
             WorkerUnavailableError: Without a process group, and without the worker.
 
-        Blocks: in the first save, up to `plan_timeout_s` for the other ranks.
+        Blocks: in the first save, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
+        with self._lock:
+            if self._doubted:
+                self._doubted, self.agreement, self._first = False, None, None
+                self._changes.clear()
         if self.agreement is not None:
             return self.agreement
         self._met.add(sequence)
@@ -105,7 +119,7 @@ class Coordination:
         try:
             flat, contribution = contributed()
         except BaseException as error:
-            self._refuse(name, repr(error))
+            self.refuse_meeting(name, repr(error))
             raise
         self._meet_and_settle(name, flat, contribution, "", 0)
 
@@ -113,22 +127,42 @@ class Coordination:
         self, name: str, flat: Flattened, contribution: Contribution, path: str, step: int
     ) -> Agreement:
         mine = {**self.introduction(path, step), "contribution": contribution.encode()}
-        deadline = time.monotonic() + self._config.plan_timeout_s
-        meeting = self.meet(name)
+        meeting = self.meet(name, SAVE if step or path else "prepare()")
         try:
-            everybody = [_unpacked(data) for data in meeting.gather(msgpack.packb(mine), deadline)]
+            everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
+            self._waited_in_vain = False
             check_equal(everybody)
-            self.settle(
-                {rank: found["contribution"] for rank, found in enumerate(everybody)},
-                flat,
-                lambda digests: meeting.gather(digests, deadline),
-            )
+            self.run_id, self.knows_run = everybody[0]["run"], True
+            raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
+            self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
+            meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
+        except BaseException as error:
+            self.agreement = None
+            self._waited_in_vain = self._waited_in_vain or isinstance(error, PlanTimeoutError)
+            meeting.refuse(repr(error))
+            raise
         finally:
             meeting.close()
         assert self.agreement is not None
         self._first = self.agreement
-        self.run_id = everybody[0]["run"]
         return self.agreement
+
+    def _first_deadline(self) -> float:
+        brief = min(self._config.plan_timeout_s, BRIEF_S)
+        return time.monotonic() + brief if self._waited_in_vain else self._deadline()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._config.plan_timeout_s
+
+    def forget(self) -> None:
+        """Agree anew in the next save: a rank has not agreed, although this one thinks that all have. Thread-safe."""
+        with self._lock:
+            self._doubted = True
+
+    @property
+    def must_meet(self) -> bool:
+        """Whether the next save meets the other ranks."""
+        return self.agreement is None or self._doubted
 
     def introduction(self, path: str, step: int) -> dict[str, Any]:
         """Return what must be equal on all ranks, and this rank's run id: rank 0's is taken."""
@@ -139,6 +173,7 @@ class Coordination:
             "step": step,
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
+            "worker": self._place(),
         }
 
     def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
@@ -171,12 +206,14 @@ class Coordination:
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
-        if self.alone or self.agreement is not None or sequence in self._met:
-            return
-        self._met.add(sequence)
-        self._refuse(f"save/{sequence}", reason)
+        if self.agreement is None and sequence not in self._met:
+            self._met.add(sequence)
+            self.refuse_meeting(f"save/{sequence}", reason)
 
-    def _refuse(self, name: str, reason: str) -> None:
+    def refuse_meeting(self, name: str, reason: str) -> None:
+        """Tell ranks that wait for this one at a meeting that it does not come."""
+        if self.alone:
+            return
         try:
             meeting = self.meet(name)
             meeting.refuse(reason)
@@ -184,11 +221,9 @@ class Coordination:
         except AsyncCkptError as error:
             _log.warning("the other ranks cannot be told that this save has failed: %s", error)
 
-    def meet(self, name: str) -> Meeting:
+    def meet(self, name: str, call: str = SAVE) -> Meeting:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
-        if self._number is None:
-            self._number = next(_NUMBERS)
-        return self._find().meet(f"{self._number}/{name}")
+        return self._find().meet(f"{self._number}/{name}", call)
 
     # ---- what comes later
 
@@ -208,10 +243,9 @@ class Coordination:
                 self.agreement = self.agreement.extended(change, raw)
                 if change.per_rank:
                     _log.warning(
-                        "%d tensors differ between ranks, or are not held by the rank that was to write them; from "
-                        "save %d on each rank stores its own: %s",
+                        "from this save on each rank stores its own of %d tensors that were found to differ between "
+                        "ranks, or whose writer lost them: %s",
                         len(change.per_rank),
-                        sequence,
                         ", ".join(change.per_rank[:8]),
                     )
 
@@ -227,12 +261,13 @@ class Coordination:
 
     # ---- one answer for all
 
-    def same_answer(self, ask: Callable[[], str | None], timeout_s: float) -> str | None:
+    def same_answer(self, ask: Callable[[], str | None], timeout_s: float, call: str) -> str | None:
         """Return rank 0's answer on every rank; a collective.
 
         Args:
             ask: Called on rank 0 only.
-            timeout_s: How long to wait for the other ranks.
+            timeout_s: How long rank 0 may take, and how long to wait for the other ranks.
+            call: What the ranks call, for messages.
 
         Raises:
             PlanTimeoutError: Some ranks did not call.
@@ -241,50 +276,20 @@ class Coordination:
         """
         if self.alone:
             return ask()
-        meeting = self.meet(f"answer/{next(self._answers)}")
-        deadline = time.monotonic() + timeout_s
+        meeting = self.meet(f"answer/{next(self._answers)}", call)
+        first = self.rank.rank == 0
+        deadline = time.monotonic() + (1 if first else 2) * timeout_s  # rank 0 may take so long for its answer
         try:
             try:
-                mine = msgpack.packb(ask() if self.rank.rank == 0 else None)
+                mine = msgpack.packb(ask() if first else None)
             except Exception as error:
                 meeting.refuse(repr(error))
                 raise
+            if first:
+                deadline = time.monotonic() + timeout_s
             found = msgpack.unpackb(meeting.gather(mine, deadline)[0])
         finally:
             meeting.close()
         if found is not None and not isinstance(found, str):
             raise SaveFailedError("rank 0 answered with something else than a path", code="exchange", rank=0)
         return found
-
-
-def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
-    """Prove that all ranks save the same.
-
-    Raises:
-        RanksDisagreeError: Naming what differs, and the ranks.
-    """
-    for name in _AGREED:
-        for rank, found in enumerate(everybody):
-            if found[name] != everybody[0][name]:
-                raise RanksDisagreeError(
-                    f"rank {rank} saves with {name} {found[name]!r}, rank 0 with {everybody[0][name]!r}; "
-                    "every rank must save the same step to the same path, with the same settings",
-                    detail=name,
-                    ranks=[0, rank],
-                    path=everybody[0]["path"],
-                )
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    """Return one rank's part of the first meeting, or say that it is of another version.
-
-    Raises:
-        RanksDisagreeError: It lacks something.
-    """
-    try:
-        found: Mapping[str, Any] = msgpack.unpackb(data)
-        return {name: found[name] for name in ("run", "contribution", *_AGREED)}
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise RanksDisagreeError(
-            f"another rank speaks another version of asyncckpt: {error!r}", detail="version"
-        ) from error

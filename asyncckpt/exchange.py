@@ -6,14 +6,19 @@ torch.distributed (`process_group`), and a board of the worker (`board`) where n
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncckpt.errors import PlanTimeoutError, SaveFailedError
 
+SAVE = "save()"
+SAY_AFTER_S = 1.0
 POLL_S = 0.01
 """How often a rank looks whether the others have come. Chosen: far below what a first save takes."""
+
+_log = logging.getLogger("asyncckpt")
 
 
 class Meeting(ABC):
@@ -47,8 +52,13 @@ class Exchange(ABC):
     """Where meetings take place."""
 
     @abstractmethod
-    def meet(self, name: str) -> Meeting:
-        """Return the meeting called `name`, which is the same on all ranks and used once."""
+    def meet(self, name: str, call: str) -> Meeting:
+        """Return the meeting called `name`, which is the same on all ranks and used once.
+
+        Args:
+            name: See above.
+            call: What the ranks must call to come to it, for messages.
+        """
 
 
 def refused(rank: int, reason: str) -> SaveFailedError:
@@ -58,13 +68,53 @@ def refused(rank: int, reason: str) -> SaveFailedError:
     )
 
 
-def too_late(missing: Sequence[int], since: float) -> PlanTimeoutError:
-    """Return the error of a meeting that began at `since` and that `missing` ranks have not come to."""
-    waited = time.monotonic() - since
-    shown = f"{list(missing[:20])}" + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-    return PlanTimeoutError(
-        f"waited {waited:.1f} s for ranks {shown}, which have not called save(). Every rank must call it, since each "
-        "writes its own part; where only rank 0 is to save, pass rank_info=RankInfo(0, 1) there",
-        missing_ranks=list(missing),
-        timeout_s=waited,
-    )
+class Patience:
+    """How long a rank has waited for the others, and what it says about that.
+
+    Args:
+        call: What the others must call.
+        deadline: `time.monotonic()` after which to give up.
+        first: It is the meeting's first round; ranks that miss a later one have come, and are too slow or gone.
+    """
+
+    def __init__(self, call: str, deadline: float, *, first: bool) -> None:
+        self._call, self._deadline, self._first = call, deadline, first
+        self._began = time.monotonic()
+        self._said = False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def wait(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Wait a moment.
+
+        Args:
+            missing: Returns the ranks that have not come.
+
+        Raises:
+            PlanTimeoutError: The deadline is over.
+        """
+        if time.monotonic() >= self._deadline:
+            raise self._too_late(list(missing()))
+        if not self._said and self.waited_s > SAY_AFTER_S:
+            self._said = True
+            left = self._deadline - time.monotonic()
+            _log.warning("waiting up to %.0f s for ranks %s to call %s", left, list(missing())[:20], self._call)
+        time.sleep(POLL_S)
+
+    def _too_late(self, missing: list[int]) -> PlanTimeoutError:
+        shown = f"{missing[:20]}" + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        if self._first:
+            text = f"which have not called {self._call}. Every rank must call it"
+            if self._call == SAVE:
+                text += (
+                    ", since each writes its own part; where only rank 0 is to save, give it a checkpointer of its own "
+                    "with rank_info=RankInfo(0, 1)"
+                )
+        else:
+            text = "which have begun to agree and not gone on: they are too slow, or gone. plan_timeout_s may be raised"
+        return PlanTimeoutError(
+            f"waited {self.waited_s:.1f} s for ranks {shown}, {text}", missing_ranks=missing, timeout_s=self.waited_s
+        )

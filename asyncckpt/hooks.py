@@ -50,4 +50,4 @@ class HookRunner:
 
 def _own_method(hook: Any, name: str) -> Any:
     found = getattr(hook, name, None)
-    return None if not callable(found) or getattr(type(hook), name, None) is getattr(CommitHook, name) else found
+    return None if not callable(found) or getattr(found, "__func__", None) is getattr(CommitHook, name) else found

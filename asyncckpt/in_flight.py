@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from asyncckpt.client import WorkerProcess
+from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import lifecycle, messages
 
 POLL_S = 0.05
@@ -16,28 +18,26 @@ POLL_S = 0.05
 _log = logging.getLogger("asyncckpt")
 
 
-def await_saves_below(
-    root: str, deadline: float, call: Callable[[Callable[[int], messages.Message]], messages.Message]
-) -> None:
-    """Wait until every save to a child of `root` has ended.
+def await_saves_below(root: str, deadline: float, process: WorkerProcess) -> None:
+    """Wait until every save to a child of `root` has ended; while no worker can be reached, nobody writes there.
 
     Args:
         root: Absolute path.
         deadline: `time.monotonic()` after which to go on all the same, with a warning.
-        call: Sends a request and returns the reply.
-
-    Raises:
-        WorkerUnavailableError: The worker does not answer.
+        process: The worker.
     """
-    while left := _unfinished(root, call):
-        if time.monotonic() >= deadline:
-            _log.warning("saves to %s are still unfinished: %s", root, ", ".join(left[:8]))
-            return
-        time.sleep(POLL_S)
+    try:
+        while left := _unfinished(root, process):
+            if time.monotonic() >= deadline:
+                _log.warning("saves to %s are still unfinished: %s", root, ", ".join(left[:8]))
+                return
+            time.sleep(POLL_S)
+    except WorkerUnavailableError as error:
+        _log.warning("saves to %s that may be under way cannot be waited for: %s", root, error)
 
 
-def _unfinished(root: str, call: Callable[[Callable[[int], messages.Message]], messages.Message]) -> list[str]:
-    reply = call(lambda n: messages.Status(id=n))
+def _unfinished(root: str, process: WorkerProcess) -> list[str]:
+    reply = process.call(lambda n: messages.Status(id=n), process.config.worker_timeout_s)
     assert isinstance(reply, messages.StatusReport)
     rows: list[Mapping[str, Any]] = list(reply.report.get("saves") or ())
     return [

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError
-from asyncckpt.exchange import POLL_S, Exchange, Meeting, refused, too_late
+from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
+from asyncckpt.exchange import Exchange, Meeting, Patience, refused
 
 _MIN_TIMEOUT_S = 1.0
 """gloo is given this much although the ranks came at the last moment."""
@@ -76,15 +76,15 @@ class GroupExchange(Exchange):
     def __init__(self, rank: RankInfo, store: Any) -> None:
         self._rank, self._store = rank, store
 
-    def meet(self, name: str) -> Meeting:
+    def meet(self, name: str, call: str) -> Meeting:
         # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store))
+        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store), call)
 
 
 class _GroupMeeting(Meeting):
-    def __init__(self, rank: RankInfo, store: Any) -> None:
-        self._rank, self._store = rank, store
+    def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
+        self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
 
     def refuse(self, reason: str) -> None:
@@ -100,6 +100,8 @@ class _GroupMeeting(Meeting):
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
+            with contextlib.suppress(RuntimeError):
+                self._look_for_refusal()  # it says why
             raise SaveFailedError(
                 f"rank {self._rank.rank} lost the other ranks while they agreed on the save: {error}",
                 code="exchange",
@@ -109,7 +111,8 @@ class _GroupMeeting(Meeting):
 
     def _arrive(self, deadline: float) -> None:
         """Wait for all ranks, by the store alone."""
-        began, store, world_size = time.monotonic(), self._store, self._rank.world_size
+        store, world_size = self._store, self._rank.world_size
+        patience = Patience(self._call, deadline, first=True)
         self._look_for_refusal()
         here = f"on/{machine()}"
         store.add(here, 1)
@@ -118,11 +121,11 @@ class _GroupMeeting(Meeting):
             store.set("all", "1")
         while not store.check(["all"]):
             self._look_for_refusal()
-            if time.monotonic() >= deadline:
-                missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
-                self.refuse(f"it waited {time.monotonic() - began:.0f} s for the others and gave up")
-                raise too_late(missing, began)
-            time.sleep(POLL_S)
+            try:
+                patience.wait(lambda: [r for r in range(world_size) if not store.check([f"here/{r}"])])
+            except PlanTimeoutError:
+                self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
+                raise
         on_this = store.add(here, 0)
         if on_this != world_size:
             raise SaveFailedError(

@@ -167,6 +167,8 @@ class SessionThread:
                 os.eventfd_read(self._wake)
             while socket.poll(0):
                 self._receive(socket.recv_multipart())
+                if greeted and self._queue:  # a hook's answer leaves before the next hook is run
+                    self._flush(socket)
             if self._welcome.done() and not greeted:
                 greeted = True
                 poller.register(self._pidfd, zmq.POLLIN)

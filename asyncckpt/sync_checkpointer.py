@@ -104,9 +104,15 @@ class SyncCheckpointer(Checkpointer):
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
-        arguments = self._arguments(state_dict, path, step, metadata, self._next_save_id())
-        if not self._takes_extra:
-            refuse_unknown(kw)
+        save_id = self._next_save_id()
+        try:
+            arguments = self._arguments(state_dict, path, step, metadata, save_id)
+            if not self._takes_extra:
+                refuse_unknown(kw)
+        except Exception as error:
+            if self._coordination is not None:
+                self._coordination.refuse_meeting(f"sync/{save_id.sequence}", repr(error))
+            raise
         path_text = arguments.pop("path")
         report = self._writer.write(state_dict, path_text, **arguments, **kw)
         if isinstance(report, SaveReport):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.conference import Conference
-from asyncckpt.coordination import check_equal
-from asyncckpt.errors import CommitUnknownError, ReplicaMismatchError, SaveFailedError
+from asyncckpt.errors import CommitUnknownError, PlanTimeoutError, ReplicaMismatchError, SaveFailedError
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
+from asyncckpt.introductions import check_equal
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
-from asyncckpt.planning.state_dict import flatten
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.rank_files import RankResult
 from asyncckpt.sync_steps import SyncSteps
+
+_log = logging.getLogger("asyncckpt.sync")
 
 
 def write_together(
@@ -47,19 +49,54 @@ def write_together(
         mine: list[RankResult] = []
         try:
             results = _store(steps, conference, state_dict, save_id, path, kw["step"], extra, mine)
-            conference.together(
-                lambda: steps.publish(path, save_id, results, kw) if rank == 0 else None,
-                steps.config.commit_timeout_s,
-            )
-        except CommitUnknownError:
-            raise
         except Exception:
             if rank == 0:  # nobody writes any more: every rank has said how its part ended
                 steps.remove(path, save_id)
             raise
+        _publish(steps, conference, path, save_id, results, kw)
         return save_id, mine[0]
     finally:
         conference.close()
+
+
+def _publish(
+    steps: SyncSteps,
+    conference: Conference,
+    path: str,
+    save_id: SaveId,
+    results: list[RankResult],
+    kw: Mapping[str, Any],
+) -> None:
+    """Let rank 0 commit, and tell everybody how that ended."""
+    rank, published = steps.ranks.rank.rank, False
+
+    def publish() -> None:
+        nonlocal published
+        if rank == 0:
+            try:
+                with steps.failures(save_id, path, kw["step"]):
+                    steps.publish(path, save_id, results, kw)
+            except CommitUnknownError:
+                raise
+            except Exception:
+                steps.remove(path, save_id)
+                raise
+            published = True
+
+    try:
+        conference.together(publish, steps.config.commit_timeout_s)
+    except (SaveFailedError, PlanTimeoutError) as error:
+        lost = isinstance(error, PlanTimeoutError) or error.code == "exchange"
+        if published:
+            _log.warning("%s is committed, but not every rank could be told: %s", path, error)
+        elif error.code == CommitUnknownError.wire_code or (lost and rank != 0):
+            raise CommitUnknownError(
+                f"save {save_id} to {path}: rank 0 was to commit it, and it is not known whether it has: {error}",
+                path=path,
+                save_id=str(save_id),
+            ) from error
+        else:
+            raise
 
 
 def _agree(
@@ -72,7 +109,7 @@ def _agree(
         mine = ranks.introduction(path, step)
         contribution: Contribution | None = None
         if ranks.agreement is None:
-            contribution = contribution_of(flatten(state_dict))
+            contribution = contribution_of(steps.plans.flatten(state_dict))
         else:
             plan, flat = steps.plans.take(state_dict)
             contribution = contribution_of(flat) if plan.news else None
@@ -85,7 +122,7 @@ def _agree(
     ranks.run_id = everybody[0]["run"]
     news = {rank: found["contribution"] for rank, found in enumerate(everybody) if found["contribution"]}
     if news:
-        ranks.settle(news, flatten(state_dict), lambda digests: conference.gather(digests, timeout_s))
+        ranks.settle(news, steps.plans.flatten(state_dict), lambda digests: conference.gather(digests, timeout_s))
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
     return given._replace(epoch=everybody[0]["epoch"], run_id=ranks.run_id)
@@ -116,16 +153,15 @@ def _store(
     holes = uncovered([found["structure"] for found in everybody])
     if differing or holes:  # known to all ranks alike, so that the next save works
         steps.ranks.store_per_rank(sorted({found[0] for found in differing} | {found[0] for found in holes}))
-    for fqn, split, groups in differing:
-        if split:
-            raise ReplicaMismatchError(
-                f"save {save_id} to {path}: tensor {fqn!r} differs between ranks {groups}, which write parts of it as "
-                "replicas of one another; nothing was published, and from the next save on each rank stores its own",
-                fqn=fqn,
-                ranks=sorted(rank for group in groups for rank in group),
-                save_id=str(save_id),
-                path=path,
-            )
+    for fqn, _, groups in differing:
+        raise ReplicaMismatchError(
+            f"save {save_id} to {path}: tensor {fqn!r} was taken for a replica but differs between ranks {groups}; "
+            "nothing was published, and from the next save on each rank stores its own",
+            fqn=fqn,
+            ranks=sorted(rank for group in groups for rank in group),
+            save_id=str(save_id),
+            path=path,
+        )
     if holes:
         raise SaveFailedError(
             f"save {save_id} to {path}: the ranks together do not store tensor {holes[0][0]!r} exactly once: "

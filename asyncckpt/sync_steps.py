@@ -58,7 +58,9 @@ class SyncSteps:
         self, config: CheckpointerConfig, ranks: Coordination, hooks: HookRunner, files: Files | None = None
     ) -> None:
         self.config, self.ranks, self.hooks = config, ranks, hooks
-        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
+        self.plans = PlanCache(
+            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+        )
         self._files = files or Files()
         self._memory: Memory | None = None
         self._image: SlotImage | None = None

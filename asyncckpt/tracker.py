@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from asyncckpt.errors import PendingSavesError, SaveSkippedError, WaitTimeoutError
+from asyncckpt.errors import CheckpointerClosedError, PendingSavesError, SaveSkippedError, WaitTimeoutError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 
 CALLBACK_S = 1.0
@@ -42,6 +42,8 @@ class SaveTracker:
             _log.info("saved step %d to %s: %s", handle.step, handle.path, report)
         elif isinstance(error, SaveSkippedError):
             _log.info("%s", error)
+        elif isinstance(error, CheckpointerClosedError):
+            _log.warning("save of step %d to %s was not waited for: %s", handle.step, handle.path, error)
         else:
             known = handle.path in str(error)  # ours name it already
             _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", error)

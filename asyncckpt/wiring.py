@@ -9,6 +9,7 @@ from asyncckpt import __version__
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.coordination import Coordination
+from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.hooks import HookRunner
 from asyncckpt.process_group import find_exchange
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
@@ -32,10 +33,24 @@ def reach_worker(
     """
     endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
     socket_path(endpoint)
-    ranks = Coordination(rank, config, lambda: find_exchange(rank) or process.board(), package=__version__)
+    ranks = Coordination(
+        rank,
+        config,
+        lambda: find_exchange(rank) or process.board(),
+        package=__version__,
+        place=lambda: _place_of(process),
+    )
     process = WorkerProcess(config, ranks, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks)
     if named is not None:
         process.connect(start=False)
     else:
         process.connect_soon()
     return process, ranks
+
+
+def _place_of(process: WorkerProcess) -> str:
+    """Return what tells this worker from others; "" while none can be reached."""
+    try:
+        return f"{process.endpoint} ({process.connect().worker.instance})"
+    except WorkerUnavailableError:
+        return ""

@@ -76,6 +76,11 @@ def corpus(nbytes: int = 1_000_000) -> torch.Tensor:
     return torch.frombuffer(bytearray(text[:nbytes]), dtype=torch.uint8).long()
 
 
+def say(text: str) -> None:
+    """Print a line in one piece: several ranks share the output."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def sha256(model: nn.Module) -> str:
     """Return a fingerprint of all weights, bit for bit."""
     digest = hashlib.sha256()
@@ -95,12 +100,15 @@ def train(args: argparse.Namespace, checkpointer: asyncckpt.AsyncCheckpointer) -
 
     newest = checkpointer.latest_checkpoint(args.dir)  # <- the same on all ranks
     if newest is not None:  # <-
-        state = asyncckpt.load(newest)  # <-
+        state = asyncckpt.load(newest, keys=["model", "optim", "step"])  # <-
         model.load_state_dict(state["model"])  # <-
         optimizer.load_state_dict(state["optim"])  # <-
-        step, position = state["step"], state["position"]  # <-
-        torch.set_rng_state(state["rng"])  # <-
-        print(f"rank {rank}: resumed from {newest} at step {step}", flush=True)
+        step = state["step"]  # <-
+        if asyncckpt.open_checkpoint(newest).world_size == world_size:  # <- else every rank starts its data anew
+            own = asyncckpt.load(newest, keys=["position", "rng"])  # <-
+            position = own["position"]  # <-
+            torch.set_rng_state(own["rng"])  # <-
+        say(f"rank {rank}: resumed from {newest} at step {step}")
 
     network = DistributedDataParallel(model) if dist.is_initialized() else model
     while step < args.steps:
@@ -120,8 +128,8 @@ def train(args: argparse.Namespace, checkpointer: asyncckpt.AsyncCheckpointer) -
             checkpointer.save(state, f"{args.dir}/step-{step:06d}")  # <-
             stall_ms = 1e3 * (time.perf_counter() - began)
             if rank == 0:
-                print(f"step {step:4d}  loss {loss.item():.3f}  save() took {stall_ms:.0f} ms", flush=True)
-    print(f"rank {rank}: weights sha256 {sha256(model)}", flush=True)
+                say(f"step {step:4d}  loss {loss.item():.3f}  save() took {stall_ms:.0f} ms")
+    say(f"rank {rank}: weights sha256 {sha256(model)}")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

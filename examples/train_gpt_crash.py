@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import asyncckpt
 from asyncckpt.cli.worker import status_of
 from asyncckpt.examples import train_gpt
+from asyncckpt.examples.train_gpt import say
 
 DEADLINE_S = 60.0
 
@@ -48,7 +49,7 @@ class CrashingCheckpointer(asyncckpt.AsyncCheckpointer):
 def freeze_worker() -> None:
     """Stop the worker, and wait until no thread of it runs."""
     worker = int(status_of(os.environ["ASYNCCKPT_ENDPOINT"])["pid"])
-    print(f"rank {dist.get_rank()}: freezes worker {worker}", flush=True)
+    say(f"rank {dist.get_rank()}: freezes worker {worker}")
     os.kill(worker, signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE_S
     while any(state != "T" for state in thread_states(worker)) and time.monotonic() < deadline:
@@ -63,7 +64,7 @@ def thread_states(pid: int) -> list[str]:
 def die(handle: asyncckpt.SaveHandle) -> None:
     """End this process as if the machine's owner had pulled the plug."""
     done = f"staged={handle.staged.done()} written={handle.written.done()}"
-    print(f"rank {dist.get_rank()}: crash after step {handle.step + 1}, save of step {handle.step} {done}", flush=True)
+    say(f"rank {dist.get_rank()}: crash after step {handle.step + 1}, save of step {handle.step} {done}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -71,7 +72,7 @@ def main() -> None:
     """Take the step to crash at, then the arguments of `train_gpt`. A restarted rank crashes no more."""
     crash_at, args = int(sys.argv[1]), train_gpt.arguments(sys.argv[2:])
     dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: process {os.getpid()}", flush=True)
+    say(f"rank {dist.get_rank()}: process {os.getpid()}")
     with CrashingCheckpointer() as checkpointer:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             checkpointer.crash_at = crash_at

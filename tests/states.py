@@ -78,6 +78,7 @@ def every_object() -> dict[str, Any]:
         "device": torch.device("cuda", 3),
         "size": torch.Size([2, 0, 3]),
         "empty_size": torch.Size([]),
+        "offset": datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone(datetime.timedelta(hours=5, minutes=45))),
         "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
         "utc": datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc),
         "date": datetime.date(1, 1, 1),
@@ -86,6 +87,55 @@ def every_object() -> dict[str, Any]:
         "flat_list": [1, 2.5, "x", None, True, [3, (4,)]],
         "flat_tuple": (0.9, 0.999),
         "deep_flat": [[[[[1], []], ()]]],
+    }
+
+
+def every_array() -> dict[str, Any]:
+    """One numpy array of every dtype that torch has too, and every layout; nothing where numpy is not installed."""
+    if not _HAS_NUMPY:
+        return {}
+    np: Any = _numpy
+    kinds = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
+    random_bits = random.Random(6)
+    found = {f"dtype_{kind}": np.frombuffer(random_bits.randbytes(48), dtype=kind).copy() for kind in kinds[1:]}
+    base = np.arange(24.0).reshape(4, 6)
+    frozen = np.arange(5)
+    frozen.flags.writeable = False
+    return {
+        **found,
+        "dtype_?": np.array([True, False]),
+        "zero_dim": np.array(2.5),
+        "empty": np.empty((0, 3), np.int16),
+        "transposed": base.T,
+        "reversed": base[::-1, ::2],
+        "frozen": frozen,
+        "broadcast": np.broadcast_to(np.float32(3), (2, 3)),
+        "longlong": np.array([1], np.longlong),
+    }
+
+
+def every_scalar() -> dict[str, Any]:
+    """One numpy scalar of every kind; nothing where numpy is not installed."""
+    if not _HAS_NUMPY:
+        return {}
+    np: Any = _numpy
+    kinds = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
+    found = {kind: np.frombuffer(random.Random(7).randbytes(16), dtype=kind)[0] for kind in kinds}
+    signalling = np.frombuffer(bytes.fromhex("0100a07f"), np.float32)[0]
+    return {
+        **found,
+        "bool": np.bool_(True),
+        "nan": np.float64("nan"),
+        "signalling": signalling,
+        "text": np.str_("grüße\U0001f600"),
+        "no_text": np.str_(""),
+        "bytes": np.bytes_(b"\x00\xff"),
+        "trailing": (np.str_("a\0"), np.bytes_(b"a\0")),
+        "time": np.datetime64("2024-02-29T01:02:03.000000004", "ns"),
+        "not_a_time": np.datetime64("NaT"),
+        "duration": np.timedelta64(-3, "25s"),
+        "in_list": [np.float64(0.5), 1, [np.int64(3)]],
+        "in_set": {np.int32(5)},
     }
 
 
@@ -99,6 +149,8 @@ def every_leaf() -> dict[Any, Any]:
         "model": module.state_dict(),
         "tensors": tensors,
         "objects": every_object(),
+        "arrays": every_array(),
+        "scalars": every_scalar(),
         "ordered": ordered,
         "optim": {"state": {0: {"step": torch.tensor(3.0)}, -7: {}}, "param_groups": [{"lr": 1e-3, "params": [0, 1]}]},
         "nested": [torch.arange(4), (torch.zeros(()), {"deep": [b"x", torch.ones(1, dtype=torch.bool)]}), []],
@@ -116,7 +168,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 
 
 try:
-    import numpy as _numpy  # noqa: F401
+    import numpy as _numpy
 except ModuleNotFoundError:
     _HAS_NUMPY = False
 else:
@@ -148,6 +200,10 @@ def _assert_same(found: Any, expected: Any, where: str, to: dict[Any, Any], back
         assert len(found) == len(expected), f"{where}: length"
         for n, (one, other) in enumerate(zip(found, expected, strict=True)):
             _assert_same(one, other, f"{where}[{n}]", to, back)
+    elif _HAS_NUMPY and isinstance(expected, _numpy.ndarray):
+        assert type(found) is _numpy.ndarray, f"{where}: {type(found)}"
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert found.tobytes() == expected.tobytes(), f"{where}: bits differ"
     else:
         assert type(found) is type(expected), f"{where}: {type(found)}, expected {type(expected)}"
         assert _value_key(found) == _value_key(expected), f"{where}: {found!r}, expected {expected!r}"
@@ -161,6 +217,8 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 def _value_key(value: Any) -> Any:
     """Return something whose equality is bit equality."""
+    if _HAS_NUMPY and isinstance(value, _numpy.generic) and not isinstance(value, (str, bytes)):
+        return value.dtype, value.tobytes()
     if isinstance(value, float):
         return struct.pack(">d", value)
     if isinstance(value, complex):
@@ -184,6 +242,13 @@ SCALARS: tuple[Callable[[random.Random], Any], ...] = (
     lambda r: [],
     lambda r: torch.float16,
 )
+if _HAS_NUMPY:
+    SCALARS += (
+        lambda r: _numpy.float32(r.random()),
+        lambda r: [_numpy.int64(r.randrange(9)), 1],
+        lambda r: _numpy.arange(r.randrange(4), dtype=r.choice(["f4", "u2"])),
+        lambda r: _numpy.ones((2, 3))[:, ::-1],
+    )
 DTYPES_USED = (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.uint8, torch.bool)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.records import RankSave, Save, Slot
+from asyncckpt_worker.verdicts import SAME_CALLS, SAME_PLANS
 
 
 def own_contradiction(entry: RankSave, slot: Slot) -> str:
@@ -18,16 +19,16 @@ def own_contradiction(entry: RankSave, slot: Slot) -> str:
     return ""
 
 
-def disagreement(save: Save, entry: RankSave) -> tuple[str, int] | None:
-    """Return how a rank that has just come contradicts another, and which; None when it does not."""
+def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
+    """Return how a rank that has just come contradicts another, which, and what to do; None when it does not."""
     for other in save.ranks.values():
         if (other.path, other.step) != (entry.path, entry.step):
             text = f"rank {entry.rank} saves step {entry.step} to {entry.path}, "
-            return text + f"rank {other.rank} step {other.step} to {other.path}", other.rank
+            return text + f"rank {other.rank} step {other.step} to {other.path}", other.rank, SAME_CALLS
         if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
             text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
-            text += f"rank {other.rank} {_plan(other.request) or 'none'}: "
-            return text + "a change of the state reached them at different saves; the next ones agree again", other.rank
+            text += f"rank {other.rank} {_plan(other.request) or 'none'}"
+            return text, other.rank, SAME_PLANS
     return None
 
 
@@ -37,4 +38,9 @@ def _plan(request: SaveRequest | None) -> str:
 
 def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
     """Compare the samples of a save that all ranks have sealed; as `protocol.samples.unequal`."""
-    return unequal({rank: decode_samples(e.request.samples) for rank, e in save.ranks.items() if e.request})
+    requests = {rank: entry.request for rank, entry in save.ranks.items() if entry.request is not None}
+    distinct = {request.samples for request in requests.values()}
+    if len(distinct) == 1:  # the usual case, of thousands of names and many ranks as well
+        return []
+    decoded = {samples: decode_samples(samples) for samples in distinct}
+    return unequal({rank: decoded[request.samples] for rank, request in requests.items()})

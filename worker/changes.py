@@ -2,11 +2,11 @@
 
 A trainer attaches what is new to its request, again and again until a change holds it. So nothing that is dropped here
 is lost; and what is never published costs speed only, since a rank stores on its own what the others have not heard of.
+What ranks report apart looks like the only holder's, so contributions are published as they come together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 
@@ -20,15 +20,23 @@ MAX_CHANGES = 256
 """Changes of one run. Chosen: a structure changes a few times in a run, if ever."""
 
 MAX_CHANGES_NBYTES = 128 << 20
-"""Of all runs together. They stay as long as their run is remembered, since a rank may ask late."""
+"""Of all runs together that are not over. They stay, since a rank may ask late."""
 
 MAX_NAMES = 10_000
 """FQNs to be stored for each rank that one run may name."""
 
 MAX_NAME_CHARS = 4096
 
-EFFECTIVE_AFTER = 2
-"""A change holds from the save after the next one: the ranks hear of it while the next may be under way already."""
+EFFECTIVE_AFTER = 4
+"""So many saves after the highest that was heard of, a change holds. A rank that takes the first of them before it has
+heard of the change costs that save, so that ranks whose saves follow one another quickly need time."""
+
+EFFECTIVE_AFTER_NAMES = 2
+"""As `EFFECTIVE_AFTER`, of changes with names: what these cure costs every save, or a replica's values, until then."""
+
+TELL_AGAIN = 4
+"""With every so manieth save all ranks that have news report them; otherwise with the first save of a structure only,
+which some may have missed."""
 
 _OF_ONE_RANK = re.compile(r"@rank[0-9]+\Z")
 
@@ -47,28 +55,27 @@ class ChangeBook:
                 if len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS and not _OF_ONE_RANK.search(name):
                     run.names.setdefault(name, False)
 
-    def publish_from(self, save: Save) -> None:
-        """All ranks of a save have come, or it ends: make what is new known to all ranks of its run."""
+    def publish(self, save: Save, *, complete: bool) -> None:
+        """Make what is new known to all ranks of the run.
+
+        Args:
+            save: That brings it.
+            complete: All of its ranks have sealed it, and agree; else their contributions are left out.
+        """
         run = self._run_of(save)
         if run is None:
             return
-        fresh: dict[int, bytes] = {}
-        digests = set()
-        for rank in sorted(save.ranks):
-            request = save.ranks[rank].request
-            if request is not None and request.contribution:
-                key = (rank, hashlib.blake2b(request.contribution, digest_size=16).digest())
-                if key not in run.told:
-                    fresh[rank] = request.contribution
-                    digests.add(key)
+        fresh = self._contributions(run, save) if complete else {}
         names = [name for name, told in run.names.items() if not told]
         if not fresh and not names:
             return
-        body = self._packed(run, fresh, names)
+        after = EFFECTIVE_AFTER_NAMES if names else EFFECTIVE_AFTER
+        effective = max(run.effective, run.highest + after)  # in order, whoever hears of them late
+        body = self._packed(run, effective, fresh, names)
         if body is None:
             return
         run.changes.append(body)
-        run.told |= digests
+        run.effective = effective
         run.names |= dict.fromkeys(names, True)
         self._t.announced[run.run_id] = None
         text = f"change {len(run.changes)} of run {run.run_id}: {len(fresh)} contributions, {len(names)} names"
@@ -80,17 +87,39 @@ class ChangeBook:
         run = self._t.runs.get(run_id)
         if run is None or not number.isascii() or not number.isdigit() or len(number) > 9:
             return None
-        return run.changes[int(number) - 1] if 0 < int(number) <= len(run.changes) else None
+        return (run.changes[int(number) - 1] or None) if 0 < int(number) <= len(run.changes) else None
 
-    def _packed(self, run: Run, fresh: dict[int, bytes], names: list[str]) -> bytes | None:
+    def _contributions(self, run: Run, save: Save) -> dict[int, bytes]:
+        """Return what the ranks of a save contribute, unless they will say it again, better."""
+        sequence = SaveId.parse(save.save_id).sequence
+        requests = {rank: save.ranks[rank].request for rank in sorted(save.ranks)}
+        found = {rank: r.contribution for rank, r in requests.items() if r is not None and r.contribution}
+        together = len(found) == save.world_size or sequence % TELL_AGAIN == 0
+        # What was sealed before the last change held is news by an older agreement. From that change on every rank has
+        # new plans, so that what is news still is reported again.
+        return found if together and sequence >= run.effective else {}
+
+    def _packed(self, run: Run, effective: int, fresh: dict[int, bytes], names: list[str]) -> bytes | None:
+        self._forget_those_of_dead_runs(run)
+        first: dict[bytes, int] = {}
+        contributions: dict[int, bytes | int] = {}
+        for rank, data in fresh.items():  # equal ones once: replicated ranks have many
+            contributions[rank] = data if first.setdefault(data, rank) == rank else first[data]
         kept = sum(len(change) for other in self._t.runs.values() for change in other.changes)
-        size = sum(map(len, fresh.values())) + sum(map(len, names))
+        size = sum(len(c) for c in contributions.values() if isinstance(c, bytes)) + sum(map(len, names))
         if len(run.changes) >= MAX_CHANGES or kept + size > MAX_CHANGES_NBYTES:
             text = f"no more changes of run {run.run_id} are published: it has {len(run.changes)}, all runs {kept} B"
             self._t.log("warning", text, count="changes_refused")
             return None
-        change = bytes(msgpack.packb({"contributions": fresh, "per_rank": names}))
-        return bytes(msgpack.packb({"effective": run.highest + EFFECTIVE_AFTER, "change": change}))
+        change = bytes(msgpack.packb({"contributions": contributions, "per_rank": names}))
+        return bytes(msgpack.packb({"effective": effective, "change": change}))
+
+    def _forget_those_of_dead_runs(self, living: Run) -> None:
+        """Drop what nobody can ask for any more, else it would shut out those who can. Their numbers stay taken."""
+        under_way = {save_id[-12:] for save_id, save in self._t.saves.items() if save.outcome is None}
+        for run in self._t.runs.values():
+            if run is not living and not run.members and run.run_id not in under_way:
+                run.changes = [b""] * len(run.changes)
 
     def _run_of(self, save: Save) -> Run | None:
         run = self._t.runs.get(SaveId.parse(save.save_id).run_id)

@@ -104,18 +104,16 @@ class Intake:
             return failed(save, entry, "disagree", contradiction)
         found = disagreement(save, entry)
         if found is not None:
-            return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]])
+            return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]], found[2])
         if save.missing:
             return None
         unequal = unequal_samples(save)
         self._changes.note(save, (fqn for fqn, _, _ in unequal))
+        self._changes.publish(save, complete=True)
         for fqn, split, groups in unequal:
-            if split:
-                return mismatch(save, entry.path, fqn, groups)
-        for fqn, _, groups in unequal:
-            text = f"tensor {fqn!r} has one writer and differs among ranks: {groups[:20]} hold equal ones"
-            self._t.log("warning", text, save_id=save.save_id, count="replicas_unequal")
-        self._changes.publish_from(save)
+            # IMPORTANT: also where one rank writes all of it. Which one that is differs from tensor to tensor, so what
+            # the writers have would be a checkpoint that no rank ever held.
+            return mismatch(save, entry.path, fqn, groups, split=split)
         return None
 
     # ---- who does not take part -------------------------------------------------------------------------------------

@@ -146,6 +146,9 @@ class Save:
     waiting_since: float | None = None
     """When the first rank was durable."""
 
+    turn_since: float = 0.0
+    """When the last of the run's earlier saves that were under way ended: hooks are asked one after another."""
+
     def has_sealed(self, rank: int) -> bool:
         """Whether `rank`'s snapshot was taken up, in a save that has not ended."""
         return rank in self.ranks and self.ranks[rank].phase in IN_FLIGHT
@@ -191,12 +194,15 @@ class Run:
     withdrawn: dict[int, Wire] = field(default_factory=dict)
     """Sequence -> why that save can never be."""
 
+    spoke: dict[int, float] = field(default_factory=dict)
+    """Rank -> when one of its hooks spoke last. A rank's hooks run one after another, in any order of the saves."""
+
     epochs: dict[str, int] = field(default_factory=dict)
     """Directory -> the epoch of this run's checkpoints in it."""
 
     changes: list[bytes] = field(default_factory=list)
-    told: set[tuple[int, bytes]] = field(default_factory=set)
-    """(Rank, digest) of the contributions that were published."""
+    effective: int = 0
+    """The sequence from which on the last change holds."""
 
     names: dict[str, bool] = field(default_factory=dict)
     """FQNs to be stored for each rank -> whether that was published."""

@@ -92,7 +92,7 @@ class SaveBook:
         entry = save.ranks[min(save.ranks)]
         facts = {**event.report, "step": entry.step, "path": entry.path}
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
-        self._commit_next()
+        self._commit_next(save)
 
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
@@ -103,6 +103,9 @@ class SaveBook:
 
     def consent(self, session: Session, m: Consent) -> None:
         """A rank's hook has spoken. Its first word counts; one for no such save, or too late, changes nothing."""
+        run = self._t.runs.get(m.save_id[-12:])
+        if run is not None and run.members.get(session.rank) == session.name:
+            run.spoke[session.rank] = self._t.now
         save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
         if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:
             return
@@ -133,9 +136,14 @@ class SaveBook:
         found: tuple[float, RankSave | None] = (float("inf"), None)
         if save.missing:
             found = (save.sealed_since + save.timeout_s, None)
+        run, turn = self._t.runs.get(save.save_id[-12:]), save.turn_since
+        spoke = run.spoke if run is not None else {}
+        if save.waiting_since is not None and has_elder(save, self._t.saves):
+            turn = save.waiting_since + save.timeout_s  # it waits no longer than that, as for its commit
         for entry in save.ranks.values():
             if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
-                silent_until = entry.durable_at + entry.request.hook_timeout_s
+                since = max(entry.durable_at, turn, spoke.get(entry.rank, 0.0))
+                silent_until = since + entry.request.hook_timeout_s
                 found = min(found, (silent_until, entry), key=lambda pair: pair[0])
         return found
 
@@ -157,7 +165,7 @@ class SaveBook:
     def end(self, save: Save, outcome: str, error: Wire) -> None:
         """End a save on all of its ranks, without a commit."""
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
-        self._changes.publish_from(save)  # before the ranks forget their requests
+        self._changes.publish(save, complete=False)
         save.outcome, save.error = outcome, error
         at_begun, at_durable = _OUTCOME_EVENTS[outcome]
         for entry in save.ranks.values():
@@ -169,7 +177,7 @@ class SaveBook:
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
         self._clean_up(save)
-        self._commit_next()
+        self._commit_next(save)
 
     def broken(self, event: Broken) -> None:
         """End the save at which our own code failed; one that is being committed ends with its commit."""
@@ -191,9 +199,11 @@ class SaveBook:
         self._t.slots[entry.slot].writes.add(key)
         self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request))
 
-    def _commit_next(self) -> None:
+    def _commit_next(self, ended: Save) -> None:
         """A save has ended: commit those that were held back for it."""
         for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
+            if save.outcome is None and save.save_id[16:] == ended.save_id[16:] and save.save_id > ended.save_id:
+                save.turn_since = self._t.now
             if save.outcome is None and not save.committing and save.waiting_since is not None:
                 self._commit_when_complete(save)
 

@@ -57,12 +57,16 @@ def withdrawn(save_id: str, rank: int, reason: str, *, skipped: bool) -> Wire:
     return to_wire(SaveFailedError(text, code="withdrawn", rank=rank, detail=reason, save_id=save_id))
 
 
-def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int]) -> Wire:
+SAME_CALLS = "all ranks must call save() as often and in the same order, with the same path and step"
+SAME_WORLD = "the ranks of one run must be of one world"
+SAME_PLANS = "a change of the state reached them at different saves; the next ones agree again"
+
+
+def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int], advice: str = SAME_CALLS) -> Wire:
     """The ranks of one save differ."""
     return to_wire(
         RanksDisagreeError(
-            f"save {save_id}: {detail}; nothing was published; all ranks must call save() as often and in the same "
-            "order, with the same path and step",
+            f"save {save_id}: {detail}; nothing was published; {advice}",
             detail=detail,
             save_id=save_id,
             path=path,
@@ -73,17 +77,19 @@ def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int]) -> Wire
 
 def other_world(save_id: str, known: int, rank: int, world_size: int) -> Wire:
     """A rank of another world uses the ids of this one."""
-    return disagree(save_id, "", f"rank {rank} of {world_size} saves under an id that {known} ranks use", [rank])
+    detail = f"rank {rank} of {world_size} saves under an id that {known} ranks use"
+    return disagree(save_id, "", detail, [rank], SAME_WORLD)
 
 
-def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]]) -> Wire:
-    """Replicas that ranks write in parts differ. `groups`: the ranks that hold equal ones."""
+def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split: bool) -> Wire:
+    """Replicas differ. `groups`: the ranks that hold equal ones; `split`: several ranks write parts of it."""
     shown = " and ".join(str(g[:SHOWN]) for g in groups[:SHOWN])
+    written = "several ranks write in parts" if split else "one rank writes for all"
     return to_wire(
         ReplicaMismatchError(
-            f"save {save.save_id} to {path}: tensor {fqn!r} is written by its ranks in parts, as replicas of one "
-            f"another, but differs between ranks {shown}; nothing was published; from one of the next saves on it is "
-            "stored for each rank",
+            f"save {save.save_id} to {path}: tensor {fqn!r}, which {written}, was taken for a replica "
+            f"but differs between ranks {shown}; nothing was published; from one of the next "
+            "saves on it is stored for each rank",
             fqn=fqn,
             ranks=sorted(r for g in groups for r in g),
             save_id=save.save_id,

@@ -144,7 +144,7 @@ class KeptWorker:
         with contextlib.suppress(AsyncCkptError):
             rows = status_of(self.endpoint, ASK_TIMEOUT_S).get("saves") or ()
             self._rows = [row for row in rows if row.get("phase") not in ENDED]
-        return list(dict.fromkeys(f"step {row['step']} at {row['path']} ({row['phase']})" for row in self._rows))
+        return [_described(row) for row in self._rows]
 
     def log_tells_of_trouble(self) -> bool:
         """Whether its log has warnings or errors."""
@@ -153,6 +153,11 @@ class KeptWorker:
                 return _TROUBLE.search(log.read()) is not None
         except FileNotFoundError:
             return False
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    missing = ", ".join(map(str, row.get("missing") or ()))
+    return f"step {row['step']} at {row['path']}: {row['phase']}" + (f", rank {missing} never came" if missing else "")
 
 
 def _ended(code: int) -> str:

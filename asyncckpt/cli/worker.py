@@ -45,8 +45,18 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 5 when no worker answers."""
     if args.action == "start":
         os.execv(sys.executable, [sys.executable, "-m", "asyncckpt_worker", *to_arguments(args)])
-    endpoint = args.endpoint or endpoint_from_environment() or _default()
-    report = status_of(endpoint)
+    named = args.endpoint or endpoint_from_environment()
+    endpoint = named or _default()
+    try:
+        report = status_of(endpoint)
+    except WorkerUnavailableError as error:
+        if named:
+            raise
+        raise WorkerUnavailableError(
+            f"{error}. The endpoint depends on the job (ASYNCCKPT_JOB, else torchrun's, else SLURM's) and the Python "
+            f"environment; name it by --endpoint{_others(endpoint)}",
+            endpoint=endpoint,
+        ) from error
     if args.action == "status":
         print_json({"endpoint": endpoint, **report}) if args.json else _print_status(endpoint, report)
         return EXIT_OK
@@ -61,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _default() -> str:
     return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
+
+
+def _others(endpoint: str) -> str:
+    """Say which workers' sockets lie where `endpoint` would."""
+    directory = os.path.dirname(socket_path(endpoint))
+    found = sorted(name for name in os.listdir(directory) if name.endswith(".sock")) if os.path.isdir(directory) else []
+    return f"; in {directory} are {', '.join(found[:8])}" if found else ""
 
 
 def status_of(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
@@ -127,5 +144,11 @@ def _print_status(endpoint: str, report: dict[str, Any]) -> None:
         rows = [dict(row) for row in report.get(name) or ()]
         print(f"\n{name}: {len(rows)}")
         if rows:
-            header = list(rows[0])
-            print_table([h.upper() for h in header], [[str(row.get(h, "-")) for h in header] for row in rows])
+            header = list(dict.fromkeys(name for row in rows for name in row))
+            print_table([h.upper() for h in header], [[_plain(row.get(h, "-")) for h in header] for row in rows])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}:{one}" for name, one in value.items())
+    return (" ".join(map(str, value)) or "-") if isinstance(value, (list, tuple)) else str(value)

@@ -24,7 +24,7 @@
     +-- CommitTimeoutError           (TimeoutError)       not committed in time: missing_ranks
     +-- PlanTimeoutError             (TimeoutError)       ranks did not come to the first exchange: missing_ranks
     +-- RanksDisagreeError           (RuntimeError)       the ranks of one save differ in path, step, world or plan
-    +-- ReplicaMismatchError         (ValueError)         replicas that ranks write together differ: fqn, ranks
+    +-- ReplicaMismatchError         (ValueError)         what was taken for a replica differs: fqn, ranks
     +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
@@ -41,6 +41,8 @@
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
     +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
+    +-- PickledLeafError             (ValueError)         a pickle that may not be unpickled, or does not unpickle
+    +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
     +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
@@ -156,7 +158,7 @@ class RanksDisagreeError(
 class ReplicaMismatchError(
     AsyncCkptError, ValueError, code="replica_mismatch", fields=("fqn", "ranks", "save_id", "path")
 ):
-    """A tensor that several ranks write in parts, as replicas of one another, differs among them."""
+    """A tensor that was taken for a replica differs between the ranks that hold it; nothing was published."""
 
 
 class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
@@ -221,6 +223,14 @@ class LeafTypeMismatchError(
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
     """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
+
+
+class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=("path", "fqn", "type_name", "detail")):
+    """A leaf was stored as a pickle, and unpickling was not allowed, or failed (`detail` says how)."""
+
+
+class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("path", "fqn", "type_name", "detail")):
+    """`load_state_dict()` of an object in the target raised; the cause is chained. The rest of the target is filled."""
 
 
 class PerRankUnavailableError(

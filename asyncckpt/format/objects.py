@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
+from asyncckpt.format import numpy_scalars
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.versions import check_version, list_of
 
@@ -112,14 +113,18 @@ def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
         return kind.__name__, base64.b64encode(value).decode()
     if kind is complex:
         return "complex", struct.pack(">dd", value.real, value.imag).hex()
-    if kind in (datetime.datetime, datetime.date, datetime.time) and getattr(value, "tzinfo", None) in (
-        None,
-        datetime.timezone.utc,
-    ):
+    if kind in (datetime.datetime, datetime.date, datetime.time) and _is_plain_zone(getattr(value, "tzinfo", None)):
         return kind.__name__, value.isoformat()
     if kind is datetime.timedelta:
         return "timedelta", [value.days, value.seconds, value.microseconds]
     return None
+
+
+def _is_plain_zone(zone: datetime.tzinfo | None) -> bool:
+    """Whether an offset from UTC is all that there is to a zone: no name, no rules."""
+    if zone is None:
+        return True
+    return type(zone) is datetime.timezone and repr(zone) == repr(datetime.timezone(zone.utcoffset(None)))
 
 
 def _slice(members: list[Any]) -> slice:
@@ -146,7 +151,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 TAGS = tuple(sorted(_MAKERS))
-LIBRARY_TAGS = ("torch.Size", "torch.device", "torch.dtype")
+LIBRARY_TAGS = ("numpy.scalar", "pickle", "torch.Size", "torch.device", "torch.dtype")
 _SEQUENCE_TAGS = ("tuple", "set", "frozenset", "slice")
 
 
@@ -173,7 +178,7 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
         raise ValueError("an object without tag and payload")
     tag, payload = raw["$"], raw["v"]
     if tag in LIBRARY_TAGS:
-        return make(tag, payload) if make else Opaque(tag, payload)
+        return make(tag, payload) if make else _without_library(tag, payload)
     if tag not in _MAKERS:
         raise ValueError(f"unknown type tag {tag!r}")
     if tag in _SEQUENCE_TAGS:
@@ -183,6 +188,26 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
             (_decode(k, make, depth + 1), _decode(v, make, depth + 1)) for k, v in map(list_of, list_of(payload))
         ]
     return _MAKERS[tag](payload)
+
+
+def _without_library(tag: str, payload: Any) -> Any:
+    if tag == "numpy.scalar":
+        return numpy_scalars.python_value(*numpy_scalars.checked(payload))
+    if tag == "pickle":
+        return Opaque(tag, pickled(payload)[0])
+    return Opaque(tag, payload)
+
+
+def pickled(payload: Any) -> tuple[str, bytes]:
+    """Return (name of the type, bytes) of a pickled leaf's payload. Nothing here looks into the bytes.
+
+    Raises:
+        ValueError: Malformed.
+    """
+    kind, data = list_of(payload)
+    if not isinstance(kind, str) or not isinstance(data, str):
+        raise ValueError("a pickled leaf is [type, base64]")
+    return kind, base64.b64decode(data, validate=True)
 
 
 def encode_objects(save_id: SaveId, values: Sequence[Any]) -> bytes:

@@ -7,6 +7,7 @@ A node is a plain nested tuple, so that it compares, hashes and packs as msgpack
     ("l", (node, ...))  ("t", (node, ...))       list, tuple
     ("r", node)                                  the node belongs to its rank (`PerRank`); never inside another "r"
     ("T", n)                                     tensor number n
+    ("N", n)                                     numpy array, stored as tensor number n
     ("B", n)                                     bytes, stored as tensor number n of dtype uint8
     ("O", n)                                     object number n
 
@@ -94,7 +95,7 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
         if per_rank:
             raise ValueError("a per-rank node inside another")
         return (kind, checked(raw[1], n_tensors, n_objects, depth, True))
-    if kind in ("T", "B", "O"):
+    if kind in ("T", "N", "B", "O"):
         return (kind, _checked_number(raw[1], n_objects if kind == "O" else n_tensors))
     raise ValueError(f"unknown tree node {kind!r}")
 

@@ -30,7 +30,8 @@ def unavailable(contents: Contents, saved: SavedTree, reader: RankInfo, fqns: Se
     else:
         why = f"belong to other ranks than {saved.own}"
     return PerRankUnavailableError(
-        f"{path}: {shown} {why}; nothing was changed. Leave them out by keys, or read any rank's with "
+        f"{path}: {shown} {why}; nothing was changed. Load the rest by naming it, as in keys=['model', 'optim'], "
+        "or read any rank's with "
         "open_checkpoint(path): .objects_of(rank), and .tensor(name + '@rank0')",
         path=path,
         keys=list(fqns),

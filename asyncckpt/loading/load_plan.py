@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError
+from asyncckpt.format.tree import leaves
 from asyncckpt.loading.matching import KeyMap, Mismatch, match
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list
@@ -86,9 +87,10 @@ def plan_load(
     mismatched = tuple(_leaf(error) for error in refused)
     taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
     needed: dict[str, SavedTensor] = {tensor.fqn: tensor for tensor, _ in matches.tensors}
-    for _, node in matches.objects:
-        if node[0] == "B":
-            needed[saved.tensors[node[1]].fqn] = saved.tensors[node[1]]
+    for place in matches.replaced:
+        for _, node in leaves(place.node):
+            if node[0] != "O":
+                needed[saved.tensors[node[1]].fqn] = saved.tensors[node[1]]
     return LoadPlan(
         missing=tuple(matches.missing),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),

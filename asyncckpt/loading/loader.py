@@ -21,6 +21,7 @@ def load(
     verify: bool = True,
     threads: int | None = None,
     key_map: KeyMap | None = None,
+    allow_pickle: bool = False,
 ) -> Any:
     """Load a committed checkpoint: into `state_dict`, or into a new one.
 
@@ -35,14 +36,21 @@ def load(
     Args:
         path: The checkpoint's directory.
         state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes; its objects are
-            replaced; only its keys are read. Without it, nesting, key types, aliases and objects come back as saved.
+            replaced; only its keys are read. numpy arrays are filled in place where they are writable and dtype and
+            shape are the saved ones, else replaced. Objects with a `load_state_dict()` are given the state that was
+            saved under their name, whole; a module's tensors are filled in place before that, in the bare module, and
+            what it has and the checkpoint lacks counts as missing. Without a target, nesting, key types, aliases and
+            objects come back as saved, states of modules and optimizers as dicts.
         keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
         verify: False reads only the bytes that are needed and checks no checksum of them.
         threads: Reading threads; None takes 4.
-        key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable.
+        key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
+            takes its state whole, its own FQN is looked up.
+        allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the
+            checkpoint says; whoever could write there gets your process.
 
     Returns:
         `state_dict`, or the new one.
@@ -61,7 +69,9 @@ def load(
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
         UnsupportedPathError: A URL, or no path at all.
-        ConfigError: An argument that makes no sense.
+        PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
+        StateLoadError: An object of the target did not take its state; everything else has been filled.
+        ConfigError: An argument that makes no sense; `keys` that name a part of an object that takes its state whole.
         OSError: The files cannot be read.
 
     Blocks: for the reads.
@@ -75,5 +85,6 @@ def load(
         verify=verify,
         threads=threads,
         key_map=key_map,
+        allow_pickle=allow_pickle,
     )
     return loaded

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
-from asyncckpt.loading.selection import Selection, prefixes
-from asyncckpt.per_rank import PerRank
+from asyncckpt.loading.selection import HOLE, Selection, prefixes
+from asyncckpt.loading.targets import Targets, Whole, is_loadable, standing_tensors
+from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
@@ -28,21 +29,40 @@ def _raised(error: Mismatch) -> None:
     raise error
 
 
+class Replaced(NamedTuple):
+    """What gets a new value: its path in the target, its FQN there, and the saved part.
+
+    Attributes:
+        holder: The object that is given the value by `load_state_dict`; None: the value takes the place.
+    """
+
+    path: Path
+    fqn: str
+    node: Node
+    holder: Any = None
+
+
 @dataclass(slots=True)
 class Matches:
     """What a load into a state dict will do.
 
     Attributes:
+        targets: The target.
         tensors: What is read into which tensor; a tensor with several names is there once.
-        objects: Paths in the target and the saved leaf that goes there.
+        filled: Paths of the target's tensors and arrays that are filled in place.
+        replaced: What is made new: object leaves, arrays of another shape, states of objects.
+        standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
         found: Everything that is read, by its saved FQN.
     """
 
+    targets: Targets
     tensors: list[tuple[SavedTensor, torch.Tensor]] = field(default_factory=list)
-    objects: list[tuple[Path, Node]] = field(default_factory=list)
+    filled: set[Path] = field(default_factory=set)
+    replaced: list[Replaced] = field(default_factory=list)
+    standing: dict[int, torch.Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
@@ -56,6 +76,8 @@ def match(
     key_map: KeyMap | None,
     path: str,
     refuse: Callable[[Mismatch], None] = _raised,
+    *,
+    allow_pickle: bool = False,
 ) -> Matches:
     """Match every selected leaf of `state_dict` with a saved one.
 
@@ -66,20 +88,26 @@ def match(
         key_map: From the target's FQNs to the saved ones; names that a mapping lacks stay.
         path: The checkpoint's, for messages.
         refuse: Called for every leaf that cannot be filled; raises, or takes note so that the next one is looked at.
+        allow_pickle: Tensors that cannot be stored as such are objects.
 
     Raises:
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
         ShapeMismatchError: A tensor was saved with another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
-        ConfigError: A target tensor whose elements share memory, so that it cannot be filled.
+        ConfigError: A target tensor whose elements share memory, so that it cannot be filled; `selection`
+            names a part of an object that takes its state as a whole.
     """
-    flat = flatten(state_dict)
+    targets = Targets(state_dict)
+    flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
     rename = _renamer(key_map)
-    matches = Matches()
+    matches = Matches(targets)
     filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
     for leaf_path, node in leaves(flat.tree):
         fqn = fqn_of(leaf_path)
+        if node[0] == "O" and is_loadable(flat.objects[node[1]]):
+            _match_state(matches, Replaced(leaf_path, fqn, node, flat.objects[node[1]]), saved, selection, rename(fqn))
+            continue
         if fqn not in selection:
             continue
         saved_fqn = rename(fqn)
@@ -92,15 +120,21 @@ def match(
                 (matches.unavailable if saved.is_away(saved_fqn) else matches.missing).append(fqn)
             continue
         matches.found[saved_fqn] = found
-        if kind_of(node) != kind_of(found):
+        if _is_object(node, found):
+            matches.replaced.append(Replaced(leaf_path, fqn, found))
+        elif "O" in (node[0], found[0]) or "B" in (node[0], found[0]):
             refuse(_leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
-        elif node[0] != "T":
-            matches.objects.append((leaf_path, found))
         else:
+            target, tensor = targets.value_at(leaf_path), saved.tensors[found[1]]
+            if node[0] == "N":
+                target = view_of(target)
+                if target is None or not _fits(target, tensor):
+                    matches.replaced.append(Replaced(leaf_path, fqn, ("N", found[1])))
+                    continue
             first, number = filled.setdefault(node[1], (fqn, found[1]))
+            matches.filled.add(leaf_path)
             if first != fqn and number == found[1]:
                 continue
-            target, tensor = _value_at(state_dict, leaf_path), saved.tensors[found[1]]
             if tuple(target.shape) != tensor.global_shape:
                 refuse(_shape_mismatch(fqn, tensor, target, path))
                 continue
@@ -116,6 +150,40 @@ def match(
     return matches
 
 
+def _is_object(node: Node, found: Node) -> bool:
+    """Whether the leaf is replaced: on no side is a tensor; two arrays are looked at more closely."""
+    return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
+
+
+def _fits(target: torch.Tensor, tensor: SavedTensor) -> bool:
+    return (target.dtype, tuple(target.shape)) == (getattr(torch, tensor.dtype, None), tensor.global_shape)
+
+
+def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection: Selection, saved_fqn: str) -> None:
+    """Match an object that takes its state as a whole, or an entry of a module's state that does."""
+    fqn = place.fqn
+    if fqn not in selection:
+        if selection.reaches_into(fqn):
+            raise ConfigError(f"keys names a part of {fqn!r}, whose state is loaded as a whole", field="keys")
+        return
+    below = [leaf for leaf in saved.away if leaf == saved_fqn or leaf.startswith(saved_fqn + ".")]
+    found = saved.node_at(saved_fqn)
+    if found is None:
+        (matches.unavailable if below else matches.missing).append(fqn)
+        return
+    if saved.own is None:  # at equal world size, what only other ranks have is left out, as in a new dict
+        matches.unavailable += below
+    at, node = found
+    matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
+    holder = None if isinstance(place.holder, Whole) else place.holder
+    matches.replaced.append(Replaced(place.path, fqn, saved.without_holes(node), holder))
+    standing = standing_tensors(holder)
+    for leaf, inner in leaves(node) if standing else ():
+        target = standing.get(leaf)
+        if inner[0] == "T" and target is not None and _fits(target, saved.tensors[inner[1]]):
+            matches.standing.setdefault(inner[1], target)
+
+
 def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
     if key_map is None:
         return lambda fqn: fqn
@@ -123,19 +191,6 @@ def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
         table = key_map
         return lambda fqn: table.get(fqn, fqn)
     return key_map
-
-
-def _value_at(state_dict: Mapping[Any, Any], path: Path) -> Any:
-    value: Any = state_dict
-    for key in path:
-        value = _unmarked(value)[key]
-    return _unmarked(value)
-
-
-def _unmarked(value: Any) -> Any:
-    while isinstance(value, PerRank):
-        value = value.value
-    return value
 
 
 def _shape_mismatch(fqn: str, saved: SavedTensor, target: torch.Tensor, path: str) -> ShapeMismatchError:
@@ -209,24 +264,3 @@ def _unwrapped(fqn: str) -> str:
     for prefix in _WRAPPER_PREFIXES:
         fqn = ("." + fqn).replace("." + prefix, ".")[1:]
     return fqn
-
-
-def replace_at(value: Any, path: Path, new: Any) -> Any:
-    """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
-
-    Returns:
-        `value`, or the tuple that stands for it now. A `PerRank` stays one, and gets another value.
-    """
-    if isinstance(value, PerRank):
-        value.value = replace_at(value.value, path, new)
-        return value
-    if not path:
-        return new
-    key, old = path[0], value[path[0]]
-    child = replace_at(old, path[1:], new)
-    if isinstance(value, tuple):
-        members = [child if n == key else member for n, member in enumerate(value)]
-        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    if child is not old:
-        value[key] = child
-    return value

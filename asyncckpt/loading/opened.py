@@ -20,6 +20,7 @@ from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.paths import absolute_path
+from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import Contents, SavedTensor, read_contents
@@ -50,14 +51,14 @@ class OpenCheckpoint:
         metadata: The JSON that was given to `save`.
     """
 
-    def __init__(self, contents: Contents, reader: RankInfo, files: Files) -> None:
+    def __init__(self, contents: Contents, reader: RankInfo, files: Files, *, allow_pickle: bool = False) -> None:
         manifest = contents.manifest
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
         self.save_id = str(manifest.save_id)
         self.metadata: dict[str, Any] = dict(manifest.metadata)
         self._contents, self._reader, self._files = contents, reader, files
         self._saved = SavedTree(contents, reader)
-        self._objects = SavedObjects(contents, files)
+        self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
 
     def keys(self) -> list[str]:
         """Return the FQNs of all leaves, tensors and objects, in the order of the state dict.
@@ -81,7 +82,7 @@ class OpenCheckpoint:
         return {saved.fqn: _info(saved) for saved in self._saved.tensors}
 
     def tensor(self, fqn: str, slices: Any = None, *, verify: bool = True, threads: int | None = None) -> torch.Tensor:
-        """Read a tensor, or a part of it.
+        """Read a tensor or a numpy array, or a part of it.
 
         Args:
             fqn: Its FQN, or its stored name, such as `x@rank3`.
@@ -111,7 +112,7 @@ class OpenCheckpoint:
         """The leaves that are not tensors, by FQN, as this reader sees them; each is read when it is asked for.
 
         Looking one up raises `CorruptCheckpointError` where the file is damaged, `PerRankUnavailableError` for one that
-        belongs to other ranks.
+        belongs to other ranks, `PickledLeafError` for one that was pickled.
         """
         found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
         away = frozenset(self._saved.away)
@@ -131,14 +132,14 @@ class OpenCheckpoint:
         def value(node: Node) -> Any:
             if node[0] == "O":
                 return self._objects.value(rank, node[1])
-            return self._bytes(self._contents.tensors[structure.tensors[node[1]].fqn])
+            return self._hoisted(node[0], self._contents.tensors[structure.tensors[node[1]].fqn])
 
         return _Objects(found, value, lambda fqn: None)
 
     def _found(self, fqn: str) -> SavedTensor:
         node = self._saved.leaves.get(fqn)
         if node is not None:
-            if node[0] != "T":
+            if node[0] not in ("T", "N"):
                 raise LeafTypeMismatchError(
                     f"{self.path}: {fqn!r} was saved as an object; read it by .objects[{fqn!r}]",
                     path=self.path,
@@ -159,11 +160,11 @@ class OpenCheckpoint:
     def _object(self, node: Node) -> Any:
         if node[0] == "O":
             return self._objects.value(*self._saved.object_at(node[1]))
-        return self._bytes(self._saved.tensors[node[1]])
+        return self._hoisted(node[0], self._saved.tensors[node[1]])
 
-    def _bytes(self, saved: SavedTensor) -> bytes:
+    def _hoisted(self, kind: str, saved: SavedTensor) -> Any:
         found = read_tensor(self._contents, saved, None, self._files, threads=DEFAULT_THREADS, verify=True)
-        return bytes_of(found)
+        return bytes_of(found) if kind == "B" else array_of(found)
 
     def close(self) -> None:
         """Do nothing: no file is open between reads."""
@@ -218,12 +219,15 @@ def _info(saved: SavedTensor) -> TensorInfo:
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, rank_info: RankInfo | None = None) -> OpenCheckpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, rank_info: RankInfo | None = None, allow_pickle: bool = False
+) -> OpenCheckpoint:
     """Open a committed checkpoint for reading single tensors and objects of it.
 
     Args:
         path: The checkpoint's directory.
         rank_info: Whose values to give where ranks have their own; None: this process's.
+        allow_pickle: Unpickles objects that were pickled, when they are looked up. DANGER: as for `load`.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
@@ -238,4 +242,4 @@ def open_checkpoint(path: str | os.PathLike[str], *, rank_info: RankInfo | None 
     """
     files = Files()
     reader = find_rank_info(rank_info)
-    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files)
+    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files, allow_pickle=allow_pickle)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,18 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError
-from asyncckpt.format.tree import Node, leaves
+from asyncckpt.format.tree import Node
 from asyncckpt.loading.differences import report_differences, unavailable
-from asyncckpt.loading.fetching import bytes_of, fill_tensors, tensor_for, thread_count
-from asyncckpt.loading.map_location import MapLocation, device_of, relocated
-from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint, replace_at
+from asyncckpt.loading.fetching import fill_tensors, thread_count
+from asyncckpt.loading.fresh import Fresh
+from asyncckpt.loading.map_location import MapLocation
+from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
+from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.state_dict import unflatten
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
 from asyncckpt.storage.files import Files
@@ -42,6 +43,7 @@ class _Options:
     verify: bool
     threads: int
     key_map: KeyMap | None
+    allow_pickle: bool
 
 
 class DefaultReader(CheckpointReader):
@@ -50,11 +52,14 @@ class DefaultReader(CheckpointReader):
     Args:
         files: The storage seam.
         rank_info: Which rank reads; None finds out at each read, as a checkpointer does.
+        allow_pickle: The default of `read`'s argument.
     """
 
-    def __init__(self, files: Files | None = None, rank_info: RankInfo | None = None) -> None:
+    def __init__(
+        self, files: Files | None = None, rank_info: RankInfo | None = None, *, allow_pickle: bool = False
+    ) -> None:
         self._files = files or Files()
-        self._rank_info = rank_info
+        self._rank_info, self._allow_pickle = rank_info, allow_pickle
 
     def read(
         self,
@@ -67,6 +72,7 @@ class DefaultReader(CheckpointReader):
         verify: bool = True,
         threads: int | None = None,
         key_map: KeyMap | None = None,
+        allow_pickle: bool | None = None,
         **kw: Any,
     ) -> tuple[Any, list[str]]:
         """Read the checkpoint at `path`; arguments and errors as `asyncckpt.load` has them.
@@ -83,7 +89,10 @@ class DefaultReader(CheckpointReader):
             verify=verify,
             threads=thread_count(threads),
             key_map=key_map,
+            allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
         )
+        if type(options.allow_pickle) is not bool:  # what lets code in is not guessed
+            raise ConfigError(f"allow_pickle={allow_pickle!r}: expected True or False", field="allow_pickle")
         if key_map is not None and state_dict is None:
             raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
         reader = find_rank_info(self._rank_info)
@@ -113,22 +122,29 @@ class _Load:
         self._contents, self._options, self._files, self._reader = contents, options, files, reader
         self._path = contents.path
         self._saved = SavedTree(contents, reader)
-        self._objects = SavedObjects(contents, files)
+        self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
         check_lengths(contents, files)
 
     def into(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
         """Fill `state_dict`. Everything is checked before a tensor changes; objects are replaced last."""
-        matches = match(state_dict, self._saved, Selection(self._options.keys), self._options.key_map, self._path)
+        options = self._options
+        selection = Selection(options.keys)
+        matches = match(
+            state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
+        )
         self._refuse_unavailable(matches.unavailable)
         self._report_missing(matches.missing)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
-        hoisted = {node[1]: None for _, node in matches.objects if node[0] == "B"}
-        buffers = {n: self._new_tensor(n, torch.device("cpu")) for n in hoisted}
-        objects = [(path, node, self._object(node[1]) if node[0] == "O" else None) for path, node in matches.objects]
-        self._read([*matches.tensors, *((self._saved.tensors[n], buffer) for n, buffer in buffers.items())])
-        for path, node, value in objects:
-            replace_at(state_dict, path, bytes_of(buffers[node[1]]) if node[0] == "B" else value)
+        fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
+        self._read([*matches.tensors, *fresh.pairs])
+        holders = [place for place in matches.replaced if place.holder is not None]
+        for place in matches.replaced:
+            if place.holder is None:
+                matches.targets.replace_at(place.path, fresh.build(place.node))
+        matches.targets.hand_over(matches.filled | {place.path for place in matches.replaced}, self._path)
+        for place in holders:
+            load_state(place.holder, fresh.build(place.node), place.fqn, self._path)
         return state_dict, matches.missing
 
     def new(self) -> tuple[Any, list[str]]:
@@ -141,24 +157,13 @@ class _Load:
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
         self._report_missing(missing)
         tree = self._saved.without_holes(tree)
-        found = {node for _, node in leaves(tree)} | {("O", number) for number in _metadata_numbers(tree)}
-        self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in found)
-        objects = _Sparse({node[1]: self._object(node[1]) for node in found if node[0] == "O"})
-        device = device_of(self._options.map_location)
-        numbers = sorted({node[1] for node in found if node[0] == "T"})
-        hoisted = {node[1] for node in found if node[0] == "B"} - set(numbers)
-        tensors = {n: self._new_tensor(n, device) for n in numbers}
-        tensors |= {n: self._new_tensor(n, torch.device("cpu")) for n in sorted(hoisted)}
-        self._read([(self._saved.tensors[n], tensor) for n, tensor in tensors.items()])
-        if callable(self._options.map_location):
-            tensors |= {n: relocated(tensors[n], self._options.map_location) for n in numbers}
-        return unflatten(tree, _Sparse(tensors), objects), missing
+        fresh = self._fresh([tree], {})
+        self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
+        self._read(fresh.pairs)
+        return fresh.build(tree), missing
 
-    def _new_tensor(self, number: int, device: torch.device) -> torch.Tensor:
-        return tensor_for(self._saved.tensors[number], self._path, device=device)
-
-    def _object(self, number: int) -> Any:
-        return self._objects.value(*self._saved.object_at(number))
+    def _fresh(self, nodes: list[Node], standing: Mapping[int, torch.Tensor]) -> Fresh:
+        return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
 
     def _read(self, pairs: list[tuple[SavedTensor, torch.Tensor]]) -> None:
         options = self._options
@@ -194,26 +199,3 @@ class _Load:
             _logger.warning(
                 "%s: %d tensors are converted to the dtype of their target, %s first", self._path, len(names), names[0]
             )
-
-
-class _Sparse(Sequence[Any]):
-    """Values by number, for those that are there."""
-
-    def __init__(self, values: dict[int, Any]) -> None:
-        self._values = values
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._values[number]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-def _metadata_numbers(node: Node) -> list[int]:
-    """Object numbers of the `_metadata` of all OrderedDicts: they are no leaves."""
-    kind = node[0]
-    if kind not in ("d", "o", "l", "t"):
-        return []
-    children = node[1][1::2] if kind in ("d", "o") else node[1]
-    own = [node[2]] if kind == "o" and node[2] is not None else []
-    return own + [number for child in children for number in _metadata_numbers(child)]

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncckpt.planning.torch_types import decode_object
+from asyncckpt.errors import AsyncCkptError, PickledLeafError
+from asyncckpt.planning.leaves import decode_leaf
+from asyncckpt.planning.pickles import unpickle
+from asyncckpt.planning.state_dict import object_fqn
 from asyncckpt.storage.contents import Contents, corrupt, read_objects
 from asyncckpt.storage.files import Files
 
 
 class SavedObjects:
-    """See the module. Keeps what it read."""
+    """See the module. Keeps what it read.
 
-    def __init__(self, contents: Contents, files: Files) -> None:
-        self._contents, self._files = contents, files
+    Args:
+        contents: The checkpoint.
+        files: The storage seam.
+        allow_pickle: Whether leaves that were pickled are unpickled, which runs whatever they say; else refused.
+    """
+
+    def __init__(self, contents: Contents, files: Files, *, allow_pickle: bool = False) -> None:
+        self._contents, self._files, self._allow_pickle = contents, files, allow_pickle
         self._read: dict[int, list[Any]] = {}
 
     def raw(self, rank: int) -> list[Any]:
@@ -33,11 +42,37 @@ class SavedObjects:
 
         Raises:
             CorruptCheckpointError: As `raw`; or it does not decode.
+            PickledLeafError: It was pickled, and may not be unpickled, or cannot.
             UnsupportedFormatError, OSError: As `raw`.
         """
         raw = self.raw(rank)[number]
+
+        def from_pickle(kind: str, data: bytes) -> Any:
+            if not self._allow_pickle:
+                raise self._refusal(rank, number, kind)
+            try:
+                return unpickle(data)
+            except Exception as error:
+                raise self._refusal(rank, number, kind, f"{type(error).__name__}: {error}") from error
+
         try:
-            return decode_object(raw)
+            return decode_leaf(raw, from_pickle)
+        except AsyncCkptError:
+            raise
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             name = self._contents.ranks[rank].index.objects.name
             raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
+
+    def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
+        path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)
+        if failure is None:
+            why = "and unpickling runs code. Pass allow_pickle=True if you trust who wrote it, or leave it out by keys"
+        else:
+            why = f"and unpickling it failed: {failure}"
+        return PickledLeafError(
+            f"{path}: {fqn!r} was stored as a pickle of {kind}, {why}; nothing was changed",
+            path=path,
+            fqn=fqn,
+            type_name=kind,
+            detail=failure,
+        )

@@ -8,6 +8,7 @@ seen by the same rank number of a world of the same size only; for everybody els
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +78,17 @@ class SavedTree:
         """FQNs of all containers that hold a leaf."""
         return {prefix for fqn in self.leaves for prefix in prefixes(fqn)}
 
+    def node_at(self, fqn: str) -> tuple[Path, Node] | None:
+        """Return (typed path, node) of a leaf or container, an empty one too."""
+        return self._nodes.get(fqn)
+
+    @cached_property
+    def _nodes(self) -> dict[str, tuple[Path, Node]]:
+        found: dict[str, tuple[Path, Node]] = {}
+        for path, node in _all_nodes(self.tree, ()):
+            found.setdefault(fqn_of(path), (path, node))
+        return found
+
     @cached_property
     def away(self) -> tuple[str, ...]:
         """FQNs of leaves that belong to other ranks than the reader."""
@@ -98,6 +110,15 @@ class SavedTree:
 def kind_of(node: Node) -> str:
     """Name a leaf's kind for messages."""
     return "tensor" if node[0] == "T" else "object"
+
+
+def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    if node is not HOLE:
+        yield path, node
+    if node[0] in _INNER:
+        keyed = zip(node[1][::2], node[1][1::2], strict=True) if node[0] in ("d", "o") else enumerate(node[1])
+        for key, child in keyed:
+            yield from _all_nodes(child, (*path, key))
 
 
 def _has_per_rank(node: Node) -> bool:
@@ -129,7 +150,7 @@ class _View:
     def of(self, node: Node, path: Path) -> Node | None:
         """Return `node` renumbered; None when there is nothing in it but what belongs to another rank."""
         kind = node[0]
-        if kind in ("T", "B"):
+        if kind in ("T", "N", "B"):
             return (kind, self._tensors[node[1]])
         if kind == "O":
             return (kind, node[1] + self._first_object)

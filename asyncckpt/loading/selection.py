@@ -50,6 +50,10 @@ class Selection:
         self._used |= hits
         return bool(hits)
 
+    def reaches_into(self, fqn: str) -> bool:
+        """Whether a key names something below `fqn`."""
+        return self._keys is not None and any(key.startswith(fqn + ".") for key in self._keys)
+
     @property
     def everything(self) -> bool:
         """Whether nothing was left out."""

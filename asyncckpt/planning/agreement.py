@@ -5,10 +5,13 @@ An agreement grows by changes, which every rank applies in the same order. What 
     new, one rank holds it              `SOLE`
     new, several hold it, all alike     `SHARED`: spread over them (`assignment`)
     new, several hold it, not alike     `PER_RANK` on all of them
+    known as sole, with another holder  unsettled, once: as if the name were new, for all its holders, from then on
     known, with other holders           what was agreed stays; the new holders are `PER_RANK`
     known as shared, now another shape  as if the name were new, for that shape; never `SOLE`
 
 *Alike*: equal dtype, shape and digest, given in this very change. `SOLE` and `PER_RANK` hold for any dtype and shape.
+Ranks do not always report a new name in the same save, so that the first to do so looks like its only holder. That is
+mended once for each name, since an unsettled one is hashed whole when it is reported again.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksum import block_digest
 from asyncckpt.planning.assignment import replica_of, spread
-from asyncckpt.planning.contributions import Change, TensorKey
+from asyncckpt.planning.contributions import Change, TensorKey, is_weak
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn, turns_of
 
 MAX_SHAPES = 8
@@ -85,6 +88,7 @@ class Agreement:
         self._sole: dict[str, int] = {}
         self._per_rank: dict[str, frozenset[int]] = {}
         self._everywhere: frozenset[str] = frozenset()
+        self._was_unsettled: frozenset[str] = frozenset()
 
     @classmethod
     def start(cls, world_size: int) -> Agreement:
@@ -122,10 +126,17 @@ class Agreement:
         after._shared, after._n_shapes = dict(self._shared), dict(self._n_shapes)
         after._sole, after._per_rank = dict(self._sole), dict(self._per_rank)
         after._everywhere = self._everywhere.union(change.per_rank)
+        after._was_unsettled = self._was_unsettled
         if self.world_size > 1:
             news = after._news(change)
             sharers: dict[tuple[int, ...], list[TensorKey]] = {}
             sets = _RankSets()
+            doubtful = {fqn for fqn, held in news.items() if fqn in self._sole or _is_weak_claim(held)}
+            unsettled = doubtful - self._was_unsettled
+            after._was_unsettled |= unsettled
+            for fqn in unsettled:
+                after._sole.pop(fqn, None)
+                del news[fqn]
             for fqn in sorted(news):
                 holders = after._settle(fqn, news[fqn], sets)
                 if holders:
@@ -219,6 +230,10 @@ class Agreement:
     def _turns(self) -> dict[TensorKey, Turn]:
         shared = {key: s.holders for key, s in self._shared.items() if key[0] not in self._everywhere}
         return turns_of(shared, SAMPLE_LIMIT)
+
+
+def _is_weak_claim(held: list[_Held]) -> bool:
+    return any(h.digest is not None and is_weak(h.digest) for h in held) and sum(len(h.ranks) for h in held) > 1
 
 
 class _RankSets:

@@ -21,6 +21,25 @@ _Memo = dict[bytes, Any]
 _JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
 
 
+_WEAK = b"\xff\xff\xff\xff"
+
+
+def as_claim(digest: bytes, *, weak: bool) -> bytes:
+    """Return `digest` as 8 bytes that say, by their first four, whether the claim is a weak one."""
+    if weak:
+        return _WEAK + digest[len(_WEAK) :]
+    return b"\xfe" + digest[1:] if digest.startswith(_WEAK) else digest
+
+
+def is_weak(digest: bytes) -> bool:
+    """Whether equality proves little: the tensor holds what it was initialised with, all zeros or all ones.
+
+    BatchNorm statistics at step 0, zero biases of hand-written tensor parallelism and LoRA's B are equal on all ranks
+    then, and are no replicas. They are looked at once more, in a later save.
+    """
+    return digest.startswith(_WEAK)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contribution:
     """One structure of one rank.
@@ -62,9 +81,16 @@ class Change:
     per_rank: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """Return it as msgpack: {"contributions": {rank: bytes}, "per_rank": [FQN]}; the same bytes on all ranks."""
+        """Return it as msgpack: {"contributions": {rank: bytes, or a rank}, "per_rank": [FQN]}.
+
+        The same bytes on all ranks. Equal contributions are written once: instead of them stands who has the same.
+        """
         memo: dict[int, bytes] = {}
-        contributions = {rank: _encode(self.contributions[rank], memo) for rank in sorted(self.contributions)}
+        first: dict[bytes, int] = {}
+        contributions: dict[int, bytes | int] = {}
+        for rank in sorted(self.contributions):
+            data = _encode(self.contributions[rank], memo)
+            contributions[rank] = data if first.setdefault(data, rank) == rank else first[data]
         return bytes(msgpack.packb({"contributions": contributions, "per_rank": self.per_rank}))
 
     @classmethod
@@ -89,8 +115,11 @@ class Change:
         return cls(contributions=contributions, per_rank=per_rank)
 
 
-def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
+def decode_contributions(raw: Mapping[int, bytes | int]) -> dict[int, Contribution]:
     """Read the encoded contributions of many ranks; equal parts are read, and kept, once.
+
+    Args:
+        raw: By rank; instead of bytes, the number of a rank that has the same.
 
     Raises:
         ProtocolError: One of them is none.
@@ -99,7 +128,8 @@ def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
     found = {}
     rank: Any = None
     try:
-        for rank, data in raw.items():
+        for rank, given in raw.items():
+            data = raw[given] if type(given) is int else given
             if type(rank) is not int or not 0 <= rank < MAX_RANKS or type(data) is not bytes:
                 raise ValueError("not a rank and its bytes")
             found[rank] = _decode(data, *memos)

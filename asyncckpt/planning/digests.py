@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import xxhash
 
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.planning.assignment import row_dimension
-from asyncckpt.planning.contributions import Contribution
+from asyncckpt.planning.contributions import Contribution, as_claim
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
@@ -95,12 +96,13 @@ def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
     names: list[str] = []
     split, digests = bytearray(), []
     elsewhere: list[tuple[int, torch.Tensor]] = []
-    for shared in plan.shared:
+    due = [shared for turn, shared in plan.shared.items() if sequence % turn.period == turn.position]
+    for shared in itertools.chain.from_iterable(due):
         window = window_of(shared.turn, shared.n_elements, shared.itemsize, sequence)
         if window is None:
             continue
         tensor = flat.tensors[shared.number]
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
+        if tensor.is_cpu and tensor.is_contiguous():
             address = tensor.data_ptr() + window.start * shared.itemsize
             digests.append(block_digest(_memory(address, window.n * shared.itemsize)))
         else:
@@ -113,13 +115,48 @@ def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
     return Samples(names, bytes(split), b"".join(digests))
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integer = _INTEGERS.get(tensor.element_size())
+    return tensor.detach() if integer is None else tensor.detach().view(integer)
+
+
+_INITIALISED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+_INITIALISED += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+_ONES = {dtype: int(_bits(torch.ones((), dtype=dtype))) for dtype in _INITIALISED}
+"""The bits of one, as an integer of the same width, in the dtypes that are initialised with ones."""
+
+
+def claim_digest(tensor: torch.Tensor) -> bytes:
+    """Return the digest by which a tensor is claimed to be a replica; see `contributions.is_weak`.
+
+    Raises:
+        RuntimeError: From torch, when it cannot be read.
+    """
+    return as_claim(tensor_digest(tensor), weak=_as_initialised(tensor))
+
+
+def _as_initialised(tensor: torch.Tensor) -> bool:
+    """Whether all elements are zero, or all are one."""
+    with torch.no_grad():
+        if not tensor.numel():
+            return False
+        bits = _bits(tensor)
+        if bits.is_complex():
+            return False
+        first = int(bits[(0,) * bits.dim()])
+        if first not in (0, _ONES.get(tensor.dtype, 0)):
+            return False
+        few = bits.select(0, bits.shape[0] - 1) if bits.dim() else bits  # of a large tensor that has been trained
+        return bool((few == first).all()) and bool((bits == first).all())
+
+
 def _digests(tensors: Sequence[torch.Tensor]) -> bytes:
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if nbytes < THREADED_NBYTES or threads < 2 or len(tensors) < 2:
-        return b"".join(map(tensor_digest, tensors))
+        return b"".join(map(claim_digest, tensors))
     with ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-digest") as pool:
-        return b"".join(pool.map(tensor_digest, tensors))
+        return b"".join(pool.map(claim_digest, tensors))
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
@@ -140,11 +177,6 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
             here = rows.cpu().contiguous()
             digest.update(_memory(here.data_ptr(), here.numel() * here.element_size()))
     return digest.intdigest().to_bytes(DIGEST_NBYTES, "little")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    integer = _INTEGERS.get(tensor.element_size())
-    return tensor.detach() if integer is None else tensor.detach().view(integer)
 
 
 def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:

@@ -1,14 +1,19 @@
-"""The object leaves of a state dict as typed JSON."""
+"""The object leaves of a state dict as typed JSON, and back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format import objects
-from asyncckpt.format.tree import fqn_of
-from asyncckpt.planning.state_dict import Flattened
-from asyncckpt.planning.torch_types import extend
+from asyncckpt.planning.numpy_values import decode_scalar, encode_scalar, is_array
+from asyncckpt.planning.pickles import encode_pickle
+from asyncckpt.planning.state_dict import Flattened, object_fqn
+from asyncckpt.planning.torch_types import decode_torch, encode_torch
+
+Unpickle = Callable[[str, bytes], Any]
+"""Makes a value of (name of its type, bytes), or refuses."""
 
 
 def encode_leaves(flat: Flattened) -> list[Any]:
@@ -17,6 +22,7 @@ def encode_leaves(flat: Flattened) -> list[Any]:
     Raises:
         UnsupportedLeafError: A leaf of a type that cannot be stored; `leaf` is the path to it.
     """
+    extend = _extend_or_pickle if flat.allow_pickle else _extend
     out = []
     for number, value in enumerate(flat.objects):
         if type(value) in (bool, type(None)) or (type(value) is str and value.isascii()):
@@ -25,9 +31,49 @@ def encode_leaves(flat: Flattened) -> list[Any]:
         try:
             out.append(objects.encode_value(value, extend))
         except objects.UnknownTypeError as error:
-            leaf, kind = fqn_of(flat.object_path(number)), type(error.value).__name__
-            advice = "; pass its state_dict()" if hasattr(error.value, "state_dict") else ""
-            raise UnsupportedLeafError(
-                f"state dict leaf {leaf!r}: type {kind} cannot be stored{advice}", leaf=leaf, type_name=kind
-            ) from None
+            raise _refusal(flat, number, error.value, error) from error.__cause__
     return out
+
+
+def _extend(value: Any) -> tuple[str, Any] | None:
+    return encode_torch(value) or encode_scalar(value)
+
+
+def _extend_or_pickle(value: Any) -> tuple[str, Any] | None:
+    found = _extend(value)
+    if found is not None or isinstance(value, tuple):  # a namedtuple is a tuple
+        return found
+    try:
+        return encode_pickle(value)
+    except Exception as error:
+        raise objects.UnknownTypeError(value) from error
+
+
+def _refusal(flat: Flattened, number: int, value: Any, error: objects.UnknownTypeError) -> UnsupportedLeafError:
+    leaf, kind = object_fqn(flat.tree, number), type(value).__name__
+    if error.__cause__ is not None:
+        why = f"type {kind} cannot be pickled: {error.__cause__}"
+    elif is_array(value):
+        why = f"torch has no dtype for an array of {value.dtype}; allow_pickle=True on both sides would pickle it"
+    else:
+        why = f"type {kind} cannot be stored; allow_pickle=True on both sides would pickle it"
+    return UnsupportedLeafError(f"state dict leaf {leaf!r}: {why}", leaf=leaf, type_name=kind)
+
+
+def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
+    """Return the Python value of one object leaf's JSON form, of torch's and numpy's types too.
+
+    Args:
+        raw: The JSON form.
+        unpickle: Asked for a leaf that was pickled.
+
+    Raises:
+        ValueError: Malformed.
+    """
+
+    def make(tag: str, payload: Any) -> Any:
+        if tag == "numpy.scalar":
+            return decode_scalar(payload)
+        return unpickle(*objects.pickled(payload)) if tag == "pickle" else decode_torch(tag, payload)
+
+    return objects.decode_value(raw, make)

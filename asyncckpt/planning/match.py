@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.format.tree import Node
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.numpy_values import is_array, tensor_of
 from asyncckpt.planning.state_dict import (
     HOIST_NBYTES,
     PLAIN_TENSORS,
@@ -23,47 +24,55 @@ from asyncckpt.planning.state_dict import (
     is_flat,
     plain_metadata,
 )
+from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
 
 
 class _Mismatch(Exception):
     """Not the plan's structure, or not obviously so."""
 
 
-def match(tree: Node, shapes: tuple[Any, ...], state_dict: Any) -> Flattened | None:
+def match(
+    tree: Node,
+    shapes: tuple[Any, ...],
+    state_dict: Any,
+    openings: Openings | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> Flattened | None:
     """Take `state_dict` apart along `tree`.
 
     Args:
         tree: Of the plan.
         shapes: (dtype, shape) by tensor number.
         state_dict: To compare.
+        openings: Of this save; None for one walk alone.
+        allow_pickle: For `Flattened`.
 
     Returns:
         What `flatten` would return, with the very same tree; None when the structure differs or `flatten` must decide.
     """
-    walk = _Walk(shapes)
+    walk = _Walk(shapes, openings or Openings())
     try:
         walk.mapping(tree, state_dict)
     except _Mismatch:
         return None
-    return Flattened(tree, walk.tensors, walk.objects)
+    return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
 
 
 class _Walk:
-    __slots__ = ("_seen", "_shapes", "objects", "tensors")
+    __slots__ = ("_openings", "_seen", "_shapes", "objects", "tensors")
 
-    def __init__(self, shapes: tuple[Any, ...]) -> None:
-        self._shapes = shapes
+    def __init__(self, shapes: tuple[Any, ...], openings: Openings) -> None:
+        self._shapes, self._openings = shapes, openings
         self._seen: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
 
     def mapping(self, node: Node, value: Any) -> None:
+        if type(value) is not dict and type(value) is not OrderedDict:
+            value = self._mapping_of(value)
         items, ordered = node[1], node[0] == "o"
-        if (
-            not isinstance(value, Mapping)
-            or isinstance(value, OrderedDict) is not ordered
-            or 2 * len(value) != len(items)
-        ):
+        if isinstance(value, OrderedDict) is not ordered or 2 * len(value) != len(items):
             raise _Mismatch
         i = 0
         for key, child in value.items():
@@ -81,6 +90,16 @@ class _Walk:
                 raise _Mismatch
             if metadata is not None:
                 self.objects.append(plain_metadata(metadata))
+
+    def _mapping_of(self, value: Any) -> Any:
+        if is_stateful(value):
+            try:
+                value = self._openings(value)
+            except OpeningError:
+                raise _Mismatch from None
+        if not isinstance(value, Mapping):
+            raise _Mismatch
+        return value
 
     def tensor(self, number: int, value: Any) -> None:
         if type(value) not in PLAIN_TENSORS:
@@ -122,6 +141,11 @@ class _Walk:
             if type(value) is not bytes or (len(value),) != tuple(self._shapes[node[1]][1]):
                 raise _Mismatch
             self.tensors.append(hoisted(value))
+        elif kind == "N":
+            elements = tensor_of(value) if is_array(value) else None
+            if elements is None:
+                raise _Mismatch
+            self.tensor(node[1], elements)
         elif kind == "r":
             if not isinstance(value, PerRank):
                 raise _Mismatch
@@ -133,6 +157,8 @@ class _Walk:
         kind = type(value)
         if kind not in SCALARS:
             if isinstance(value, (Mapping, torch.Tensor, PerRank)) or (kind is bytes and len(value) >= HOIST_NBYTES):
+                raise _Mismatch
+            if is_stateful(value) or (is_array(value) and tensor_of(value) is not None):
                 raise _Mismatch
             if (kind is list or (isinstance(value, tuple) and kind is not torch.Size)) and not is_flat(value):
                 raise _Mismatch

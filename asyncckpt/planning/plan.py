@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncckpt.format.layout import PAGE_NBYTES, Layout
@@ -47,7 +48,7 @@ class SavePlan:
         tensor_nbytes: What this rank writes.
         agreement: With the other ranks; None where there are none.
         news: Numbers of the tensors that are not agreed upon yet; the other ranks are to be told.
-        shared: What is compared with other ranks' at every save, some of it each time.
+        shared: By turn: what is compared with other ranks', some of it at each save.
     """
 
     signature: Signature
@@ -58,7 +59,7 @@ class SavePlan:
     tensor_nbytes: int
     agreement: Agreement | None = None
     news: tuple[int, ...] = ()
-    shared: tuple[SharedTensor, ...] = ()
+    shared: Mapping[Turn, tuple[SharedTensor, ...]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
@@ -15,9 +16,12 @@ from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.agreement import Agreement, DutyKind
 from asyncckpt.planning.assignment import box_of_rows
 from asyncckpt.planning.contributions import Contribution, TensorKey
+from asyncckpt.planning.keys import check_keys
 from asyncckpt.planning.match import match
 from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
-from asyncckpt.planning.state_dict import Flattened, check_keys, flatten
+from asyncckpt.planning.sampling import Turn
+from asyncckpt.planning.state_dict import Flattened, flatten
+from asyncckpt.planning.stateful import Openings
 from asyncckpt.planning.torch_types import dtype_name
 
 
@@ -93,8 +97,15 @@ def make_plan(
         tensor_nbytes=sum(s.nbytes for s in specs),
         agreement=agreement,
         news=tuple(number for number, order in enumerate(orders) if order.is_news),
-        shared=tuple(order.shared for order in orders if order.shared is not None),
+        shared=_by_turn(order.shared for order in orders if order.shared is not None),
     )
+
+
+def _by_turn(shared: Iterable[SharedTensor]) -> dict[Turn, tuple[SharedTensor, ...]]:
+    found: dict[Turn, list[SharedTensor]] = {}
+    for tensor in shared:
+        found.setdefault(tensor.turn, []).append(tensor)
+    return {turn: tuple(tensors) for turn, tensors in found.items()}
 
 
 class _Order(NamedTuple):
@@ -162,8 +173,11 @@ class PlanCache:
     MAX_PLANS = 8
     """Chosen, not measured: full state, weights only, a second model, and room."""
 
-    def __init__(self, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None) -> None:
+    def __init__(
+        self, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None, allow_pickle: bool = False
+    ) -> None:
         self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
+        self._allow_pickle = allow_pickle
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
 
@@ -177,6 +191,14 @@ class PlanCache:
         self._agreement = agreement
         self._plans.clear()
 
+    def flatten(self, state_dict: Any) -> Flattened:
+        """Take `state_dict` apart as `take` does, without a plan.
+
+        Raises:
+            UnsupportedLeafError: Something in it cannot be stored.
+        """
+        return flatten(state_dict, allow_pickle=self._allow_pickle)
+
     def take(self, state_dict: Any) -> tuple[SavePlan, Flattened]:
         """Take `state_dict` apart and return the plan of its structure, making it when it is new.
 
@@ -184,13 +206,14 @@ class PlanCache:
             UnsupportedLeafError: Something in it cannot be stored.
             DuplicateNameError: As `make_plan`.
         """
+        openings = Openings()
         for key in reversed(self._plans):
             plan = self._plans[key]
-            flat = match(*plan.signature, state_dict)
+            flat = match(*plan.signature, state_dict, openings, allow_pickle=self._allow_pickle)
             if flat is not None:
                 self._plans.move_to_end(key)
                 return plan, flat
-        flat = flatten(state_dict)
+        flat = flatten(state_dict, openings, allow_pickle=self._allow_pickle)
         signature = signature_of(flat)
         key = hash(signature)
         found = self._plans.get(key)

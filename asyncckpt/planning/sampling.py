@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ from asyncckpt.planning.contributions import TensorKey
 WINDOW_NBYTES = 4096
 """Compared of one tensor at one save; a multiple of every itemsize. Chosen, not measured."""
 
-SAMPLE_LIMIT = 512
-"""Tensors compared at one save. Chosen: 500 windows took 2.5 ms of one core, of 2,000 tensors that no cache held."""
+SAMPLE_LIMIT = 2048
+"""Tensors compared at one save. Chosen: 2,000 windows take 6 to 9 ms of one core where no cache holds them, 500 of them
+1.2 ms, and of 20,000 replicas 2,000 at each save 8 ms."""
 
 
 class Turn(NamedTuple):
@@ -62,11 +64,14 @@ def window_of(turn: Turn, n_elements: int, itemsize: int, sequence: int) -> Wind
     if not n_elements or sequence % turn.period != turn.position:
         return None
     per_window = WINDOW_NBYTES // itemsize
+    if n_elements <= per_window:
+        return Window(0, n_elements)
     n_windows = -(-n_elements // per_window)
     start = (sequence // turn.period * _stride(n_windows)) % n_windows * per_window
     return Window(start, min(per_window, n_elements - start))
 
 
+@functools.cache
 def _stride(n_windows: int) -> int:
     """Return a step that visits all windows: about the golden section of them, without a common divisor."""
     return next(n for n in itertools.count(max(1, int(n_windows * 0.618))) if math.gcd(n, n_windows) == 1)

@@ -1,4 +1,4 @@
-"""A nested state dict <-> its tree, its tensors and its objects.
+"""A nested state dict -> its tree, its tensors and its objects. The way back is `rebuilding`.
 
 `flatten` runs on every save in the training thread, so it does only what a changed value could alter; names, duplicate
 checks and layouts belong to the plan, which is made once per structure.
@@ -6,16 +6,18 @@ checks and layouts belong to the plan, which is made once per structure.
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of, leaves, per_rank_nodes
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.keys import mappings
+from asyncckpt.planning.numpy_values import is_array, is_scalar, tensor_of
+from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
 from asyncckpt.planning.torch_types import dtype_name
 
 HOIST_NBYTES = 64 * 1024
@@ -25,7 +27,8 @@ PLAIN_TENSORS = frozenset(
     {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor}
 )
 SCALARS = frozenset({int, float, bool, str, type(None), complex})
-_MAX_KEY = (1 << 63) - 1
+Open = Callable[[Any, Path], Any]
+"""What stands for an object with a `state_dict()` at a path: its state, or itself, which makes it an object leaf."""
 
 
 class Flattened:
@@ -35,12 +38,15 @@ class Flattened:
         tree: The skeleton (`format.tree`).
         tensors: By tensor number; a tensor reachable by several paths is there once. Not copies.
         objects: By object number: the leaves that are not tensors. Not copies.
+        allow_pickle: Whether objects of any type may be stored.
     """
 
-    __slots__ = ("objects", "tensors", "tree")
+    __slots__ = ("allow_pickle", "objects", "tensors", "tree")
 
-    def __init__(self, tree: Node, tensors: list[torch.Tensor], objects_: list[Any]) -> None:
-        self.tree, self.tensors, self.objects = tree, tensors, objects_
+    def __init__(
+        self, tree: Node, tensors: list[torch.Tensor], objects_: list[Any], *, allow_pickle: bool = False
+    ) -> None:
+        self.tree, self.tensors, self.objects, self.allow_pickle = tree, tensors, objects_, allow_pickle
 
     @property
     def fqns(self) -> list[str]:
@@ -62,15 +68,22 @@ class Flattened:
         own = self.per_rank
         return [n for n in range(len(self.tensors)) if n not in own]
 
-    def object_path(self, number: int) -> Path:
-        """Return the typed path of an object: a leaf, or the `_metadata` of an OrderedDict."""
-        of_leaves = (path for path, node in leaves(self.tree) if node == ("O", number))
-        of_metadata = ((*path, "_metadata") for path, node in _mappings(self.tree) if node[2:] == (number,))
-        return next(of_leaves, None) or next(of_metadata, ())
+
+def object_fqn(tree: Node, number: int) -> str:
+    """Return the name of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
+    for path, node in leaves(tree):
+        if node == ("O", number):
+            return fqn_of(path)
+    return next((fqn_of((*path, "_metadata")) for path, node in mappings(tree) if node[2:] == (number,)), "")
 
 
-def flatten(state_dict: Any) -> Flattened:
+def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = False) -> Flattened:
     """Take `state_dict` apart.
+
+    Args:
+        state_dict: Nested dicts, lists and tuples of leaves.
+        open_: Asked for every object with a `state_dict()`; None: takes their states.
+        allow_pickle: Makes an object leaf of a tensor that cannot be stored as one; else it is refused.
 
     Raises:
         UnsupportedLeafError: Not a mapping, or something inside cannot be stored; `leaf` is the path to it.
@@ -81,17 +94,18 @@ def flatten(state_dict: Any) -> Flattened:
             leaf="",
             type_name=type(state_dict).__name__,
         )
-    walk = _Walk()
+    walk = _Walk(open_ or Openings(), allow_pickle)
     tree = walk.mapping(state_dict)
-    return Flattened(tree, walk.tensors, walk.objects)
+    return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
 
 
 class _Walk:
     """One pass over a state dict; `keys` is the path to where it stands."""
 
-    __slots__ = ("_per_rank", "_seen", "keys", "objects", "tensors")
+    __slots__ = ("_allow_pickle", "_open", "_per_rank", "_seen", "keys", "objects", "tensors")
 
-    def __init__(self) -> None:
+    def __init__(self, open_: Open, allow_pickle: bool) -> None:
+        self._open, self._allow_pickle = open_, allow_pickle
         self._per_rank = False
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
@@ -119,12 +133,16 @@ class _Walk:
         kind = type(value)
         if kind in SCALARS:
             return ("O", self._object(value))
+        if kind is dict or kind is OrderedDict:
+            return self.mapping(value)
+        if is_stateful(value):
+            return self._opened(value)
         if isinstance(value, Mapping):
             return self.mapping(value)
         if isinstance(value, PerRank):
             return self._of_rank(value)
         if isinstance(value, torch.Tensor):
-            raise self._refused(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
+            return self._odd_tensor(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
         if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
             if is_flat(value):
                 return ("O", self._object(value))
@@ -132,7 +150,25 @@ class _Walk:
         if kind is bytes and len(value) >= HOIST_NBYTES:
             self.tensors.append(hoisted(value))
             return ("B", len(self.tensors) - 1)
+        if is_array(value) and (elements := tensor_of(value)) is not None:
+            return ("N", self.tensor(elements)[1])
         return ("O", self._object(value))
+
+    def _opened(self, value: Any) -> Node:
+        try:
+            state = self._open(value, tuple(self.keys))
+        except OpeningError as error:
+            raise self._refused(value, str(error)) from error.__cause__
+        if state is value:
+            return ("O", self._object(value))
+        if isinstance(state, Mapping):
+            return self.mapping(state)
+        return self.tensor(state) if type(state) in PLAIN_TENSORS else self.other(state)
+
+    def _odd_tensor(self, value: torch.Tensor, why: str) -> Node:
+        if self._allow_pickle:
+            return ("O", self._object(value))
+        raise self._refused(value, why)
 
     def _of_rank(self, mark: PerRank) -> Node:
         value: Any = mark
@@ -160,7 +196,7 @@ class _Walk:
     def tensor(self, value: torch.Tensor) -> Node:
         if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_meta or value.is_nested:
             nested = "nested " if value.is_nested else ""
-            raise self._refused(
+            return self._odd_tensor(
                 value, f"a {nested}tensor of layout {value.layout}, dtype {value.dtype} on {value.device}"
             )
         # The same elements under several names are stored once: same address, shape, strides and dtype.
@@ -208,7 +244,7 @@ def is_flat(value: Sequence[Any], depth: int = 0) -> bool:
     if depth > MAX_DEPTH // 2:
         return False
     return set(map(type, value)) <= SCALARS or all(
-        type(v) in SCALARS or (type(v) in (list, tuple) and is_flat(v, depth + 1)) for v in value
+        type(v) in SCALARS or (type(v) in (list, tuple) and is_flat(v, depth + 1)) or is_scalar(v) for v in value
     )
 
 
@@ -219,75 +255,3 @@ def plain_metadata(metadata: Any) -> Any:
         if isinstance(metadata, Mapping)
         else metadata
     )
-
-
-def check_keys(tree: Node) -> None:
-    """Refuse keys that the index cannot hold; part of making a plan.
-
-    Raises:
-        UnsupportedLeafError: Naming the path.
-    """
-    for path, node in _mappings(tree):
-        for key in node[1][::2]:
-            fits = -_MAX_KEY <= key <= _MAX_KEY if isinstance(key, int) else len(key) <= MAX_KEY_CHARS and _is_text(key)
-            if not fits:
-                leaf = fqn_of((*path, key))
-                raise UnsupportedLeafError(
-                    f"state dict leaf {leaf[:200]!r}: the key {str(key)[:80]!r} is out of range, "
-                    "too long or no valid text",
-                    leaf=leaf,
-                    type_name=type(key).__name__,
-                )
-
-
-def _mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (typed path, node) of `node` and everything below it that is a mapping."""
-    if node[0] in ("d", "o"):
-        yield path, node
-        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-            yield from _mappings(child, (*path, key))
-    elif node[0] in ("l", "t"):
-        for i, child in enumerate(node[1]):
-            yield from _mappings(child, (*path, i))
-    elif node[0] == "r":
-        yield from _mappings(node[1], path)
-
-
-def _is_text(key: str) -> bool:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[Any], *, marks: bool = False) -> Any:
-    """Rebuild the state dict: containers, order, key types and aliases as saved.
-
-    Args:
-        tree: The skeleton.
-        tensors: By tensor number.
-        objects_: Python values by object number.
-        marks: Whether what belongs to its rank comes in a `PerRank`; else its bare value.
-    """
-    kind = tree[0]
-    if kind == "r":
-        value = unflatten(tree[1], tensors, objects_, marks=marks)
-        return PerRank(value) if marks else value
-    if kind in ("d", "o"):
-        items = tree[1]
-        pairs = ((items[i], unflatten(items[i + 1], tensors, objects_, marks=marks)) for i in range(0, len(items), 2))
-        if kind == "d":
-            return dict(pairs)
-        ordered = OrderedDict(pairs)
-        if tree[2] is not None:
-            metadata = objects_[tree[2]]
-            ordered._metadata = OrderedDict(metadata) if isinstance(metadata, dict) else metadata  # type: ignore[attr-defined]
-        return ordered
-    if kind in ("l", "t"):
-        members = [unflatten(child, tensors, objects_, marks=marks) for child in tree[1]]
-        return members if kind == "l" else tuple(members)
-    if kind == "B":
-        hoisted = tensors[tree[1]].contiguous()
-        return ctypes.string_at(hoisted.data_ptr(), hoisted.numel())
-    return tensors[tree[1]] if kind == "T" else objects_[tree[1]]

@@ -8,7 +8,6 @@ import torch
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format import objects
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
@@ -33,7 +32,8 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return _BY_DTYPE.get(dtype)
 
 
-def extend(value: Any) -> tuple[str, Any] | None:
+def encode_torch(value: Any) -> tuple[str, Any] | None:
+    """Return (tag, payload) of a value of torch's own types; None for anything else."""
     if isinstance(value, torch.dtype):
         return "torch.dtype", str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
@@ -43,7 +43,12 @@ def extend(value: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _make(tag: str, payload: Any) -> Any:
+def decode_torch(tag: str, payload: Any) -> Any:
+    """Return the value of one of torch's tags.
+
+    Raises:
+        ValueError: Malformed.
+    """
     if tag == "torch.Size":
         return torch.Size(payload)
     if tag == "torch.device":
@@ -52,12 +57,3 @@ def _make(tag: str, payload: Any) -> Any:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"unknown torch dtype {payload!r}")
     return found
-
-
-def decode_object(raw: Any) -> Any:
-    """Return the Python value of one object leaf's JSON form, torch's types included.
-
-    Raises:
-        ValueError: Malformed.
-    """
-    return objects.decode_value(raw, _make)

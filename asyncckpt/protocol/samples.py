@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-MAX_SAMPLES = 1024
+MAX_SAMPLES = 4096
 MAX_SAMPLES_NBYTES = 1 << 20
 DIGEST_NBYTES = 8
 

@@ -23,7 +23,7 @@ from asyncckpt.planning.digests import news_of, sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.planning.state_dict import Flattened, flatten
+from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import DeferredCopy
@@ -65,9 +65,12 @@ class SlotStager(CheckpointStager):
         self, process: WorkerProcess, ranks: Coordination, config: CheckpointerConfig, *, package: str
     ) -> None:
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
-        self.plans = PlanCache(files_per_rank=config.files_per_rank, rank=ranks.rank.rank)
+        self.plans = PlanCache(
+            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+        )
         self.overlap = Overlap(config)
         self._told: SavePlan | None = None
+        self._met_at = -1
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -93,6 +96,8 @@ class SlotStager(CheckpointStager):
         leaves = encode_leaves(flat)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
+        if not self._ranks.alone and plan.agreement is not self._ranks.agreement:  # that was another worker
+            plan, flat, save_id = self._planned(state_dict, kw)
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
         news = self._news(plan, flat, save_id.sequence)
@@ -186,13 +191,14 @@ class SlotStager(CheckpointStager):
         if not ranks.alone:
 
             def contributed() -> tuple[Flattened, Contribution]:
-                flat = flatten(state_dict)
+                flat = self.plans.flatten(state_dict)
                 encode_leaves(flat)
                 return flat, contribution_of(flat)
 
             ranks.prepare(contributed)
             self.plans.agreement = ranks.agreement
         plan, flat = self.plans.take(state_dict)
+        self._told, self._met_at = plan, max(self._met_at, 0)
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat))
         kw = {"step": 0, "path": "/", "metadata": None}
@@ -202,12 +208,13 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks = self._ranks
+        ranks, met = self._ranks, False
         if not ranks.alone:
             with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
                 self._process.connect()  # to another worker the ranks have agreed on less
-            if ranks.agreement is None:
-                flat = flatten(state_dict)
+            met = ranks.must_meet
+            if met:
+                flat = self.plans.flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
@@ -216,20 +223,21 @@ class SlotStager(CheckpointStager):
                 self.plans.agreement = ranks.agreement
             save_id = save_id._replace(run_id=ranks.run_id)
         plan, flat = self.plans.take(state_dict)
+        if met:  # what is news now was just told, and is to be looked at again when its values have changed
+            self._told, self._met_at = plan, save_id.sequence
         return plan, flat, save_id
 
     def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> _News:
         """Return what this save tells the worker about replicas and structure."""
-        agreement = self._ranks.agreement
-        if agreement is None:
+        if plan.agreement is None:
             return _News("", b"", b"")
         checked = self._config.replicated == "check"
         samples = sample_digests(plan, flat, sequence).encode() if checked else b""
         contribution = b""
-        if plan.news and (plan is not self._told or sequence % TELL_AGAIN == 0):
+        if plan.news and (plan is not self._told or (sequence % TELL_AGAIN == 0 and sequence != self._met_at)):
             self._told = plan
             contribution = news_of(plan, flat, compare=checked).encode()
-        return _News(agreement.fingerprint, samples, contribution)
+        return _News(plan.fingerprint, samples, contribution)
 
     def _request(
         self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, news: _News, kw: Mapping[str, Any]

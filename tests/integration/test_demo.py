@@ -1,57 +1,146 @@
-"""The demo's own deadlines: whatever hangs is killed, and said."""
+"""The demo: it holds from end to end, whatever hangs is killed and said, and a crash at another moment is no proof."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from asyncckpt.cli import demo
+from asyncckpt.cli import demo, demo_children, demo_crash
+from asyncckpt.cli.demo_children import DemoFailedError
+from asyncckpt.cli.demo_crash import Crash
+from asyncckpt.protocol.identity import start_ticks
 
+ROOT = pathlib.Path(__file__).parents[2]
 HANGS = (sys.executable, "-c", "import time; time.sleep(600)")
 TALKS_AND_HANGS = (sys.executable, "-c", "import time; print('weights', flush=True); time.sleep(600)")
+DEAF_WITH_CHILD = (
+    sys.executable,
+    "-c",
+    "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "child = subprocess.Popen(['sleep', '600'], start_new_session=True); print(child.pid, flush=True); time.sleep(600)",
+)
 
 
-@pytest.mark.parametrize("crash_at", [-1, 20])
-@pytest.mark.parametrize("command", [HANGS, TALKS_AND_HANGS])
-def test_a_training_that_hangs_is_killed_and_its_end_taken_for_no_crash_that_was_ordered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, command: tuple[str, ...], crash_at: int
+@pytest.mark.timeout(300)
+def test_a_short_demo_holds_from_end_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    endpoint_dir: pathlib.Path,
+    tmp_path: pathlib.Path,
 ) -> None:
-    monkeypatch.setattr(demo, "_TRAINING", command)
-    monkeypatch.setattr(demo, "RUN_TIMEOUT_S", 0.5)
-    with pytest.raises(demo.DemoFailedError, match=r"longer than 0\.5 s, and was killed"):
-        demo._train(tmp_path, {}, crash_at=crash_at)
+    for name, value in (("STEPS", 6), ("EVERY", 2), ("CRASH_AT", 4), ("STALL_NBYTES", 4_000_000)):
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
+    code = demo.run(argparse.Namespace(dir=str(tmp_path)))
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    assert "written=False" in out and "all trainers are dead; the worker goes on and commits step-000004" in out
+    assert "equal bit for bit" in out and "6 checkpoints verify" in out and "all checks hold" in out
+    assert [p for p in endpoint_dir.rglob("*") if p.is_socket()] == []
+
+
+def test_a_directory_that_is_in_use_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "crashed").mkdir()
+    assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+# ---- children
+
+
+@pytest.mark.parametrize("command", [HANGS, TALKS_AND_HANGS])
+def test_a_training_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
+    monkeypatch.setattr(demo_children, "RUN_TIMEOUT_S", 0.5)
+    with pytest.raises(DemoFailedError, match=r"longer than 0\.5 s, and was killed"):
+        demo_children.train(command, os.environ)
+
+
+def test_what_a_deaf_training_has_started_is_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_children, "RUN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(demo_children, "END_TIMEOUT_S", 0.2)
+    seen = list[str]()
+    with pytest.raises(DemoFailedError, match="killed"):
+        demo_children.train(DEAF_WITH_CHILD, os.environ, on_line=seen.append)
+    assert start_ticks(int(seen[0])) is None
+
+
+def test_a_failed_check_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(line: str) -> None:
+        raise DemoFailedError(line)
+
+    with pytest.raises(DemoFailedError, match="weights"):
+        demo_children.train(TALKS_AND_HANGS, os.environ, on_line=check)
+
+
+def test_a_training_that_fails_shows_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DemoFailedError, match="ended with 1"):
+        demo_children.train((sys.executable, "-c", "raise SystemExit('the reason')"), os.environ)
+    assert "the reason" in capsys.readouterr().err
 
 
 def test_a_verify_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_ASYNCCKPT", HANGS)
-    monkeypatch.setattr(demo, "RUN_TIMEOUT_S", 0.5)
-    with pytest.raises(demo.DemoFailedError, match="verify took longer"):
-        demo._verify([], 0)
+    monkeypatch.setattr(demo_children, "ASYNCCKPT", HANGS)
+    monkeypatch.setattr(demo_children, "RUN_TIMEOUT_S", 0.5)
+    with pytest.raises(DemoFailedError, match="verify took longer"):
+        demo_children.verify([], 0)
+
+
+# ---- the crash
+
+
+@pytest.fixture
+def frozen() -> Iterator[subprocess.Popen[bytes]]:
+    """A frozen process in the worker's place."""
+    with subprocess.Popen(HANGS) as process:
+        process.send_signal(signal.SIGSTOP)
+        yield process
+        process.kill()
+
+
+def crash_of(checkpoint: pathlib.Path, worker: int, *, pids: tuple[int, ...], said: str) -> None:
+    crash = Crash(checkpoint)
+    for rank, pid in enumerate(pids):
+        crash.read(f"rank {rank}: process {pid}")
+    crash.read(f"rank 1: freezes worker {worker}")
+    crash.read(f"rank 1: crash after step 21, save of step 20 {said}")
+
+
+NOBODY = (1 << 22, (1 << 22) + 1)
+"""Above the largest process id: dead at all times."""
 
 
 @pytest.mark.parametrize(
-    ("command", "says"),
-    [(HANGS, "did not end"), ((sys.executable, "-c", "raise SystemExit(1)"), "did not end"),
-     ((sys.executable, "-c", "raise SystemExit(5)"), None), ((sys.executable, "-c", ""), None)],
-)  # fmt: skip
-def test_a_worker_that_does_not_end_fails_the_demo_and_is_named(
+    ("pids", "said", "match"),
+    [
+        (NOBODY, "staged=True written=True", "between staged and written"),
+        (NOBODY, "staged=False written=False", "between staged and written"),
+        (NOBODY[:1], "staged=True written=False", "1 ranks have given"),
+        ((NOBODY[0], os.getpid()), "staged=True written=False", "the trainers did not end within 0.2 s"),
+        (NOBODY, "staged=True written=False", "did not commit"),
+    ],
+)
+def test_a_crash_that_proves_nothing_fails_the_demo(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-    command: tuple[str, ...],
-    says: str | None,
+    frozen: subprocess.Popen[bytes],
+    pids: tuple[int, ...],
+    said: str,
+    match: str,
 ) -> None:
-    monkeypatch.setattr(demo, "_play", lambda directory, environment: None)
-    monkeypatch.setattr(demo, "_ASYNCCKPT", command)
-    monkeypatch.setattr(demo, "DRAIN_TIMEOUT_S", 0.5)
-    code = demo.run(argparse.Namespace(dir=str(tmp_path)))
-    err = capsys.readouterr().err
-    if says:
-        assert code == 1
-        assert says in err
-        assert "asyncckpt worker stop" in err
-    else:
-        assert (code, err) == (0, "")
+    monkeypatch.setattr(demo_crash, "DEATH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(demo_crash, "COMMIT_TIMEOUT_S", 0.2)
+    with pytest.raises(DemoFailedError, match=match):
+        crash_of(tmp_path, frozen.pid, pids=pids, said=said)
+
+
+def test_a_commit_before_the_crash_fails_the_demo(tmp_path: pathlib.Path, frozen: subprocess.Popen[bytes]) -> None:
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(DemoFailedError, match="before the crash"):
+        crash_of(tmp_path, frozen.pid, pids=NOBODY, said="staged=True written=False")

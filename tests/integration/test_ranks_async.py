@@ -221,7 +221,7 @@ def test_different_values_under_one_name_are_kept_for_each_rank(
 
 
 def diverges(rank: int, root: str) -> list[Any]:
-    state = {"large": torch.zeros(5000, 600), "small": torch.zeros(4), "other": torch.zeros(4)}
+    state = {"large": torch.arange(3e6).view(5000, 600), "small": torch.arange(4.0), "other": torch.arange(4.0)}
     outcome: list[Any] = []
     with AsyncCheckpointer() as checkpointer:
         for step in range(8):
@@ -236,7 +236,7 @@ def diverges(rank: int, root: str) -> list[Any]:
             if isinstance(error, ReplicaMismatchError):
                 outcome[-1] = error.fqn
         loaded = checkpointer.load(f"{root}/step-7")
-        return [outcome, float(loaded["large"].mean()), float(loaded["small"][0])]
+        return [outcome, float(loaded["large"][0, 0]), float(loaded["small"][0])]
 
 
 def test_replicas_that_diverge_are_noticed_at_once_and_kept_for_each_rank_from_then_on(
@@ -245,9 +245,38 @@ def test_replicas_that_diverge_are_noticed_at_once_and_kept_for_each_rank_from_t
     found = run(shared_worker, diverges, str(tmp_path))
     outcome = found[0][0]
     assert found == [[outcome, 1.0, 1.0], [outcome, 2.0, 2.0]]
-    assert outcome[:5] == [None] * 5, "what is not split is taken whole from its writer"
-    assert outcome[5:7] == ["large", "large"] or outcome[5:7] == ["large", None]
-    assert outcome[7] is None
+    assert (outcome[:2], outcome[4], outcome[7]) == ([None, None], None, None)
+    assert (outcome[2], outcome[5]) == ("small", "large"), "whoever writes it"
+    assert outcome[3] in ("small", None), "until all ranks have heard of it"
+    assert outcome[6] in ("large", None)
+
+
+def statistics_at_step_zero(rank: int, root: str) -> list[Any]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    staged: dict[int, Any] = {}
+    with AsyncCheckpointer() as checkpointer:
+        for step in range(7):
+            state = {name: value.clone() for name, value in model.module.state_dict().items()}
+            staged[step] = state
+            assert ended(checkpointer.save({"model": state}, f"{root}/step-{step}", step=step)) is None
+            dist.barrier()
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(16, 8) * (rank + 1)).square().mean().backward()
+        for step, state in staged.items():
+            loaded = checkpointer.load(f"{root}/step-{step}")["model"]
+            assert all(torch.equal(loaded[name], value) for name, value in state.items()), step
+    return []
+
+
+def test_batch_statistics_that_are_equal_at_step_zero_only_are_each_ranks_own_in_every_save(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    run(shared_worker, statistics_at_step_zero, str(tmp_path))
+    weight = asyncckpt.open_checkpoint(tmp_path / "step-6").stored_tensors
+    assert "model.0.weight" in weight
+    assert "model.1.running_mean@rank1" in weight
 
 
 # ---- structures that change
@@ -259,7 +288,7 @@ def changes(rank: int, root: str) -> list[Any]:
     with AsyncCheckpointer() as checkpointer:
         for step in range(7):
             if step == 2:  # on both, alike
-                state["momentum"] = torch.ones(5000, 600)
+                state["momentum"] = torch.full((5000, 600), 3.0)
             if step == 3 and rank == 1:  # on one
                 state["extra"] = torch.full((9,), 3.0)
             handle = checkpointer.save(dict(state), f"{root}/step-{step}", step=step)
@@ -278,7 +307,7 @@ def test_new_tensors_are_kept_at_once_and_written_once_a_few_saves_later(
     assert sums[6] < 2 * 12_000_000 + 200_000, "now it is a replica"
     for step in (2, 6):
         loaded = asyncckpt.load(tmp_path / f"step-{step}")
-        assert bool((loaded["momentum"] == 1).all())
+        assert bool((loaded["momentum"] == 3).all())
     assert asyncckpt.load(tmp_path / "step-3")["extra"].tolist() == [3.0] * 9
 
 

@@ -42,7 +42,7 @@ def run(place: str, endpoint: str, world_size: int, what: Callable[[Exchange, in
 
 
 def gather_twice(exchange: Exchange, rank: int) -> list[list[bytes]]:
-    meeting = exchange.meet("a")
+    meeting = exchange.meet("a", "save()")
     try:
         first = meeting.gather(bytes([rank]) * rank, time.monotonic() + 30)
         second = meeting.gather(bytes([rank]) * (1_200_000 * (rank == 1)), time.monotonic() + 30)
@@ -65,7 +65,7 @@ def only_rank_one_comes_late(exchange: Exchange, rank: int) -> tuple[str, Any, f
         rank_processes.talk().hear()
     began = time.monotonic()
     try:
-        exchange.meet("late").gather(b"x", time.monotonic() + 0.6)
+        exchange.meet("late", "save()").gather(b"x", time.monotonic() + 0.6)
     except (PlanTimeoutError, SaveFailedError) as error:
         return type(error).__name__, getattr(error, "missing_ranks", None), time.monotonic() - began
     return "came", None, 0.0
@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_onc
 def alone_then_new_group(exchange: Exchange, rank: int) -> list[int]:
     if rank == 0:
         with pytest.raises(PlanTimeoutError, match="have not called save"):
-            exchange.meet("alone").gather(b"x", time.monotonic() + 0.2)
+            exchange.meet("alone", "save()").gather(b"x", time.monotonic() + 0.2)
     group = dist.new_group([0, 1])
     value = torch.tensor([rank + 1])
     dist.all_reduce(value, group=group)
@@ -99,13 +99,17 @@ def test_a_meeting_that_one_rank_tried_alone_leaves_the_users_groups_in_step() -
 
 
 def rank_one_refuses(exchange: Exchange, rank: int) -> str:
-    meeting = exchange.meet("refused")
+    meeting = exchange.meet("refused", "save()")
     if rank == 1:
         meeting.refuse("its state cannot be stored")
+        exchange.meet("after", "save()").gather(
+            b"", time.monotonic() + 30
+        )  # what a rank has posted goes with its session
         return "refused"
     with pytest.raises(SaveFailedError) as caught:
         meeting.gather(b"x", time.monotonic() + 30)
     assert (caught.value.code, caught.value.rank) == ("withdrawn", 1)
+    exchange.meet("after", "save()").gather(b"", time.monotonic() + 30)
     return str(caught.value)
 
 
@@ -123,7 +127,7 @@ def only_rank_zero(exchange: Exchange, rank: int) -> list[int] | None:
         rank_processes.talk().hear()
         return None
     with pytest.raises(PlanTimeoutError) as caught:
-        exchange.meet("missing").gather(b"x", time.monotonic() + 0.3)
+        exchange.meet("missing", "save()").gather(b"x", time.monotonic() + 0.3)
     return list(caught.value.missing_ranks)
 
 
@@ -139,7 +143,7 @@ def open_sockets(exchange: Exchange, rank: int) -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
-    meeting = exchange.meet("fds")
+    meeting = exchange.meet("fds", "save()")
     meeting.gather(b"x", time.monotonic() + 30)
     meeting.close()
     dist.barrier()

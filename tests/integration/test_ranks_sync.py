@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -84,6 +85,22 @@ def test_a_rank_that_cannot_store_its_state_fails_the_save_on_all(tmp_path: path
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "good")
 
 
+def one_passes_nonsense(rank: int, root: str) -> tuple[str, float]:
+    with SyncCheckpointer() as checkpointer:
+        began = time.monotonic()
+        with pytest.raises((ConfigError, SaveFailedError)) as caught:
+            checkpointer.save(state_of(rank), f"{root}/bad", **({"metadata": {"x": {1}}} if rank == 1 else {}))
+        waited = time.monotonic() - began
+        checkpointer.save(state_of(rank), f"{root}/good")
+    return type(caught.value).__name__, waited
+
+
+def test_wrong_arguments_on_one_rank_hold_up_no_other(tmp_path: pathlib.Path) -> None:
+    (told, waited), (raised, _) = rank_processes.run(2, one_passes_nonsense, str(tmp_path))
+    assert (told, raised) == ("SaveFailedError", "ConfigError")
+    assert waited < 10
+
+
 class Veto(CommitHook):
     """Vetoes on rank 1, once; remembers what it was given."""
 
@@ -147,27 +164,23 @@ def test_a_rank_that_does_not_save_is_named(tmp_path: pathlib.Path) -> None:
 
 def diverges(rank: int, root: str) -> list[Any]:
     outcome: list[Any] = []
-    state = {"large": torch.zeros(10_000, 600), "small": torch.zeros(4)}
+    state = {"large": torch.arange(6e6).view(10_000, 600), "small": torch.arange(4.0)}
     with SyncCheckpointer() as checkpointer:
         checkpointer.save(state, f"{root}/equal")
-        state["small"] += rank
-        checkpointer.save(state, f"{root}/small")
-        state["large"] += rank
-        with pytest.raises(ReplicaMismatchError) as caught:
-            checkpointer.save(state, f"{root}/large")
-        outcome.append((caught.value.fqn, caught.value.ranks))
-        checkpointer.save(state, f"{root}/again")
-        for name in ("small", "again"):
-            loaded = checkpointer.load(f"{root}/{name}")
-            outcome.append([float(loaded["large"].mean()), float(loaded["small"][0])])
+        for name in ("small", "large"):
+            state[name] = state[name] + rank
+            with pytest.raises(ReplicaMismatchError) as caught:
+                checkpointer.save(state, f"{root}/{name}")
+            outcome.append((caught.value.fqn, caught.value.ranks))
+            checkpointer.save(state, f"{root}/after-{name}")
+            loaded = checkpointer.load(f"{root}/after-{name}")
+            outcome.append(all(torch.equal(loaded[n], value) for n, value in state.items()))
     return outcome
 
 
 def test_replicas_that_diverge_are_noticed_and_stored_for_each_rank_from_then_on(tmp_path: pathlib.Path) -> None:
     found = rank_processes.run(2, diverges, str(tmp_path))
-    assert [outcome[0] for outcome in found] == [("large", [0, 1])] * 2
-    assert [outcome[2] for outcome in found] == [[0.0, 0.0], [1.0, 1.0]]
-    assert found[0][1] == found[1][1], "taken whole from its writer"
+    assert found == [[("small", [0, 1]), True, ("large", [0, 1]), True]] * 2
 
 
 def changes_structure(rank: int, root: str) -> list[Any]:

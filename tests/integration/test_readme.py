@@ -39,7 +39,7 @@ def test_python_block_saves_resumes_and_the_commands_answer(
 ) -> None:
     if shutil.which("asyncckpt", path=environment["PATH"]) is None:
         pytest.skip("the package is not installed, so there are no commands")
-    [code] = blocks("python")
+    code = blocks("python")[0]
     commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
     assert [c.split()[1] for c in commands] == ["ls", "inspect", "verify", "worker", "worker"]
     run([sys.executable, "-c", code], tmp_path, environment)
@@ -47,19 +47,6 @@ def test_python_block_saves_resumes_and_the_commands_answer(
     run([sys.executable, "-c", code], tmp_path, environment)  # resumes, and has nothing left to do
     for command in commands:
         run(command.split(), tmp_path, environment)
-
-
-def test_shell_block_runs_the_worker_beside_the_training(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
-    [code], [script] = blocks("python"), blocks("sh")
-    (tmp_path / "train.py").write_text(code)
-    directory = pathlib.Path(environment["XDG_RUNTIME_DIR"]) / "readme"
-    directory.mkdir(mode=0o700)
-    script = script.replace("/run/user/$UID/asyncckpt", str(directory)).replace("asyncckpt-worker", "$WORKER")
-    script = script.replace("python train.py", "$PYTHON train.py; kill $!; wait $!")
-    environment |= {"WORKER": f"{sys.executable} -m asyncckpt_worker", "PYTHON": sys.executable}
-    run(["bash", "-c", script], tmp_path, environment)
-    assert (tmp_path / "runs/a/step-300/manifest.json").exists()
-    shutil.rmtree(directory)
 
 
 def test_every_link_leads_to_a_file_and_every_test_exists() -> None:

@@ -50,14 +50,17 @@ class Ranks:
             assert plans.agreement is not None
             plans.agreement = plans.agreement.extended(Change.decode(raw), raw)
 
-    def exchange(self, states: Sequence[State], *, compare: bool = True) -> None:
-        """The first exchange, in two phases."""
+    def exchange(self, states: Sequence[State], *, compare: bool = True, settle: bool = True) -> None:
+        """The first exchange, in two phases; `settle`: and the second look at what it left open."""
         flats = [flatten(state) for state in states]
         given = decode_contributions({rank: contribution_of(flat).encode() for rank, flat in enumerate(flats)})
         if compare:
             wanted = candidates(given)
             given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
         self.apply(Change(contributions=given))
+        again = self.news(states, compare=compare) if settle else {}
+        if again:  # tensors as they were initialised are looked at twice
+            self.apply(Change(contributions=again))
 
     def news(self, states: Sequence[State | None], *, compare: bool = True) -> dict[int, Contribution]:
         """What the ranks whose structure is new would attach; None: that rank does not save."""

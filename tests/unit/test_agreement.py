@@ -112,8 +112,28 @@ def test_a_new_holder_of_an_agreed_name_stores_its_own() -> None:
     shared = agreed(of((W, ONE)), of((W, ONE)), of())
     assert kinds(shared, W) == [SHARED, SHARED, NEWS]
     assert kinds(grown(shared, {2: of((W, ONE))}), W) == [SHARED, SHARED, PER_RANK]
-    sole = agreed(of((W, b"")), of(), of())
-    assert kinds(grown(sole, {1: of((W, ONE)), 2: of((W, ONE))}), W) == [SOLE, PER_RANK, PER_RANK]
+
+
+def late(agreement: Agreement) -> Agreement:
+    """Let rank 1 report what rank 0 was the only one to report."""
+    return grown(grown(agreement, {0: of((W, ONE))}), {1: of((W, TWO))})
+
+
+@pytest.mark.parametrize(("second", "expected"), [(ONE, SHARED), (TWO, PER_RANK)])
+def test_a_holder_that_reports_late_is_compared_with_the_others(second: bytes, expected: DutyKind) -> None:
+    unsettled = late(Agreement.start(3))
+    assert kinds(unsettled, W) == [NEWS, NEWS, NEWS]
+    settled = grown(unsettled, {0: of((W, ONE)), 1: of((W, second))})
+    assert kinds(settled, W) == [expected, expected, NEWS]
+    assert kinds(grown(settled, {2: of((W, ONE))}), W) == [expected, expected, PER_RANK]
+
+
+def test_a_tensor_that_has_moved_to_another_rank_is_that_ranks() -> None:
+    assert kinds(grown(late(Agreement.start(2)), {1: of((W, TWO))}), W) == [NEWS, SOLE]
+
+
+def test_a_holder_that_reports_late_once_more_stores_its_own_for_ever() -> None:
+    assert kinds(late(late(Agreement.start(2))), W) == [SOLE, PER_RANK]
 
 
 def test_names_that_proved_unequal_are_per_rank_for_ever() -> None:

@@ -15,13 +15,16 @@ from asyncckpt.protocol import messages
 
 
 class FakeRun:
-    rank, run_id, agreement, alone = RankInfo(0, 2), "0123456789ab", None, False
+    rank, run_id, agreement, alone, knows_run = RankInfo(0, 2), "0123456789ab", None, False, True
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, bytes]] = []
         self.starts = 0
 
     def refuse(self, sequence: int, reason: str) -> None:
+        raise AssertionError
+
+    def forget(self) -> None:
         raise AssertionError
 
     def start_over(self) -> None:
@@ -94,16 +97,13 @@ def test_without_a_session_nothing_is_asked_until_there_is_one(parts: tuple[Fake
     assert run.taken == [(3, b"x")]
 
 
-def test_another_worker_starts_over_and_is_told_of_the_saves_that_were_lost(
-    parts: tuple[FakeRun, FakeWorker, Changes],
-) -> None:
+def test_another_worker_starts_over(parts: tuple[FakeRun, FakeWorker, Changes]) -> None:
     run, worker, changes = parts
-    assert changes.connected("session-1", "worker-1") == []
+    assert changes.connected("session-1", "worker-1") is True
     worker.boards["change-0123456789ab-1"] = change(3, b"x")
     changes.seen(1)
-    changes.lost(["save-1", "save-2"])
-    assert changes.connected("session-1", "worker-1") == [], "the same session"
-    assert changes.connected("session-2", "worker-2") == ["save-1", "save-2"]
+    assert changes.connected("session-1", "worker-1") is False, "the same session"
+    assert changes.connected("session-2", "worker-2") is True
     assert run.starts == 1
     worker.boards["change-0123456789ab-1"] = change(9, b"z")
     changes.seen(1)
@@ -113,6 +113,5 @@ def test_another_worker_starts_over_and_is_told_of_the_saves_that_were_lost(
 def test_the_same_worker_after_a_break_goes_on_counting(parts: tuple[FakeRun, FakeWorker, Changes]) -> None:
     run, _, changes = parts
     changes.connected("session-1", "worker-1")
-    changes.lost(["save-1"])
-    assert changes.connected("session-2", "worker-1") == ["save-1"]
+    assert changes.connected("session-2", "worker-1") is True
     assert run.starts == 0

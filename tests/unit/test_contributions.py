@@ -99,6 +99,9 @@ def test_junk_is_no_contribution(name: str) -> None:
         {"contributions": {-1: of(A).encode()}, "per_rank": []},
         {"contributions": {1 << 40: of(A).encode()}, "per_rank": []},
         {"contributions": {0: "text"}, "per_rank": []},
+        {"contributions": {0: 1}, "per_rank": []},
+        {"contributions": {0: 0}, "per_rank": []},
+        {"contributions": {0: 1, 1: 2, 2: of(A).encode()}, "per_rank": []},
         {"contributions": {}, "per_rank": "ab"},
         {"contributions": {}, "per_rank": [1]},
     ],
@@ -106,6 +109,13 @@ def test_junk_is_no_contribution(name: str) -> None:
 def test_junk_is_no_change(raw: Any) -> None:
     with pytest.raises(ProtocolError):
         Change.decode(msgpack.packb(raw))
+
+
+def test_equal_contributions_are_written_once() -> None:
+    given = Change(contributions={0: of(A), 2: of(B), 5: of(A), 7: of(A)})
+    raw = given.encode()
+    assert msgpack.unpackb(raw, strict_map_key=False)["contributions"][7] == 0
+    assert Change.decode(raw) == given
 
 
 @pytest.mark.parametrize("decode", [Contribution.decode, Change.decode])

@@ -62,6 +62,8 @@ EXACT = (
     *(datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.datetime(1, 1, 1, tzinfo=datetime.timezone.utc)),
     *(datetime.date(2024, 2, 29), datetime.time(23, 59, 59, 999999), datetime.time(1, tzinfo=datetime.timezone.utc)),
     *(datetime.timedelta(days=-1, microseconds=1), datetime.timedelta.max),
+    datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3, minutes=-30))),
+    datetime.time(1, 2, tzinfo=datetime.timezone(datetime.timedelta(seconds=86399, microseconds=1))),
 )
 
 
@@ -76,6 +78,17 @@ def test_namedtuple_comes_back_as_a_tuple() -> None:
 
 class _Own:
     pass
+
+
+class _Zone(datetime.tzinfo):
+    def utcoffset(self, when: datetime.datetime | None) -> datetime.timedelta:
+        return datetime.timedelta(hours=1)
+
+
+@pytest.mark.parametrize("zone", [_Zone(), datetime.timezone(datetime.timedelta(hours=1), "CET")])
+def test_a_zone_with_a_name_or_rules_is_refused(zone: datetime.tzinfo) -> None:
+    with pytest.raises(UnknownTypeError):
+        encode_value(datetime.datetime(2024, 1, 1, tzinfo=zone))
 
 
 @pytest.mark.parametrize("value", [_Own(), [1, (_Own(),)], {_Own(): 1}, slice(_Own()), int, len, range(3)])

@@ -33,6 +33,12 @@ def test_only_a_hook_with_a_pre_commit_of_its_own_is_asked(hook: Any, asks: bool
     assert HookRunner(hook).asks is asks
 
 
+def test_a_method_that_was_set_on_the_instance_counts() -> None:
+    hook = CommitHook()
+    hook.pre_commit = lambda path, **kw: 1 / 0  # type: ignore[method-assign,assignment]
+    assert "ZeroDivisionError" in str(HookRunner(hook).before("/a", {}))
+
+
 def test_whatever_pre_commit_raises_is_a_veto_with_its_text() -> None:
     assert HookRunner(Refusing()).before("/a", {"note": 1}) == "RuntimeError: /a {'note': 1}"
     assert HookRunner(Duck()).before("/a", {}) is None

@@ -20,8 +20,12 @@ from asyncckpt.per_rank import PerRank  # noqa: E402
 from asyncckpt.planning import assignment  # noqa: E402
 from asyncckpt.planning.contributions import Change  # noqa: E402
 from asyncckpt.planning.match import match  # noqa: E402
+from asyncckpt.planning.plan import SharedTensor  # noqa: E402
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
-from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten, unflatten  # noqa: E402
+from asyncckpt.planning.rebuilding import unflatten  # noqa: E402
+from asyncckpt.planning.sampling import SAMPLE_LIMIT  # noqa: E402
+from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten  # noqa: E402
+from asyncckpt.protocol.samples import MAX_SAMPLES, decode_samples, unequal  # noqa: E402
 from asyncckpt.staging.host_stager import HostStager  # noqa: E402
 
 
@@ -30,6 +34,11 @@ def assert_stored(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert states.bits_of(found[name]) == states.bits_of(tensor), name
+
+
+def shared_of(ranks: Ranks) -> list[SharedTensor]:
+    """What rank 0 compares with others'."""
+    return [tensor for tensors in ranks.made[0].shared.values() for tensor in tensors]
 
 
 @pytest.fixture
@@ -54,8 +63,8 @@ def test_replicas_of_every_dtype_and_shape_are_stored_once(
     assert sum(loads) == sum(t.numel() * t.element_size() for t in flat.tensors)
     assert max(loads) - min(loads) <= 2 * 4000, "a row of the widest tensor"
     assert sum(plan.n_tensors for plan in ranks.made) == len(flat.tensors)
-    assert {"rows", "inner", "large"} & {s.fqn for s in ranks.made[0].shared if s.split}
-    assert {s.fqn for s in ranks.made[0].shared if s.split} == {
+    assert {"rows", "inner", "large"} & {s.fqn for s in shared_of(ranks) if s.split}
+    assert {s.fqn for s in shared_of(ranks) if s.split} == {
         name for name, tensor in ranks.tensors.items() if len(tensor.chunks) > 1
     }
 
@@ -78,7 +87,7 @@ def test_large_tensors_are_cut_and_moved_from_where_they_lie() -> None:
     ranks = Ranks(3)
     ranks.exchange([state] * 3)
     assert_stored(ranks.save([state] * 3), state)
-    assert {s.fqn for s in ranks.made[0].shared if s.split} >= {"big", "turned"}
+    assert {s.fqn for s in shared_of(ranks) if s.split} >= {"big", "turned"}
     loads = [plan.tensor_nbytes for plan in ranks.made]
     assert max(loads) - min(loads) <= 2 << 20
 
@@ -109,6 +118,26 @@ def test_halves_that_users_cut_by_hand_are_both_stored(shapes: tuple[Any, Any]) 
     ranks = Ranks(2)
     ranks.exchange(given)
     assert_stored(ranks.save(given), {f"half@rank{n}": given[n]["half"] for n in range(2)})
+
+
+def test_tensors_as_they_were_initialised_are_no_replicas_until_a_second_look() -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        trained = torch.arange(4.0) + step
+        return {
+            "weight": torch.arange(6.0),
+            "bias": torch.zeros(4) if not step else trained,
+            "mean": torch.zeros(4) if not step else trained * rank,
+            "mask": torch.ones(2, 3, dtype=torch.int8),
+        }
+
+    ranks = Ranks(2)
+    ranks.exchange([state(r, 0) for r in (0, 1)], settle=False)
+    first = ranks.save([state(r, 0) for r in (0, 1)])
+    assert set(first) == {"weight", *(f"{name}@rank{r}" for name in ("bias", "mean", "mask") for r in (0, 1))}
+    ranks.apply(Change(contributions=ranks.news([state(r, 1) for r in (0, 1)])))
+    later = ranks.save([state(r, 1) for r in (0, 1)])
+    assert set(later) == {"weight", "bias", "mask", "mean@rank0", "mean@rank1"}
+    assert torch.equal(later["mean@rank1"], state(1, 1)["mean"])
 
 
 def test_integer_keys_of_two_pipeline_stages_do_not_meet() -> None:
@@ -203,6 +232,22 @@ def test_every_element_is_compared_some_time() -> None:
     given[1]["w"][49, 100] = 1
     found = [ranks.samples(given, sequence) for sequence in range(5)]
     assert sum(one.digests != other.digests for one, other in found) == 1
+
+
+def test_thousands_of_small_replicas_that_differ_are_found_by_one_save() -> None:
+    given = [{f"b{n}": torch.full((16,), 0.0) for n in range(2000)} for _ in range(2)]
+    ranks = Ranks(2)
+    ranks.exchange(given)
+    for tensor in given[1].values():
+        tensor[15] = 1.0
+    one, other = ranks.samples(given, 3)
+    found = unequal({rank: decode_samples(samples.encode()) for rank, samples in enumerate((one, other))})
+    assert len(found) == 2000
+
+
+def test_all_that_is_compared_at_one_save_travels() -> None:
+    """One more for each set of holders may come on top."""
+    assert SAMPLE_LIMIT < MAX_SAMPLES
 
 
 def test_a_new_agreement_drops_the_plans() -> None:

@@ -71,7 +71,11 @@ BAD = {
     "samples with names of bytes": _samples(names=[b"a", b"b"]),
     "samples split in more than two ways": _samples(split=b"\x00\x02"),
     "samples split for fewer names": _samples(split=b"\x00"),
-    "too many samples": _samples(names=[f"t{i}" for i in range(1025)], split=bytes(1025), digests=bytes(8 * 1025)),
+    "too many samples": _samples(
+        names=[f"t{i}" for i in range(MAX_SAMPLES + 1)],
+        split=bytes(MAX_SAMPLES + 1),
+        digests=bytes(8 * MAX_SAMPLES + 8),
+    ),
     "samples of too many bytes": _samples(names=["a" * (1 << 20), "b"]),
     "parts as map": _request(parts={}),
     "part of one number": _request(parts=[[4096]]),

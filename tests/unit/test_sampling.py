@@ -66,7 +66,7 @@ def test_a_digest_is_that_of_the_elements_in_row_major_order(name: str, monkeypa
 def test_digests_come_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "THREADED_NBYTES", 0)
     monkeypatch.setattr(digests.os, "sched_getaffinity", lambda _: {0, 1, 2})
-    state = {f"t{n}": torch.full((5,), float(n)) for n in range(9)}
+    state = {f"t{n}": torch.full((5,), n + 2.0) for n in range(9)}
     found = digests_for(flatten(state), [7, 0, 3])
     assert found == b"".join(block_digest(states.bits_of(state[f"t{n}"])) for n in (7, 0, 3))
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncckpt import session_thread
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.session import Session, greeting
+
+SAVE_ID = "000001-00000000-aaaaaaaaaaaa"
 
 
 class Sent:
@@ -37,6 +42,65 @@ def session() -> Iterator[Session]:
     one._welcome.set_result(messages.Welcome(id=0, package="0", pid=1, pid_start=1, instance="0" * 16, heartbeat_s=1.0))
     yield one
     os.close(one._wake)
+
+
+class Queue:
+    """Stands for the socket: messages have arrived; every other call is noted."""
+
+    def __init__(self, received: list[list[bytes]], done: Any) -> None:
+        self.received, self.done = received, done
+        self.seen: list[str] = []
+
+    def poll(self, _: int) -> bool:
+        if not self.received:
+            self.done()
+        return bool(self.received)
+
+    def recv_multipart(self) -> list[bytes]:
+        return self.received.pop(0)
+
+    def send_multipart(self, frames: list[bytes], _: int) -> None:
+        self.seen.append(codec.decode(frames, messages.REQUESTS).name)
+
+
+def test_answer_of_one_callback_leaves_before_the_next_callback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commit hooks run there, for as long as they like, and the worker waits for what each of them says."""
+    saves = codec.encode(messages.Saves(id=0, saves=(), changes=0))
+    welcome = messages.Welcome(
+        id=0, package="0", pid=os.getpid(), pid_start=start_ticks(os.getpid()) or 0, instance="0" * 16, heartbeat_s=1.0
+    )
+
+    class Poller:
+        def register(self, *_: object) -> None:
+            pass
+
+        def poll(self, _: int) -> list[Any]:
+            socket.received += [codec.encode(welcome)] if not turns else [saves, saves]
+            turns.append(1)
+            return []
+
+    def hook(_: messages.Saves) -> None:
+        socket.seen.append("hook")
+        one.request(lambda n: messages.Consent(id=n, save_id=SAVE_ID, granted=True, reason=""), 60.0)
+
+    def done() -> None:
+        one._stopping = len(turns) > 1
+
+    turns: list[int] = []
+    one = Session(
+        "ipc:///nowhere/w.sock",
+        hello=greeting(0, 1, "0"),
+        worker_timeout_s=3.0,
+        pending=lambda: [],
+        on_saves=hook,
+        on_lost=lambda _: None,
+    )
+    socket = Queue([], done)
+    monkeypatch.setattr(session_thread.zmq, "Poller", Poller)
+    one._loop(SimpleNamespace(socket=socket))  # type: ignore[arg-type]
+    assert [s for s in socket.seen if s in ("hook", "consent")] == ["hook", "consent"] * 2
+    os.close(one._wake)
+    os.close(one._pidfd)
 
 
 def test_a_silent_worker_is_given_up(session: Session) -> None:

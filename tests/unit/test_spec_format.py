@@ -90,7 +90,7 @@ def test_tags_are_those_of_the_spec() -> None:
 
 def test_tree_nodes_are_those_of_the_spec() -> None:
     kinds = [row[0][2] for row in table(SPEC, "node", "means")]
-    assert kinds == [*tree.CONTAINERS, "T", "B", "O"]
+    assert kinds == [*tree.CONTAINERS, "T", "N", "B", "O"]
 
 
 def test_shard_begins_as_the_spec_says() -> None:

@@ -13,11 +13,11 @@ from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import runs
+from asyncckpt_worker.changes import EFFECTIVE_AFTER, TELL_AGAIN
 from asyncckpt_worker.report import report as brains_report
 from asyncckpt_worker.runs import MAX_WITHDRAWN
 
 EPOCH_UNKNOWN = "000000" + FIRST[6:]
-THIRD = "000001-00000002-aaaaaaaaaaaa"
 EQUAL, OTHER = b"8 bytes!", b"others.."
 
 
@@ -276,20 +276,25 @@ def test_runs_without_anybody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "word", "advice"),
     [
-        ({"path": "/ckpt/b"}, "/ckpt/b"),
-        ({"step": 6}, "step 6"),
-        ({"plan": "1" * 16}, "plan"),
+        ({"path": "/ckpt/b"}, "/ckpt/b", "in the same order"),
+        ({"step": 6}, "step 6", "in the same order"),
+        (
+            {"plan": "1" * 16},
+            "plan",
+            "a change of the state reached them at different saves; the next ones agree again",
+        ),
     ],
 )
-def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: str) -> None:
+def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: str, advice: str) -> None:
     bench = Ranks()
     bench.stages(0)
     bench.stages(1, **changes)
     for rank in range(2):
         error = bench.error(rank)
         assert error["code"] == "ranks_disagree" and list(error["fields"]["ranks"]) == [0, 1] and word in error["text"]
+        assert advice in error["text"] and ("order" in error["text"]) == ("plan" not in changes)
     assert not bench.of(ac.Commit)
 
 
@@ -420,6 +425,73 @@ def test_veto_of_one_rank_ends_the_save_on_all(hooked: Ranks, how: str) -> None:
     assert not hooked.of(ac.Commit)
 
 
+def queue(bench: Ranks, *, elder_hooked: bool = True) -> None:
+    """Let both ranks be durable in two saves; the second waits for the hooks of both."""
+    second = [bench.slot(b"0"), bench.slot(b"1")]
+    for rank in range(2):
+        bench.stages(rank, commit_timeout_s=100.0, **(HOOKED if elder_hooked else {}))
+        changes: dict[str, Any] = {"path": "/ckpt/b", "commit_timeout_s": 100.0}
+        bench.begin(second[rank], SECOND, peer=bench.peer(rank), **changes)
+        bench.feed(ev.Prepared, key=(SECOND, rank))
+        bench.submit(second[rank], SECOND, peer=bench.peer(rank))
+        bench.read(second[rank], SECOND, rank=rank, world_size=2, **changes, **HOOKED)
+        bench.writes(rank, SECOND)
+
+
+def test_hook_has_its_time_from_when_the_save_before_has_ended() -> None:
+    bench = Ranks()
+    queue(bench)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.passes(8.0)
+    for rank in range(2):
+        consents(bench, rank)
+    bench.passes(8.0)
+    assert bench.outcome(SECOND) is None, "the earlier one is being committed"
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.brain.wakes_at == 26.0
+    bench.passes(8.0)
+    assert bench.outcome(SECOND) is None
+    bench.passes(2.0)
+    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed"
+
+
+def test_hook_has_its_time_though_the_save_before_fails() -> None:
+    bench = Ranks()
+    queue(bench)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.passes(10.0)
+    assert bench.outcome() == "failed" and bench.outcome(SECOND) is None
+    bench.passes(9.0)
+    assert bench.outcome(SECOND) is None
+    bench.passes(1.0)
+    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed"
+
+
+def test_hook_that_is_busy_with_a_later_save_has_its_time_after_that() -> None:
+    bench = Ranks()
+    queue(bench)
+    for rank in range(2):
+        bench.writes(rank)
+    bench.passes(8.0)
+    for rank in range(2):
+        bench.say(m.Consent, bench.peer(rank), save_id=SECOND, granted=True, reason="")
+    bench.passes(9.0)
+    assert bench.outcome() is None
+    bench.passes(1.0)
+    assert bench.error(0)["fields"]["code"] == "vetoed"
+
+
+def test_hook_is_not_waited_for_without_end_though_the_save_before_never_ends() -> None:
+    bench = Ranks()
+    queue(bench, elder_hooked=False)
+    bench.passes(109.0)
+    assert bench.outcome(SECOND) is None and bench.outcome() is None
+    bench.passes(1.0)
+    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed" and bench.outcome() is None
+
+
 def test_consent_that_was_given_outlives_its_rank(hooked: Ranks) -> None:
     consents(hooked, 1)
     hooked.dies(1, FIRST)
@@ -466,16 +538,12 @@ def test_replica_that_is_split_and_differs_fails_the_save(split_on: tuple[int, .
     assert [c["change"]["per_rank"] for c in bench.changes()] == [["w"]]
 
 
-def test_replica_with_one_writer_that_differs_commits_and_is_stored_per_rank_later() -> None:
+def test_replica_with_one_writer_that_differs_fails_too_and_is_stored_per_rank_later() -> None:
     bench = Ranks()
     bench.stages(0, **sampled(EQUAL))
     bench.stages(1, **sampled(OTHER))
-    assert bench.outcome() is None
+    assert bench.outcome() == "failed"
     assert bench.changes() == [{"effective": 2, "change": {"contributions": {}, "per_rank": ["w"]}}]
-    for rank in range(2):
-        bench.writes(rank)
-    bench.feed(ev.Published, save_id=FIRST)
-    assert bench.phase() == "committed"
     bench.stages(0, SECOND, 2, **sampled(EQUAL))
     bench.stages(1, SECOND, 2, **sampled(OTHER))
     assert len(bench.changes()) == 1, "published once"
@@ -498,34 +566,78 @@ def test_contributions_are_published_when_all_ranks_have_sealed() -> None:
     bench.stages(1, contribution=b"one")
     told = [a for a in bench.of(ac.Send) if isinstance(a.message, m.Saves)]
     assert {(a.peer, a.message.changes) for a in told} == {(b"0", 1), (b"1", 1)}
-    assert bench.changes() == [{"effective": 2, "change": {"contributions": {0: b"zero", 1: b"one"}, "per_rank": []}}]
+    assert bench.changes() == [{"effective": 4, "change": {"contributions": {0: b"zero", 1: b"one"}, "per_rank": []}}]
 
 
-def test_contribution_that_was_published_is_not_published_again() -> None:
-    bench = Ranks()
-    for rank in range(2):
-        bench.stages(rank, contribution=b"same")
-    for rank in range(2):
-        bench.writes(rank)
-    bench.feed(ev.Published, save_id=FIRST)
-    bench.stages(0, SECOND, 2, contribution=b"same")
-    bench.stages(1, SECOND, 2, contribution=b"new")
-    assert [c["change"]["contributions"] for c in bench.changes()] == [{0: b"same", 1: b"same"}, {1: b"new"}]
+def sequence(number: int) -> str:
+    return f"000001-{number:08d}-{RUN}"
 
 
-def test_contribution_of_a_save_that_fails_is_published_then() -> None:
+def test_contributions_of_a_save_that_not_all_have_sealed_are_not_published() -> None:
     bench = Ranks()
     bench.stages(0, contribution=b"zero")
     bench.withdraws(1)
-    assert [c["change"]["contributions"] for c in bench.changes()] == [{0: b"zero"}]
+    assert bench.outcome() == "abandoned" and not bench.changes()
 
 
-def test_change_holds_from_the_second_save_after_the_highest_that_was_heard_of() -> None:
+def test_contributions_under_different_plans_are_not_published() -> None:
+    bench = Ranks()
+    bench.stages(0, contribution=b"zero", plan="0" * 16)
+    bench.stages(1, contribution=b"one", plan="1" * 16)
+    assert bench.outcome() == "failed" and not bench.changes()
+
+
+def test_contributions_of_a_save_whose_replicas_differ_are_published_with_their_names() -> None:
+    bench = Ranks()
+    bench.stages(0, contribution=b"zero", **sampled(EQUAL, split=True))
+    bench.stages(1, contribution=b"one", **sampled(OTHER, split=True))
+    assert bench.outcome() == "failed"
+    assert [c["change"] for c in bench.changes()] == [{"contributions": {0: b"zero", 1: b"one"}, "per_rank": ["w"]}]
+
+
+def test_what_some_ranks_report_waits_for_the_save_at_which_all_report() -> None:
+    bench = Ranks()
+    for number in range(1, TELL_AGAIN + 1):
+        assert not bench.changes()
+        save_id = sequence(number)
+        bench.stages(0, save_id, number, path=f"/ckpt/{number}")
+        bench.stages(1, save_id, number, path=f"/ckpt/{number}", contribution=b"one")
+        bench.passes(1.0)
+    assert [c["change"]["contributions"] for c in bench.changes()] == [{1: b"one"}]
+
+
+def test_contributions_that_precede_the_last_change_are_not_published() -> None:
+    """They say again what that change says; what is news under it still, the ranks report when it holds."""
+    bench, effective = Ranks(), 0
+    for number in range(EFFECTIVE_AFTER + 1):
+        for rank in range(2):
+            bench.stages(rank, sequence(number), number + 1, path=f"/ckpt/{number}", contribution=b"%d" % number)
+        effective = bench.changes()[0]["effective"]
+        assert len(bench.changes()) == (1 if number < effective else 2)
+    assert effective == EFFECTIVE_AFTER
+
+
+def test_trainers_report_again_when_the_worker_expects_it() -> None:
+    slot_stager = pytest.importorskip("asyncckpt.staging.slot_stager", exc_type=ImportError)
+    assert slot_stager.TELL_AGAIN == TELL_AGAIN
+
+
+@pytest.mark.parametrize(("differing", "effective"), [(False, 45), (True, 43)])
+def test_change_holds_some_saves_after_the_highest_that_was_heard_of(differing: bool, effective: int) -> None:
     bench = Ranks()
     bench.withdraws(1, "000000-00000041-" + RUN)
-    bench.stages(0, contribution=b"zero")
-    bench.stages(1)
-    assert [c["effective"] for c in bench.changes()] == [43]
+    bench.stages(0, contribution=b"zero", **sampled(OTHER))
+    bench.stages(1, contribution=b"one", **sampled(OTHER if not differing else EQUAL))
+    assert [c["effective"] for c in bench.changes()] == [effective]
+
+
+def test_changes_hold_in_the_order_in_which_they_were_published() -> None:
+    bench = Ranks()
+    for rank in range(2):
+        bench.stages(rank, contribution=b"news")
+    for rank in range(2):
+        bench.stages(rank, SECOND, 2, path="/ckpt/b", **sampled(EQUAL if rank else OTHER))
+    assert [c["effective"] for c in bench.changes()] == [4, 4]
 
 
 def test_hole_fails_the_save_and_its_tensor_is_stored_per_rank_later() -> None:
@@ -543,10 +655,42 @@ def test_hole_fails_the_save_and_its_tensor_is_stored_per_rank_later() -> None:
 def test_changes_are_bounded(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"asyncckpt_worker.changes.{limit}", value)
     bench = Ranks()
-    for generation, save_id in enumerate((FIRST, SECOND, THIRD), 1):
-        bench.stages(0, save_id, generation, contribution=bytes(30 + generation))
-        bench.withdraws(1, save_id)
+    for generation in range(1, 4):
+        for rank in range(2):
+            save_id = sequence(10 * generation)
+            bench.stages(rank, save_id, generation, path=f"/ckpt/{generation}", contribution=bytes([rank]) * 25)
     assert len(bench.changes()) == 1
+
+
+def test_runs_that_are_over_shut_no_living_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncckpt_worker.changes.MAX_CHANGES_NBYTES", 400)
+    bench = Ranks()
+
+    def publishes(run: str, generation: int) -> None:
+        save_id = f"{generation:06d}-00000000-{run}"
+        for rank in range(2):
+            bench.say(m.Lineage, bench.peer(rank), run=run, path=f"/ckpt/{generation}")
+            news = b"%d of %d" % (rank, generation) * 10
+            bench.stages(rank, save_id, generation, path=f"/ckpt/{generation}", contribution=news)
+
+    publishes("1" * 12, 1)
+    for generation in range(2, 9):
+        publishes(f"{generation:012x}", generation)
+        for rank in range(2):
+            for kind in (ev.Prepared, ev.Written):
+                bench.feed(kind, key=(f"{generation:06d}-00000000-{generation:012x}", rank), error=ERROR)
+    counts = {run.run_id: list(map(bool, run.changes)) for run in bench.brain.tables.runs.values() if run.changes}
+    assert counts[f"{8:012x}"] == [True], "the last one was not shut out"
+    assert counts["1" * 12] == [True], "a save of it is open still"
+    assert [counts[f"{n:012x}"] for n in range(2, 8)] == [[False]] * 6, "their numbers stay taken"
+    assert code(bench.say(m.Fetch, b"0", board=f"change-{2:012x}-1", rank=0, offset=0)) == "unknown_save"
+
+
+def test_equal_contributions_are_kept_once() -> None:
+    bench = Ranks(4)
+    for rank, news in enumerate((b"same" * 100, b"other", b"same" * 100, b"same" * 100)):
+        bench.stages(rank, contribution=news)
+    assert bench.changes()[0]["change"]["contributions"] == {0: b"same" * 100, 1: b"other", 2: 0, 3: 0}
 
 
 def test_world_of_one_has_no_changes() -> None:

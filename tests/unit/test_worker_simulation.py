@@ -409,8 +409,7 @@ class World:
         if trainer.world_size == 1 or trainer.rank or not self.luck(0.05):
             return "0" * 16, encode_samples([("w", True, bytes(8)), ("v", False, bytes(8))])
         kind = self.random.randrange(3)
-        if kind < 2:
-            self.split.add(save_id)
+        self.split.add(save_id)
         w, v = (b"another." if kind == n else bytes(8) for n in (1, 2))
         return ("1" if kind == 0 else "0") * 16, encode_samples([("w", True, w), ("v", False, v)])
 
@@ -486,14 +485,16 @@ class World:
 
     def check_changes(self) -> None:
         for run in self.brain.tables.runs.values():
-            seen: list[tuple[int, bytes]] = []
             names: list[str] = []
-            for raw in map(msgpack.unpackb, run.changes):
+            effective = 0
+            for raw in map(msgpack.unpackb, filter(None, run.changes)):
                 change = msgpack.unpackb(raw["change"], strict_map_key=False)
-                seen += change["contributions"].items()
                 names += change["per_rank"]
-                assert 2 <= raw["effective"] <= run.highest + 2
-            assert len(seen) == len(set(seen)) and len(names) == len(set(names)), "published twice"
+                assert effective <= raw["effective"], "ranks that hear of them late would apply them in another order"
+                effective = raw["effective"]
+                assert set(change["contributions"]) <= set(range(run.world_size))
+                assert 2 <= raw["effective"] <= run.highest + 4
+            assert len(names) == len(set(names)), "published twice"
             assert set(names) <= {"w", "v"}
 
     def check_end(self) -> None:

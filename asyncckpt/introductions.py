@@ -1,0 +1,48 @@
+"""What the ranks of a save say of it before anything else, and whether that is the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from asyncckpt.errors import RanksDisagreeError
+
+_AGREED = ("package", "path", "step", "replicated", "fsync", "worker")
+"""What must be equal on all ranks at the first save, as far as it is known."""
+
+
+def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
+    """Prove that all ranks save the same.
+
+    Raises:
+        RanksDisagreeError: Naming what differs, and the ranks.
+    """
+    for name in _AGREED:
+        known = [rank for rank, found in enumerate(everybody) if found[name] != ""]
+        for rank in known:
+            if everybody[rank][name] != everybody[known[0]][name]:
+                raise RanksDisagreeError(
+                    f"rank {rank} saves with {name} {everybody[rank][name]!r}, rank {known[0]} with "
+                    f"{everybody[known[0]][name]!r}; every rank must save the same step to the same path, with the "
+                    "same settings and the same worker",
+                    detail=name,
+                    ranks=[known[0], rank],
+                    path=everybody[0]["path"],
+                )
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return one rank's part of the first meeting, or say that it is of another version.
+
+    Raises:
+        RanksDisagreeError: It lacks something.
+    """
+    try:
+        found: Mapping[str, Any] = msgpack.unpackb(data)
+        return {name: found[name] for name in ("run", "contribution", *_AGREED)}
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise RanksDisagreeError(
+            f"another rank speaks another version of asyncckpt: {error!r}", detail="version"
+        ) from error

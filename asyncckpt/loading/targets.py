@@ -1,0 +1,209 @@
+"""The objects with a `load_state_dict()` in a target: which part of their state is filled, and how they are given it.
+
+A module's tensors are filled in place, in the bare module. Everything else in its state (what `get_extra_state` gave,
+parameters that are not yet initialised), and the whole state of any other object, is made new: a fresh optimizer has no
+state yet that could be filled. Of one that has, the tensors that fit are filled, to save memory. Then all of them get
+their state by `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import StateLoadError
+from asyncckpt.format.tree import Path, fqn_of, leaves
+from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.state_dict import flatten
+from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
+
+_EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+class Whole:
+    """Stands in a module's state for an entry that is replaced as a whole; `value` is what the module has now."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Targets:
+    """A target state dict, and the modules in it.
+
+    Args:
+        state_dict: The target.
+    """
+
+    def __init__(self, state_dict: Any) -> None:
+        self._root = state_dict
+        self._modules: dict[Path, _Module] = {}
+
+    def open(self, value: Any, path: Path) -> Any:
+        """Return what of an object with a `state_dict()` is filled: of a module its state, else the object itself.
+
+        Raises:
+            OpeningError: A module's `state_dict()` raised.
+        """
+        if not isinstance(value, torch.nn.Module) or not is_loadable(value):
+            return value
+        module = _Module(value)
+        if module.state is None:
+            return value
+        self._modules[path] = module
+        return module.state
+
+    def value_at(self, path: Path) -> Any:
+        """Return what stands at a path, a `PerRank`'s value for a `PerRank`."""
+        value, rest = self._located(path)
+        for key in rest:
+            value = _unmarked(value)[key]
+        return _unmarked(value)
+
+    def replace_at(self, path: Path, new: Any) -> None:
+        """Put `new` at a path."""
+        root, rest = self._located(path)
+        replace_at(root, rest, new)
+
+    def _located(self, path: Path) -> tuple[Any, Path]:
+        if self._modules:
+            for length in range(len(path) + 1):
+                module = self._modules.get(path[:length])
+                if module is not None:
+                    return module.state, path[length:]
+        return self._root, path
+
+    def hand_over(self, filled: set[Path], path: str) -> None:
+        """Give the modules their states.
+
+        Args:
+            filled: Paths of all that was filled; modules without any are left alone.
+            path: The checkpoint's, for messages.
+
+        Raises:
+            StateLoadError: A module did not take it.
+        """
+        for at, module in self._modules.items():
+            if any(one[: len(at)] == at for one in filled):
+                load_state(module.bare, module.given(), fqn_of(at), path)
+
+
+class _Module:
+    """One module: `state` is what is filled, under the bare model's names; None: it is no mapping."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.bare = unwrapped(module)
+        self._names = BareNames(self.bare)
+        try:
+            found = _live_state(self.bare)
+        except Exception as error:
+            raise OpeningError(f"its state_dict() raised {type(error).__name__}: {error}") from error
+        self.state: dict[str, Any] | None = None
+        if isinstance(found, MutableMapping):
+            self._given = found
+            self.state = {self._names.of(name): _place(name, value) for name, value in found.items()}
+
+    def given(self) -> Any:
+        """Return the filled state as the module names it."""
+        assert self.state is not None
+        for name in self._given:
+            value = self.state[self._names.of(name)]
+            self._given[name] = value.value if isinstance(value, Whole) else value
+        return self._given
+
+
+def _live_state(module: torch.nn.Module) -> Any:
+    """Return a module's state with the parameters themselves: copying one onto itself costs nothing."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:  # an own method of another signature
+        return module.state_dict()
+
+
+def _place(name: str, value: Any) -> Any:
+    in_place = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+    return value if in_place and not name.endswith(_EXTRA_STATE) else Whole(value)
+
+
+def standing_tensors(holder: Any) -> dict[Path, torch.Tensor]:
+    """Return the tensors of an optimizer's state, by their path in it, that may be filled where they are.
+
+    That saves the memory of a second state. What shares memory with a parameter or another entry is left out.
+    """
+    if not isinstance(holder, torch.optim.Optimizer):
+        return {}
+    try:
+        flat = flatten(holder.state_dict())
+    except Exception:  # nothing stands in the way of a new state
+        return {}
+    shared = {p.untyped_storage().data_ptr() for group in holder.param_groups for p in group["params"]}
+    shared |= {at for at, n in Counter(t.untyped_storage().data_ptr() for t in flat.tensors).items() if n > 1}
+    found = [(path, flat.tensors[node[1]]) for path, node in leaves(flat.tree) if node[0] == "T"]
+    twice = {id(t) for t, n in Counter(tensor for _, tensor in found).items() if n > 1}
+    return {p: t for p, t in found if id(t) not in twice and t.untyped_storage().data_ptr() not in shared}
+
+
+def is_loadable(value: Any) -> bool:
+    """Whether an object leaf of a target takes a state."""
+    return isinstance(value, Whole) or (
+        hasattr(value, "state_dict") and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def load_state(value: Any, state: Any, fqn: str, path: str) -> None:
+    """Call `load_state_dict` of `value`.
+
+    Raises:
+        StateLoadError: It raised.
+    """
+    try:
+        if isinstance(value, torch.nn.Module) and _takes_strict(value):
+            value.load_state_dict(state, strict=False)  # what is missing has been reported, by the rules of `load`
+        else:
+            value.load_state_dict(state)
+    except Exception as error:
+        kind, detail = type(value).__name__, f"{type(error).__name__}: {error}"
+        raise StateLoadError(
+            f"{path}: load_state_dict() of {fqn!r}, a {kind}, refused what was saved: {detail}",
+            path=path,
+            fqn=fqn,
+            type_name=kind,
+            detail=detail,
+        ) from error
+
+
+def _takes_strict(module: torch.nn.Module) -> bool:
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _unmarked(value: Any) -> Any:
+    while isinstance(value, PerRank):
+        value = value.value
+    return value
+
+
+def replace_at(value: Any, path: Path, new: Any) -> Any:
+    """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
+
+    Returns:
+        `value`, or the tuple that stands for it now. A `PerRank` stays one, and gets another value.
+    """
+    if isinstance(value, PerRank):
+        value.value = replace_at(value.value, path, new)
+        return value
+    if not path:
+        return new
+    key, old = path[0], value[path[0]]
+    child = replace_at(old, path[1:], new)
+    if isinstance(value, tuple):
+        members = [child if n == key else member for n, member in enumerate(value)]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+    if child is not old:
+        value[key] = child
+    return value

@@ -1,0 +1,34 @@
+"""The one place that pickles and unpickles, and only for users who asked for it: `allow_pickle=True`.
+
+DANGER: unpickling runs whatever the bytes say. Whoever can write into a checkpoint's directory can run code in every
+process that loads it with `allow_pickle=True`. Nothing else in asyncckpt reads a pickle: not the worker, not `ls`,
+`inspect` or `verify`, not a load without that argument.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+PROTOCOL = 4
+"""Of Python 3.4 and later."""
+
+
+def encode_pickle(value: Any) -> tuple[str, Any]:
+    """Return (tag, payload) of a value of any type.
+
+    Raises:
+        Exception: Whatever the value's own code raises, and `pickle.PicklingError`.
+    """
+    data = pickle.dumps(value, protocol=PROTOCOL)
+    return "pickle", [f"{type(value).__module__}.{type(value).__qualname__}", base64.b64encode(data).decode()]
+
+
+def unpickle(data: bytes) -> Any:
+    """Return the value. DANGER: see the module.
+
+    Raises:
+        Exception: Anything: the bytes decide.
+    """
+    return pickle.loads(data)

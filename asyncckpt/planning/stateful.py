@@ -1,0 +1,109 @@
+"""Modules, optimizers and all else that has a `state_dict()`: what is stored in their place.
+
+Wrappers that only add a prefix to the names (DistributedDataParallel, DataParallel, what `torch.compile` returns) are
+taken off, at the top and inside, so that the names are the bare model's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class OpeningError(Exception):
+    """Internal to flattening: `state_dict()` of a value raised; the cause is chained."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` is stored as what its `state_dict()` returns."""
+    return (
+        hasattr(value, "state_dict")
+        and not isinstance(value, (type, tuple, list, torch.Tensor))
+        and callable(value.state_dict)
+    )
+
+
+def _wrapper_attribute(module: torch.nn.Module) -> str | None:
+    """Return under which name a wrapper holds the module that it wraps; None for any other module."""
+    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        return "module"
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is loaded
+    return "_orig_mod" if compiled is not None and isinstance(module, compiled.OptimizedModule) else None
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the bare module."""
+    while (attribute := _wrapper_attribute(module)) is not None:
+        module = getattr(module, attribute)
+    return module
+
+
+class BareNames:
+    """From the names of a bare module's state to those without the wrappers of its submodules, and back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._inner: list[str] = []
+        for name, child in module.named_modules(remove_duplicate=False):
+            attribute = _wrapper_attribute(child)
+            if attribute is not None:
+                self._inner.append(f"{name}.{attribute}")
+
+    def of(self, name: str) -> str:
+        """Return a name, of an entry or a submodule, without what wrappers add to it."""
+        for inner in reversed(self._inner):  # the innermost first, so that the outer ones still fit
+            if name == inner or name.startswith(inner + "."):
+                name = inner.rpartition(".")[0] + name[len(inner) :]
+        return name
+
+    def strip(self, state: Any) -> Any:
+        """Return a module's state under bare names; the same object where no submodule is wrapped."""
+        if not self._inner or not isinstance(state, Mapping):
+            return state
+        bare = OrderedDict((self.of(name) if isinstance(name, str) else name, value) for name, value in state.items())
+        metadata = getattr(state, "_metadata", None)
+        if isinstance(metadata, Mapping):
+            bare._metadata = OrderedDict((self.of(name), value) for name, value in metadata.items())  # type: ignore[attr-defined]
+        return bare
+
+
+def state_of(value: Any) -> Any:
+    """Return what is stored for an object with a `state_dict()`.
+
+    Raises:
+        OpeningError: It raised, or returned an object with a `state_dict()` of its own.
+    """
+    try:
+        if isinstance(value, torch.nn.Module):
+            bare = unwrapped(value)
+            state = BareNames(bare).strip(bare.state_dict())
+        else:
+            state = value.state_dict()
+    except Exception as error:
+        raise OpeningError(f"its state_dict() raised {type(error).__name__}: {error}") from error
+    if type(state) is not dict and type(state) is not OrderedDict and is_stateful(state):
+        raise OpeningError(f"its state_dict() returned a {type(state).__name__}, which has one itself")
+    return state
+
+
+class Openings:
+    """The states of objects, each taken once however often the state dict is walked. Lives as long as one save."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[Any, Any]] = {}  # the object is kept, so that no other one gets its id
+
+    def __call__(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
+        """Return the state of `value`.
+
+        Raises:
+            OpeningError: As `state_of`.
+        """
+        found = self._taken.get(id(value))
+        if found is None:
+            found = self._taken[id(value)] = (value, state_of(value))
+        return found[1]

@@ -1,0 +1,35 @@
+"""The README's block for several ranks, run by two."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import rank_processes
+import real_worker
+import torch
+from real_worker import manifest_of
+from test_readme import blocks
+
+import asyncckpt
+
+
+def runs_the_block(rank: int, directory: str) -> str:
+    os.chdir(directory)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 4)
+    names = {"torch": torch, "asyncckpt": asyncckpt, "model": model, "step": 0}
+    names["optimizer"] = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        exec(blocks("python")[1], names)
+    return str(names["newest"])
+
+
+def test_the_block_for_several_ranks_as_it_stands(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    assert (
+        rank_processes.run(2, runs_the_block, str(tmp_path), environ=environ) == [str(tmp_path / "runs/b/step-1")] * 2
+    )
+    assert manifest_of(tmp_path / "runs/b/step-2")["world_size"] == 2

@@ -1,0 +1,84 @@
+"""The README's section "Launch": both ways to start a worker beside several ranks, and how to ask it, as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from real_worker import manifest_of
+
+README = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
+COMMANDS = {
+    "asyncckpt": "asyncckpt",
+    "asyncckpt-worker": "asyncckpt_worker",
+    "torchrun": "torch.distributed.run",
+}
+
+
+def scripts() -> list[str]:
+    """Return the shell scripts of the section."""
+    section = README.partition("\n## Launch\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def environment(endpoint_dir: pathlib.Path, tmp_path: pathlib.Path) -> dict[str, str]:
+    """The commands by their names, installed or not, and everything else in private places."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, module in COMMANDS.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": str(endpoint_dir), "OMP_NUM_THREADS": "1"}
+
+
+def run(script: str, directory: pathlib.Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def left(directory: pathlib.Path) -> set[str]:
+    return {p.name for p in directory.rglob("*") if not p.is_dir()}
+
+
+def test_there_are_three_scripts() -> None:
+    assert [s.split()[-1] for s in scripts()] == ["40", "drain", "--json"]
+
+
+def test_asyncckpt_run_as_the_readme_shows_it(
+    tmp_path: pathlib.Path, environment: dict[str, str], endpoint_dir: pathlib.Path
+) -> None:
+    said = run(scripts()[0], tmp_path, environment)
+    assert len(set(re.findall(r"rank \d: weights sha256 (\w+)", said))) == 1
+    assert manifest_of(tmp_path / "runs/gpt/step-000040")["world_size"] == 2
+    assert left(endpoint_dir) == set()
+
+
+def test_a_worker_beside_torchrun_and_how_to_ask_it_as_the_readme_shows_them(
+    tmp_path: pathlib.Path, environment: dict[str, str], endpoint_dir: pathlib.Path
+) -> None:
+    beside, ask = scripts()[1].replace("/run/user/$UID/asyncckpt", str(endpoint_dir)), scripts()[2]
+    before, _, drain = beside.rstrip().rpartition("\n")
+    said = run(f"{before}\necho ASKED\n{ask}{drain}\nwait $!", tmp_path, environment)
+    answers = said.partition("ASKED\n")[2]
+    status, end = json.JSONDecoder().raw_decode(answers)
+    listed, _ = json.JSONDecoder().raw_decode(answers[end:].lstrip())
+    assert status["endpoint"] == f"ipc://{endpoint_dir}/train.sock"
+    assert {save["phase"] for save in status["saves"]} == {"committed"}
+    assert [(row["step"], row["ranks"]) for row in listed] == [(step, 2) for step in range(10, 61, 10)]
+    assert left(endpoint_dir) == {"train.sock.lock"}
