@@ -35,7 +35,8 @@ def hand_over(
         else:
             _write(process, handle, result, arguments, kw)
 
-    result.rest(handle.staged, copied)
+    rest, result.rest = result.rest, None
+    rest(handle.staged, copied)
 
 
 def _write(

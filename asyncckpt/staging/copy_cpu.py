@@ -172,9 +172,13 @@ class SlotImage:
         the next snapshot.
         """
         interrupt: BaseException | None = None
-        while self._movers:
+        while True:
             try:
+                # IMPORTANT: also without movers. A move that an error left behind would run in the next copy, out of
+                # memory that may be gone.
                 self._moves.clear()
+                if not self._movers:
+                    break
                 if self._movers[-1].ident is not None:  # None: it was never started, or finds nothing to do
                     self._movers[-1].join()
                 self._movers.pop()

@@ -63,9 +63,8 @@ class DeferredCopy:
             if self._decided or self._given_up is not None:
                 return
             self._given_up = error
-            work = self._work
-        if work is not None:
-            work[0].drop_moves()
+            if self._work is not None:  # under the lock: afterwards the image may be filled by the next save
+                self._work[0].drop_moves()
 
     def run(self) -> None:
         """Copy, check, seal, and tell; whatever goes wrong ends in `on_end`."""
@@ -74,13 +73,17 @@ class DeferredCopy:
             self._copy_and_seal()
         except BaseException as caught:
             error = self._given_up or caught  # given up: what was waiting for the copy may have torn it since
-        self._work = None  # neither the state nor views of the slot's memory outlive the copy
+        with self._lock:
+            self._work = None  # neither the state nor views of the slot's memory outlive the copy
         try:
             self.on_end(None if error is None else self._withdraw(error))
         except BaseException as caught:
             _log.exception("the end of a copy could not be told")
             if not self.staged.done():
                 self.staged.set_exception(caught)
+        finally:  # they refer to the save, and the save to this
+            self._seal, self.on_end = _nothing, lambda error: None
+            del self._withdraw, self.entrust
 
     def _copy_and_seal(self) -> None:
         assert self._work is not None
@@ -100,3 +103,7 @@ class DeferredCopy:
         self._seal()
         self._seconds["copy"] += copied - began
         self._seconds["seal"] = time.perf_counter() - copied
+
+
+def _nothing() -> None:
+    """Once everything has ended."""

@@ -7,10 +7,12 @@ A hook in front of every attached optimizer's `step()` and `load_state_dict()`, 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncckpt.errors import ReentrantCallError, StagingError
 from asyncckpt.staging.copier import Copier
@@ -31,6 +33,7 @@ class Fence:
         self._copier = copier
         self._owner_pid = os.getpid()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._watched: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def wait(self, timeout_s: float = FENCE_TIMEOUT_S) -> None:
         """Wait until no copy runs: then tensors may be changed.
@@ -53,7 +56,10 @@ class Fence:
             )
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let its `step()` and `load_state_dict()` wait."""
+        """Let its `step()` and `load_state_dict()` wait, and the `step()` of others that hold parameters of it."""
+        if not self._watched:
+            self._handles.append(register_optimizer_step_pre_hook(self._hook(self._wait_for_sharer)))
+        self._watched.append(weakref.ref(optimizer))
         self._handles.append(optimizer.register_step_pre_hook(self._hook()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(self._hook()))
 
@@ -62,11 +68,22 @@ class Fence:
         for one in module.modules():
             self._handles.append(one.register_load_state_dict_pre_hook(self._hook()))  # type: ignore[no-untyped-call]
 
-    def _hook(self) -> Callable[..., None]:
-        wait = self.wait
+    def _wait_for_sharer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._copier.busy:
+            return
+        watched = [found for reference in self._watched if (found := reference()) is not None]
+        held = {id(p) for one in watched for group in one.param_groups for p in group["params"]}
+        if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+            self.wait()
 
-        def wait_for_copies(*_: Any, **__: Any) -> None:
-            wait()
+    def _hook(self, wait: Callable[..., None] | None = None) -> Callable[..., None]:
+        everybody = self.wait
+
+        def wait_for_copies(*arguments: Any, **__: Any) -> None:
+            if wait is None:
+                everybody()
+            else:
+                wait(*arguments)
 
         # What torch.compiler.disable would set, without the second and a half that importing the compiler takes:
         # a compiled step calls the hook, instead of having what it saw at its first run compiled in.
@@ -75,6 +92,6 @@ class Fence:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        handles, self._handles = self._handles, []
+        handles, self._handles, self._watched = self._handles, [], []
         for handle in handles:
             handle.remove()

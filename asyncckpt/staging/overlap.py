@@ -31,6 +31,7 @@ class Overlap:
         self._owners = Owners()
         self.copier = Copier()
         self.fence = Fence(self.copier)
+        self._attached = False
 
     def attach(self, *attached: Any) -> None:
         """Attach optimizers, and modules whose `load_state_dict()` shall wait as well. What is attached stays so.
@@ -49,6 +50,7 @@ class Overlap:
             if isinstance(one, torch.nn.Module):
                 self.fence.watch_module(one)
             elif self._owners.add(one):
+                self._attached = True
                 self.fence.watch_optimizer(one)
 
     def detach(self) -> None:
@@ -56,6 +58,7 @@ class Overlap:
         self.fence.wait()
         self.fence.remove()
         self._owners.clear()
+        self._attached = False
 
     def later(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
         """Return the positions of those tensors that need not be copied before `save()` returns.
@@ -67,7 +70,9 @@ class Overlap:
             return _NOTHING, []
         if self._owners:
             return self._owners.owned(tensors)
-        return self._owners.everything(tensors) if self._mode == "overlap" else (_NOTHING, [])
+        # An optimizer that was attached and is gone owns nothing any more; nor does anybody promise to change nothing.
+        promised = self._mode == "overlap" and not self._attached
+        return self._owners.everything(tensors) if promised else (_NOTHING, [])
 
     def leave(self, timeout_s: float) -> None:
         """Wait for running copies at most `timeout_s`, give up the rest, and take the hooks away."""

@@ -75,9 +75,13 @@ class Owners:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
         places = _storages(own)
-        owned = set(places) - {0}
+        owned = _ranges(own, places)
         found = _storages(tensors)
-        numbers = [n for n, place in enumerate(found) if place in owned and tensors[n].is_cpu]
+        numbers = [
+            n
+            for n, place in enumerate(found)
+            if place in owned and tensors[n].is_cpu and _lies(tensors[n], owned[place])
+        ]
         used = {found[n] for n in numbers}
         return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
 
@@ -112,6 +116,38 @@ def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
             elif isinstance(value, (list, tuple)):
                 found += _tensors_in(value, depth + 1)
     return found
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return first and last byte, and one, that `tensor` reaches in its storage."""
+    first, width = int(tensor.storage_offset()), tensor.itemsize
+    if not tensor.numel():
+        return first * width, first * width
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * width, (first + int(reach) + 1) * width
+
+
+def _ranges(own: Sequence[torch.Tensor], places: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """Return what of each storage is owned, as ranges of bytes: other tensors may lie in the same one."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for tensor, place in zip(own, places, strict=True):
+        if place:
+            spans.setdefault(place, []).append(_span(tensor))
+    for place, found in spans.items():
+        if len(found) > 1:
+            merged: list[tuple[int, int]] = []
+            for start, end in sorted(found):
+                if merged and start <= merged[-1][1]:
+                    merged[-1] = merged[-1][0], max(end, merged[-1][1])
+                else:
+                    merged.append((start, end))
+            spans[place] = merged
+    return spans
+
+
+def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
+    start, end = _span(tensor)
+    return any(first <= start and end <= last for first, last in ranges)
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:

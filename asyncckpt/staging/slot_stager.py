@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
@@ -116,6 +118,9 @@ class SlotStager(CheckpointStager):
             slot.memory.control.open(slot.generation)
             image = image_of(slot, plan)
             later, owners = self.overlap.later(flat.tensors)
+            with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
+                for n in later:
+                    flat.tensors[n] = flat.tensors[n].detach()
             now, rest = image.split(later)
             watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
             if self._config.overlap_check == "hash":

@@ -189,3 +189,27 @@ def test_an_interrupt_is_raised_only_when_nothing_moves_any_more(
             staged.stage(state)
     assert len(interrupts) == 3
     assert not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
+
+
+def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+
+    from asyncckpt.memory.mapping import Mapping as Memory
+    from asyncckpt.planning.planner import PlanCache
+    from asyncckpt.staging import copy_cpu
+
+    plans = PlanCache(files_per_rank=1)
+    state = {"large": torch.arange(40_000.0), "strided": torch.arange(60_000.0).view(300, 200).t()}
+    plan, flat = plans.take(state)
+    memory = Memory(-1, 4096 + plan.body_nbytes)
+    try:
+        image = copy_cpu.SlotImage(memory.address, plan)
+        with monkeypatch.context() as patch:
+            patch.setattr(image, "_copy_by_torch", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                image.fill(flat.tensors, SaveId(1, 2, "0123456789ab"))
+        assert not image._moves
+    finally:
+        del image
+        gc.collect()
+        memory.close()
