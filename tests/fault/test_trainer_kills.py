@@ -36,10 +36,10 @@ def train(order, told):
     state = {"w": torch.full((order["numel"],), float(order["seed"])), "b": [torch.arange(7), {"seed": order["seed"]}]}
     if order["die"] == "before_seal":
         fill = slot_stager.SlotImage.fill
-        def partly(self, tensors, save_id):
+        def partly(self, tensors, save_id, share=None):
             checkpointer._process.flush(10.0)  # Begin is acknowledged
             if order["filled"]:
-                fill(self, tensors, save_id)
+                fill(self, tensors, save_id, share)
             os.kill(os.getpid(), signal.SIGKILL)
         slot_stager.SlotImage.fill = partly
     handle = checkpointer.save(state, order["path"], step=order["seed"], metadata={"seed": order["seed"]})
