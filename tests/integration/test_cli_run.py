@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from real_worker import DEADLINE_S, RealWorker, running, status_of, wait_until
@@ -74,11 +75,18 @@ def call(environment: dict[str, str], *words: str, options: Sequence[str] = ()) 
     )
 
 
+def _heed_every_signal() -> None:
+    """These tests may run in the background, or under nohup: what is ignored from the start no shell can trap."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def begun(environment: dict[str, str], *words: str, options: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """Start a command; what still runs at the end is killed."""
     command = [*RUN, *options, "--", *words]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, preexec_fn=_heed_every_signal, **pipes) as run:
         try:
             yield run
         finally:
@@ -297,13 +305,11 @@ def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str
 
 def test_every_signal_is_passed_on_once(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     record = tmp_path / "record"
-    # What is ignored from the start, SIGHUP under nohup, no shell can trap.
-    numbers = [n for n in SIGNALS[1:] if signal.getsignal(n) != signal.SIG_IGN]
-    traps = "".join(f"trap 'echo {n.name} >>{record}' {n.name.removeprefix('SIG')}; " for n in numbers)
+    traps = "".join(f"trap 'echo {n.name} >>{record}' {n.name.removeprefix('SIG')}; " for n in SIGNALS[1:])
     script = f"trap 'echo SIGINT >>{record}; exit 3' INT; {traps} echo ready >>{record}; while :; do sleep 0.05; done"
     with begun(environment, "sh", "-c", script) as run:
         expected = ["ready"]
-        for number in (*numbers, signal.SIGINT):
+        for number in (*SIGNALS[1:], signal.SIGINT):
             wait_until(lambda: lines(record) == expected, f"{expected} is recorded")
             run.send_signal(number)
             expected.append(number.name)
