@@ -86,7 +86,7 @@ def begun(environment: dict[str, str], *words: str, options: Sequence[str] = ())
     """Start a command; what still runs at the end is killed."""
     command = [*RUN, *options, "--", *words]
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, preexec_fn=_heed_every_signal, **pipes) as run:
+    with subprocess.Popen(command, env=environment, preexec_fn=_heed_every_signal, **pipes) as run:  # noqa: PLW1509
         try:
             yield run
         finally:
