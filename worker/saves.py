@@ -37,6 +37,7 @@ class SaveBook:
 
     def __init__(self, tables: Tables, runs: RunBook, changes: ChangeBook) -> None:
         self._t, self._runs, self._changes = tables, runs, changes
+        self._held_back = False
 
     # ---- what its jobs report ---------------------------------------------------------------------------------------
 
@@ -200,10 +201,18 @@ class SaveBook:
         self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request))
 
     def _commit_next(self, ended: Save) -> None:
-        """A save has ended: commit those that were held back for it."""
-        for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
+        """A save has ended: those that were held back for it may be due."""
+        self._held_back = True
+        for save in self._t.saves.values():
             if save.outcome is None and save.save_id[16:] == ended.save_id[16:] and save.save_id > ended.save_id:
                 save.turn_since = self._t.now
+
+    def commit_what_was_held_back(self) -> None:
+        """At the end of an event: the one that ends a save may begin another that goes first."""
+        if not self._held_back:
+            return
+        self._held_back = False
+        for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
             if save.outcome is None and not save.committing and save.waiting_since is not None:
                 self._commit_when_complete(save)
 

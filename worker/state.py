@@ -126,6 +126,7 @@ class Brain:
         t.now = max(t.now, event.now)
         self._dispatch(event)
         self._lending.free_what_is_over()
+        self._saves.commit_what_was_held_back()
         for run, rank in self._runs.settle():
             self._saves.gone(run, rank)
         self._lending.free_what_is_over()
