@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import msgpack
 
 from asyncckpt.format.names import SaveId
-from asyncckpt_worker.records import Run, Save, Tables
+from asyncckpt_worker.records import Save, Tables
+from asyncckpt_worker.run_record import Run
 
 PREFIX = "change-"
 MAX_CHANGES = 256
@@ -123,4 +124,4 @@ class ChangeBook:
 
     def _run_of(self, save: Save) -> Run | None:
         run = self._t.runs.get(SaveId.parse(save.save_id).run_id)
-        return run if run is not None and run.world_size == save.world_size > 1 else None
+        return run if run is not None and not run.followed and run.world_size == save.world_size > 1 else None

@@ -25,6 +25,7 @@ from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.blame import concerned
 from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.ending import BrainConfig
 from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.keeper import Keeper
 from asyncckpt_worker.liveness import Liveness
@@ -32,7 +33,7 @@ from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.server import Server
 from asyncckpt_worker.slots import SlotStore
-from asyncckpt_worker.state import Brain, BrainConfig
+from asyncckpt_worker.state import Brain
 from asyncckpt_worker.writer import Writer
 
 MAX_WAIT_S = 1.0

@@ -21,6 +21,8 @@ def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
         umask=m.umask,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
+        link=session.link,
+        prepared=bool(session.link),
     )
 
 
@@ -37,6 +39,8 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         umask=request.umask,
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
+        link=slot.link,
+        prepared=bool(slot.link),
     )
 
 

@@ -107,7 +107,6 @@ class Begun(Message):
     path: str
     nbytes: int
     umask: int
-    fsync: bool
     commit_timeout_s: float
     name: ClassVar[str] = "begun"
     checks: ClassVar[dict[str, Check]] = {
@@ -117,7 +116,6 @@ class Begun(Message):
         "path": check.path,
         "nbytes": check.uint,
         "umask": check.umask,
-        "fsync": check.flag,
         "commit_timeout_s": check.timeout,
     }
 

@@ -81,7 +81,6 @@ BETWEEN_WORKERS: tuple[m.Message, ...] = (
         path="/runs/a",
         nbytes=1,
         umask=0o022,
-        fsync=True,
         commit_timeout_s=1800.0,
     ),
     r.Sealed(save_id=SAVE_ID, rank=1, request=b"request"),

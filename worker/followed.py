@@ -1,0 +1,47 @@
+"""A run that another worker leads: the connection, and who waits for what. Part of `following`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.protocol.relay import Joined
+from asyncckpt_worker.actions import Connect
+from asyncckpt_worker.events import Peer
+from asyncckpt_worker.progress import packed
+from asyncckpt_worker.run_record import Run
+from asyncckpt_worker.streams import Stream
+
+
+@dataclass(slots=True)
+class Followed:
+    """See the module."""
+
+    run: Run
+    connect: Connect
+    stream: Stream
+    heard_at: float
+    joined: dict[int, None] = field(default_factory=dict)
+    follows: dict[tuple[Peer, int], float] = field(default_factory=dict)
+    """Follow requests that wait, until when."""
+
+    lineages: dict[tuple[Peer, int], str] = field(default_factory=dict)
+    """Lineage requests that wait, and their directories."""
+
+    def join(self, rank: int) -> None:
+        """Tell the leader that a rank has this worker, once in a stream."""
+        if rank not in self.joined:
+            self.joined[rank] = None
+            self.stream.post(packed(Joined(rank=rank, world_size=self.run.world_size)))
+
+
+def unreachable(known: Followed, why: str) -> WorkerUnavailableError:
+    """Return the error of who waits for the leader in vain."""
+    address = known.connect.address
+    return WorkerUnavailableError(
+        f"the worker at {address} that leads run {known.run.run_id} cannot be reached from here: {why}. Start the "
+        "worker beside rank 0 with --advertise HOST, a name or address of its node that the other nodes reach, and "
+        "--port P if a firewall is between them",
+        endpoint=address,
+        detail="leader",
+    )
