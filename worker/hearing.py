@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.protocol.lifecycle import ABANDONED, FAILED, SUBMITTED, WRITING
+from asyncckpt.protocol.lifecycle import ABANDONED, DURABLE, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Begin, Consent, Lineage, Withdraw
 from asyncckpt.protocol.relay import (
@@ -138,11 +138,11 @@ class Hearing:
         self._runs.leave(session, why)
 
     def lose(self, session: Session, why: str) -> None:
-        """The worker of a rank is gone: what it had not written will never be."""
+        """The worker of a rank is gone: what it had not written, or its hook not seen, will never be."""
         self._leave(session, f"its worker was lost: {why}")
         for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
             entry = save.ranks.get(session.rank)
-            if entry is not None and entry.link == session.link and entry.phase in (SUBMITTED, WRITING):
+            if entry is not None and entry.link == session.link and (entry.phase != DURABLE or entry.needs_consent):
                 self._saves.end(save, FAILED, worker_lost(save, entry, why))
 
     # ---- saves ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from asyncckpt.storage.rank_files import RankResult
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.ending import BrainConfig
+from asyncckpt_worker.records import Save
 from asyncckpt_worker.state import Brain
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
@@ -292,8 +293,9 @@ class Workers:
         run = self.nodes[rank.node].brain.tables.runs.get(rank.run)
         epoch = run.epochs.get("/ckpt") if run is not None else None
         if epoch is not None:
-            rank.epoch = epoch
-            assert self.epochs.setdefault(rank.run, epoch) == epoch, "ranks of a run differ in epoch"
+            known = self.epochs.setdefault(rank.run, epoch)
+            assert known == epoch or self.died, "ranks of a run differ in epoch"
+            rank.epoch = known  # a leader that died before the run's first save leaves no trace of what it had reserved
 
     def begin(self, rank: Rank) -> None:
         save_id = f"{rank.epoch:06d}-{rank.sequence:08d}-{rank.run}"
@@ -360,7 +362,9 @@ class Workers:
 
     def saves_of(self, run: str) -> set[str]:
         found = {s for r in self.ranks for s in r.open if s.endswith(run)}
-        found |= {s for n in self.nodes for s, save in n.brain.tables.saves.items() if s.endswith(run) and not save.outcome}
+        found |= {
+            s for n in self.nodes for s, save in n.brain.tables.saves.items() if s.endswith(run) and not save.outcome
+        }
         highest = max((r.sequence for r in self.ranks if r.run == run), default=0)
         epoch = self.epochs.get(run, 1)
         return found | {f"{epoch:06d}-{i:08d}-{run}" for i in range(max(0, highest - 3), highest + 3)}
@@ -387,9 +391,9 @@ class Workers:
                     self.carry()
             elif dice < 0.85 and self.nodes[n].jobs:
                 self.finish_job(n)
-            elif dice < 0.853 and self.deaths:
+            elif 0.85 <= dice < 0.853 and self.deaths:
                 self.mischief(n, living)
-            elif dice < 0.856 and len(self.ranks) < 9:
+            elif 0.853 <= dice < 0.856 and len(self.ranks) < 9:
                 self.spawn_run()
             else:
                 self.tick(n)
@@ -445,7 +449,7 @@ class Workers:
     def check_end(self) -> None:
         for n, node in enumerate(self.nodes):
             for save in node.brain.tables.saves.values():
-                assert save.outcome is not None, f"node {n}: {save.save_id} never ended: {save}"
+                assert save.outcome is not None, f"node {n}: {save.save_id} never ended: {shown(save)}"
                 committed = save.save_id in self.commits
                 assert save.outcome != COMMITTED or committed, f"node {n}: {save.save_id} is no commit"
                 assert not committed or save.outcome in (COMMITTED, UNKNOWN), f"node {n}: {save.save_id} is committed"
@@ -461,12 +465,12 @@ class Workers:
                 save_id = f"{rank.epoch or 0:06d}-{sequence:08d}-{rank.run}"
                 whole = all((save_id, r) in self.sealed for r in range(rank.world_size))
                 if whole and save_id not in self.harmed | self.withdrawn:
-                    outcomes = [n.brain.tables.saves.get(save_id) for n in self.nodes]
+                    outcomes = [shown(n.brain.tables.saves.get(save_id)) for n in self.nodes]
                     assert save_id in self.commits, f"{save_id} was staged and is lost: {outcomes}"
 
     def check_changes(self) -> None:
         """Every follower has the changes of the leader, in its order."""
-        for run_id in {r.run for r in self.ranks}:
+        for run_id in {r.run for r in self.ranks if r.rank == 0 and r.alive}:  # the others have no leader any more
             first = self.nodes[0].brain.tables.runs.get(run_id)
             for node in self.nodes[1:]:
                 run = node.brain.tables.runs.get(run_id)
@@ -487,3 +491,11 @@ def result_of(save_id: str, rank: int) -> RankResult:
         nbytes=1,
     )
     return RankResult(record=record, nbytes=1, seconds={"write": 0.5}, direct=True)
+
+
+def shown(save: Save | None) -> str:
+    """Say what became of a save, briefly."""
+    if save is None:
+        return "unknown here"
+    ranks = {r: (e.phase, f"told {e.told}", e.link, e.needs_consent) for r, e in save.ranks.items()}
+    return f"{save.outcome}, {ranks}, given up {save.given_up}, sealed since {save.sealed_since}, {save.error}"
