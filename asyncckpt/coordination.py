@@ -20,6 +20,7 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.introductions import check_equal, unpacked
+from asyncckpt.links import Links, Worker
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import (
     Change,
@@ -48,7 +49,7 @@ class Coordination:
         config: For `plan_timeout_s` and `replicated`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
-        place: Names the worker that is to commit; "" where there is none.
+        worker: Of this rank; None: there is none.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Coordination:
         find: Callable[[], Exchange],
         *,
         package: str,
-        place: Callable[[], str] = str,
+        worker: Worker | None = None,
     ) -> None:
-        self.rank, self._config, self._find, self._package, self._place = rank, config, find, package, place
+        self.rank, self._config, self._find, self._package = rank, config, find, package
+        self.links = Links(rank, worker or Worker(), config.worker_timeout_s)
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self._first: Agreement | None = None
@@ -89,9 +91,10 @@ class Coordination:
 
         Raises:
             PlanTimeoutError: Ranks have not called `save()` within `plan_timeout_s`.
-            RanksDisagreeError: They save something else, or to another place, or have another worker.
+            RanksDisagreeError: They save something else, or to another place.
             SaveFailedError: A rank has failed before it came, or the exchange broke down.
-            WorkerUnavailableError: Without a process group, and without the worker.
+            WorkerUnavailableError: Without a process group, and without the worker; or the workers cannot be linked.
+            EndpointError: Rank 0's worker cannot listen for those of the other nodes.
 
         Blocks: in the first save, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
@@ -133,6 +136,8 @@ class Coordination:
             self._waited_in_vain = False
             check_equal(everybody)
             self.run_id, self.knows_run = everybody[0]["run"], True
+            workers = [found["worker"] for found in everybody]
+            self.links.settle(self.run_id, workers, lambda data: meeting.gather(data, self._deadline()))
             raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
             self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
             meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
@@ -173,7 +178,7 @@ class Coordination:
             "step": step,
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
-            "worker": self._place(),
+            "worker": self.links.instance(),
         }
 
     def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:

@@ -86,6 +86,7 @@ class _GroupMeeting(Meeting):
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
+        self._one_machine = False
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
@@ -126,14 +127,7 @@ class _GroupMeeting(Meeting):
             except PlanTimeoutError:
                 self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
                 raise
-        on_this = store.add(here, 0)
-        if on_this != world_size:
-            raise SaveFailedError(
-                f"{on_this} of {world_size} ranks are on the machine of rank {self._rank.rank}; this version saves "
-                "from ranks of one machine only",
-                code="several_machines",
-                rank=self._rank.rank,
-            )
+        self._one_machine = store.add(here, 0) == world_size
 
     def _look_for_refusal(self) -> None:
         if self._store.check(["refused"]):
@@ -142,10 +136,14 @@ class _GroupMeeting(Meeting):
 
     def _made(self, deadline: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+        timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+        rank, world_size = self._rank
+        if not self._one_machine:  # as the user's own groups: GLOO_SOCKET_IFNAME, else the host's name
+            return gloo(self._store, rank, world_size, timeout)
         options = gloo._Options()
-        options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
-        return gloo(self._store, self._rank.rank, self._rank.world_size, options)
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        return gloo(self._store, rank, world_size, options)
 
     def close(self) -> None:
         self._group = None  # closes its connections

@@ -137,6 +137,10 @@ class Brain:
         times += [deadline(self.tables, save)[0] for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
 
+    def run_of_key(self, client_public: str) -> str | None:
+        """Return the run whose followers prove this key, or None."""
+        return self._leading.run_of(client_public)
+
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def _dispatch(self, event: Event) -> None:

@@ -15,7 +15,7 @@ from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESS
 from asyncckpt.protocol.request import SaveRequest
 
 SPEC = spec("protocol")
-IMPORTED = {"MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_CONTRIBUTION_NBYTES", "MAX_JOBS", "MAX_RECORD_NBYTES"}
+IMPORTED = {"MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_CONTRIBUTION_NBYTES", "MAX_JOBS", "MAX_RECORD_NBYTES", "MAX_MISSING"}
 """Limits that the worker's modules take from elsewhere."""
 
 
