@@ -139,7 +139,7 @@ class FollowBook:
         try:
             data = known.stream.take(m, self._t.now)
             record = unpack(data, LEADER_RECORDS) if data is not None else None
-        except (ValueError, AsyncCkptError) as error:
+        except (ValueError, AsyncCkptError) as error:  # what was taken, and not understood, would never come again
             self._t.log("error", f"the leader of run {known.run.run_id}: {error}", count="protocol_errors")
             return self._over(known, str(error))
         if not known.run.leader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncckpt.errors import AsyncCkptError
+from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.lifecycle import ABANDONED, DURABLE, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Begin, Consent, Lineage, Withdraw
@@ -75,7 +75,7 @@ class Hearing:
         """Do what a record asks for.
 
         Raises:
-            ValueError, TypeError, KeyError, AsyncCkptError: It cannot be: the follower breaks the rules.
+            Exception: It cannot be: the follower breaks the rules, or we do.
         """
         if isinstance(record, Joined):
             return self._joined(link, record)
@@ -180,11 +180,10 @@ class Hearing:
             self._end(link, save_id, not_taken(save_id, rank))
 
     def _gave_up(self, record: GaveUp) -> None:
-        save = self._t.saves.get(record.save_id)
-        if save is not None and save.outcome is None and not save.committing and record.error:
+        save, parsed = self._t.saves.get(record.save_id), SaveId.parse(record.save_id)
+        run = self._t.runs.get(parsed.run_id)
+        if save is None and run is not None and record.error:
+            self._runs.withdraw(run, parsed.sequence, record.error)  # ranks that begin it later need not wait
+        elif save is not None and save.outcome is None and not save.committing and record.error:
             outcome = ABANDONED if record.outcome == ABANDONED else FAILED
             self._saves.end(save, outcome, record.error)
-
-
-Refusal = (ValueError, TypeError, KeyError, AsyncCkptError)
-"""What `Hearing.take` raises about a follower that breaks the rules."""

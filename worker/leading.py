@@ -13,7 +13,7 @@ from asyncckpt.protocol.messages import Lead, Leading
 from asyncckpt.protocol.relay import FOLLOWER_RECORDS, Changed, Ended, EpochFound, Piece, Unlinked, Waits
 from asyncckpt_worker.actions import Listen, Relay
 from asyncckpt_worker.events import Listening, Peer, Relayed, Wire
-from asyncckpt_worker.hearing import Hearing, Link, Refusal
+from asyncckpt_worker.hearing import Hearing, Link
 from asyncckpt_worker.intake import Intake
 from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.lineages import LineageBook
@@ -141,7 +141,9 @@ class LeadBook:
             data = link.stream.take(m, self._t.now)
             if data is not None:
                 self._hearing.take(link, unpack(data, FOLLOWER_RECORDS))
-        except Refusal as error:
+        except Exception as error:
+            # IMPORTANT: the stream ends. A record that was taken and not done would never come again, and its save wait
+            # for it without end.
             text = f"worker {m.sender}, which follows in run {event.run}, breaks the rules: {error!r}"
             self._t.log("error", text, count="protocol_errors")
             self._unlink(event.run, event.route, m.stream)

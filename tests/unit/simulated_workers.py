@@ -149,6 +149,8 @@ class Workers:
             case ac.Commit():
                 self.check_commit(n, action)
                 node.jobs.append(action)
+            case ac.Log():
+                assert action.count != "protocol_errors", action
             case ac.Prepare() | ac.Write() | ac.Remove() | ac.ScanLineage():
                 node.jobs.append(action)
         return []
