@@ -13,7 +13,7 @@ from worker_bench import COMMIT_TIMEOUT_S, ERROR, REQUEST, Bench
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import pack
 from asyncckpt.protocol.messages import REQUESTS
-from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, Piece, Unlinked
+from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, Joined, Piece, Unlinked
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
@@ -89,29 +89,31 @@ class Mob(Bench):
 
     def whisper(self) -> None:
         """One record, or nonsense, of another worker: of a follower, or of a leader."""
-        route = self.rng.choice((b"", b"1", b"2"))
-        record = self.rng.choice(list((FOLLOWER_RECORDS if route else LEADER_RECORDS).values()))
-        body = {f.name: self.value(f.name, record.checks[f.name].__name__) for f in fields(record)}  # type: ignore[arg-type]
-        body |= {"world_size": self.rng.choice((2, 3))} if "world_size" in body else {}
-        body |= {"rank": self.rng.randrange(3)} if "rank" in body else {}
-        data = self.rng.choice((pack(record(**body), 1 << 20), b"nonsense"))
-        run = f"{self.rng.randrange(3):012x}"
-        if route:
-            stream = f"{self.rng.randrange(4):016x}"
-        else:
-            followed = self.brain._following._followed.get(run)
+        route, run = self.rng.choice((b"", b"1", b"2")), f"{self.rng.randrange(3):012x}"
+        followed = self.brain._following._followed.get(run)
+        stream = f"{int(run, 16) * 4 + self.rng.randrange(2):016x}"
+        if not route:
             stream = followed.stream.name if followed is not None else "f" * 16
+        record = self.rng.choice(list((FOLLOWER_RECORDS if route else LEADER_RECORDS).values()))
+        if route and not self.counts.get(stream):
+            record = Joined
+        body = {f.name: self.value(f.name, record.checks[f.name].__name__) for f in fields(record)}  # type: ignore[arg-type]
+        body |= {"world_size": 2 + int(run, 16) % 2} if "world_size" in body else {}
+        body |= {"rank": self.rng.randrange(2)} if "rank" in body else {}
+        if "save_id" in body and self.rng.random() < 0.95:
+            body["save_id"] = body["save_id"][:16] + run
+        data = b"nonsense" if self.rng.random() < 0.02 else pack(record(**body), 1 << 20)
         self.counts[stream] = self.counts.get(stream, 0) + (self.rng.random() < 0.9)
         piece = Piece(
             stream=stream,
-            sender=self.rng.choice(("a" * 16, "a" * 16, "b" * 16)),
+            sender=self.rng.choice((*["a" * 16] * 20, "b" * 16)),
             number=self.counts[stream],
-            first=self.rng.choice((1, 1, 2)),
-            more=self.rng.random() < 0.1,
+            first=1,
+            more=self.rng.random() < 0.01,
             data=data,
-            taken=self.rng.choice((0, 0, 0, 1, 100)),
+            taken=self.rng.choice((*[0] * 50, 100)),
         )
-        said = self.rng.choice((piece, piece, piece, Unlinked(stream=stream, sender="a" * 16)))
+        said = self.rng.choice((*[piece] * 20, Unlinked(stream=stream, sender="a" * 16)))
         self.take(self.brain.handle(ev.Relayed(now=self.now, run=run, route=route, message=said)))
 
     def take(self, actions: list[Any]) -> None:
