@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-fault wheel-check bench clean
+.PHONY: help demo test check test-nonumpy test-fault test-nodes wheel-check bench clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -16,6 +16,7 @@ help:
 	@echo "make check         format, lint, types, architecture, contracts"
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
 	@echo "make test-fault    the fault tests that take minutes"
+	@echo "make test-nodes    workers in network namespaces, as root"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
 
@@ -55,6 +56,9 @@ test-nonumpy: .venv-core/.stamp
 
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault
+
+test-nodes: .venv/.dev
+	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
 
 wheel-check: .venv/.dev
 	rm -rf build dist
