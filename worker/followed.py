@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.relay import Joined
 from asyncckpt_worker.actions import Connect
 from asyncckpt_worker.events import Peer
 from asyncckpt_worker.progress import packed
+from asyncckpt_worker.records import Save
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.streams import Stream
 
@@ -33,6 +36,16 @@ class Followed:
         if rank not in self.joined:
             self.joined[rank] = None
             self.stream.post(packed(Joined(rank=rank, world_size=self.run.world_size)))
+
+    def silent_until(self, save: Save) -> float:
+        """Return when the leader has been silent about a save for too long."""
+        begun_at = min(e.begun_at for e in save.ranks.values())
+        return max(self.heard_at, begun_at) + save.timeout_s
+
+    def row(self, now: float) -> Mapping[str, Any]:
+        """Return what to tell people of it."""
+        address, silent_s = self.connect.address, now - self.heard_at
+        return {"run": self.run.run_id, "address": address, "leader": self.run.leader, "silent_s": silent_s}
 
 
 def unreachable(known: Followed, why: str) -> WorkerUnavailableError:

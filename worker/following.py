@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, ProtocolError, from_wire
 from asyncckpt.protocol.codec import unpack
@@ -74,7 +75,7 @@ class FollowBook:
             client_secret=m.client_secret,
         )
         known = self._followed.get(m.run)
-        if known is not None and known.connect != connect:
+        if known is not None and (known.connect != connect or known.run is not run):
             self._lose(known, "the run has another leader")
             self._drop(known)
             known = None
@@ -220,7 +221,7 @@ class FollowBook:
                 self._lending.refuse(*key, unreachable(known, "it does not answer"))
             open_saves = self._open_saves(known)
             for save in open_saves:
-                if now >= self._silent_until(known, save):
+                if now >= known.silent_until(save):
                     self._give_up(save, f"it has not been heard of for {save.timeout_s:g} s")
             silent = now - known.heard_at >= PARTING_S
             if not open_saves and not known.run.members and (silent or not known.stream.untaken_nbytes):
@@ -228,10 +229,6 @@ class FollowBook:
 
     def _open_saves(self, known: Followed) -> list[Save]:
         return [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(known.run.run_id)]
-
-    def _silent_until(self, known: Followed, save: Save) -> float:
-        begun_at = min(e.begun_at for e in save.ranks.values())
-        return max(known.heard_at, begun_at) + save.timeout_s
 
     def flush(self) -> None:
         """At the end of an event: post what is new, and send what is due."""
@@ -270,6 +267,10 @@ class FollowBook:
         for known in self._followed.values():
             yield known.stream.wakes_at
             yield from known.follows.values()
+
+    def report(self) -> list[Mapping[str, Any]]:
+        """Return a row for people of each run that is followed."""
+        return [followed.row(self._t.now) for followed in self._followed.values()]
 
     @property
     def busy(self) -> bool:

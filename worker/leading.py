@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncckpt.errors import from_wire
 from asyncckpt.protocol.codec import unpack
@@ -67,6 +68,8 @@ class LeadBook:
         self._listener = _Listener()
         self._admitted: dict[str, str] = {}
         self._links: dict[str, Link] = {}
+        self._stirred: dict[str, None] = {}
+        """Streams that have something to say before the next tick; all others wait for that."""
 
     # ---- what trainers ask ------------------------------------------------------------------------------------------
 
@@ -136,6 +139,7 @@ class LeadBook:
         if link is None or link.run_id != event.run:
             return self._unlink(event.run, event.route, m.stream)
         link.route = event.route
+        self._stirred[m.stream] = None
         self._t.heard[m.stream] = self._t.now
         try:
             data = link.stream.take(m, self._t.now)
@@ -164,19 +168,20 @@ class LeadBook:
     # ---- what followers are told ------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Forget followers that are gone for good."""
+        """Forget followers that are gone for good, and let the others hear something."""
         for link in list(self._links.values()):
             timeouts = [s.timeout_s for s in self._open_saves(link)]
             silent_s = self._t.now - self._t.heard.get(link.stream.name, self._t.now)
             if silent_s >= max([FORGET_S, *timeouts]):
                 self._forget(link, f"it has not been heard of for {silent_s:.0f} s")
+        self._stirred.update(dict.fromkeys(self._links))
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
         """Tell every follower of the run; who has not asked yet need not."""
         record = packed(EpochFound(path=path, epoch=epoch, error=error or {}))
         for link in self._links.values():
             if link.run_id == run_id:
-                link.stream.post(record)
+                self._post(link, record)
 
     def flush(self) -> None:
         """At the end of an event: post what has changed, and send what is due."""
@@ -193,9 +198,16 @@ class LeadBook:
                 late = save.outcome == COMMITTED and entry.phase != COMMITTED
                 outcome = FAILED if late else save.outcome
                 ended = Ended(save_id=save_id, outcome=outcome, error=entry.error or {}, report=entry.report)
-                link.stream.post(packed(ended))
-        for link in list(self._links.values()):
+                self._post(link, packed(ended))
+        for run_id in self._t.announced:
+            self._stirred.update({name: None for name, link in self._links.items() if link.run_id == run_id})
+        stirred, self._stirred = self._stirred, {}
+        for link in [self._links[name] for name in stirred if name in self._links]:
             self._send(link)
+
+    def _post(self, link: Link, record: bytes) -> None:
+        link.stream.post(record)
+        self._stirred[link.stream.name] = None
 
     def _send(self, link: Link) -> None:
         t, run = self._t, self._t.runs.get(link.run_id)
@@ -222,11 +234,19 @@ class LeadBook:
         return [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(link.run_id)]
 
     def _ended_at_once(self, link: Link, save_id: str, error: Wire) -> None:
-        link.stream.post(packed(Ended(save_id=save_id, outcome=FAILED, error=error, report={})))
+        self._post(link, packed(Ended(save_id=save_id, outcome=FAILED, error=error, report={})))
 
     def times(self) -> Iterator[float]:
         """Yield when something is due."""
         return (link.stream.wakes_at for link in self._links.values())
+
+    def report(self) -> list[Mapping[str, Any]]:
+        """Return a row for people of each follower."""
+        now, heard = self._t.now, self._t.heard
+        return [
+            {"run": link.run_id, "stream": name, "silent_s": now - heard.get(name, now)}
+            for name, link in self._links.items()
+        ]
 
     @property
     def busy(self) -> bool:

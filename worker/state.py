@@ -86,7 +86,7 @@ from asyncckpt_worker.leading import LeadBook
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.lineages import LineageBook
 from asyncckpt_worker.records import Session, Tables
-from asyncckpt_worker.report import report
+from asyncckpt_worker.report import MAX_ROWS, report
 from asyncckpt_worker.rows import news, states
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
@@ -189,9 +189,9 @@ class Brain:
             case Hello():
                 return self._sessions.hello(peer, m)
             case Status():
-                return self.tables.actions.append(
-                    SendStatus(peer=peer, id=m.id, report=report(self.tables, self._config.instance))
-                )
+                found = {"followers": self._leading.report()[:MAX_ROWS], "followed": self._following.report()}
+                found |= report(self.tables, self._config.instance)
+                return self.tables.actions.append(SendStatus(peer=peer, id=m.id, report=found))
             case Drain():
                 self._lending.send(peer, Ok(id=m.id))
                 return self._ending.drain(m.now, "asked to drain")
