@@ -37,6 +37,13 @@ class Followed:
             self.joined[rank] = None
             self.stream.post(packed(Joined(rank=rank, world_size=self.run.world_size)))
 
+    def take_lineages(self, parent: str | None = None) -> list[tuple[Peer, int]]:
+        """Take the Lineage requests off that wait for this directory, or all of them."""
+        found = [key for key, waits_for in self.lineages.items() if parent in (None, waits_for)]
+        for key in found:
+            del self.lineages[key]
+        return found
+
     def silent_until(self, save: Save) -> float:
         """Return when the leader has been silent about a save for too long."""
         begun_at = min(e.begun_at for e in save.ranks.values())

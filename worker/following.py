@@ -37,8 +37,8 @@ MAX_FOLLOWED = 64
 MAX_ASKING = 4096
 """Requests that wait for the leader."""
 
-PARTING_S = 60.0
-"""So long a connection stays that nobody uses, and whose other side is silent."""
+PARTING_S, PRESENT_S = 60.0, 5.0
+"""Silence after which a connection that nobody uses is given up, and after which a leader counts as away."""
 
 
 class FollowBook:
@@ -156,8 +156,7 @@ class FollowBook:
             parent = os.path.dirname(record.path)
             if not record.error:
                 run.epochs[parent] = record.epoch
-            for key in [k for k, waits_for in known.lineages.items() if waits_for == parent]:
-                del known.lineages[key]
+            for key in known.take_lineages(parent):
                 if record.error:
                     self._lending.refuse(*key, from_wire(record.error))
                 else:
@@ -192,9 +191,8 @@ class FollowBook:
             self._give_up(save, why)
         run.leader = ""
         run.changes.clear()
-        for peer, id in known.lineages:
-            self._lending.refuse(peer, id, unreachable(known, why))
-        known.lineages.clear()
+        for key in known.take_lineages():
+            self._lending.refuse(*key, unreachable(known, why))
 
     def _give_up(self, save: Save, why: str) -> None:
         """Without the leader: nobody knows how a save ends whose ranks are all durable here."""
@@ -235,8 +233,7 @@ class FollowBook:
         t = self._t
         touched, t.touched = t.touched, {}
         if not self._followed:
-            t.told.clear()
-            return
+            return t.told.clear()
         for save_id, rank in touched:
             known, entry = self._followed.get(save_id[-12:]), t.entry((save_id, rank))
             if known is not None and entry is not None:
@@ -275,7 +272,8 @@ class FollowBook:
     @property
     def busy(self) -> bool:
         """Whether a leader that is there has not taken everything yet."""
-        return any(f.stream.untaken_nbytes and self._t.now - f.heard_at < 5.0 for f in self._followed.values())
+        followed = self._followed.values()
+        return any(f.stream.untaken_nbytes and self._t.now - f.heard_at < PRESENT_S for f in followed)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
