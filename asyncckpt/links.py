@@ -5,6 +5,7 @@ Only where the ranks have several workers is anything said of it; then rank 0's 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -57,7 +58,8 @@ class Links:
     def __init__(self, rank: RankInfo, worker: Worker, timeout_s: float) -> None:
         self._rank, self._worker, self._timeout_s = rank, worker, timeout_s
         self.leader, self.follows = "", False
-        self._again: Build | None = None
+        self._again: Callable[[], Build] | None = None
+        self._attempts = itertools.count(1)
         self._keys: dict[str, tuple[str, str]] = {}
 
     def instance(self) -> str:
@@ -104,26 +106,27 @@ class Links:
         leading = self._worker.call(build, self._timeout_s)
         assert isinstance(leading, messages.Leading)
         port = int(leading.address.rpartition(":")[2])
-        self._again = partial(_lead, run_id, client_public, port, leading.server_secret)
+        again = partial(_lead, run_id, client_public, port, leading.server_secret)
+        self._again = lambda: again
         return bytes(msgpack.packb([leading.address, leading.server_public, client_public, client_secret]))
 
     def _follow(self, run_id: str, told: bytes) -> None:
         try:
             address, server_public, client_public, client_secret = msgpack.unpackb(told)
-            build = partial(_follow, run_id, address, server_public, client_public, client_secret)
-            build(0)
+            make = partial(_follow, run_id, address, server_public, client_public, client_secret)
+            make(0, 0)
         except (ValueError, TypeError, msgpack.UnpackException, AsyncCkptError) as error:
             raise RanksDisagreeError(
                 f"what rank 0 says of its worker makes no sense: {error!r}", detail="worker"
             ) from error
-        self._again = build
-        self._worker.call(build, FOLLOW_TIMEOUT_S + self._timeout_s)
+        self._again = lambda: partial(make, next(self._attempts))
+        self._worker.call(self._again(), FOLLOW_TIMEOUT_S + self._timeout_s)
 
     def say_again(self, send: Callable[[Build], Future[messages.Message] | None]) -> None:
         """There is another session, perhaps with another worker: it must be linked too. Does not wait."""
         if self._again is None:
             return
-        asked = send(self._again)
+        asked = send(self._again())
         if asked is not None:
             asked.add_done_callback(_log_refusal)
 
@@ -133,7 +136,7 @@ def _lead(run_id: str, client_public: str, port: int, secret: str, number: int) 
 
 
 def _follow(
-    run_id: str, address: Any, server_public: Any, client_public: Any, client_secret: Any, number: int
+    run_id: str, address: Any, server_public: Any, client_public: Any, client_secret: Any, attempt: int, number: int
 ) -> messages.Message:
     return messages.Follow(
         id=number,
@@ -142,6 +145,7 @@ def _follow(
         server_public=server_public,
         client_public=client_public,
         client_secret=client_secret,
+        attempt=attempt,
         timeout_s=FOLLOW_TIMEOUT_S,
     )
 

@@ -24,7 +24,10 @@ class Followed:
     connect: Connect
     stream: Stream
     heard_at: float
-    joined: dict[int, None] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
+    """Rank -> the attempt that this stream has told of."""
+
+    attempts: dict[int, int] = field(default_factory=dict)
     follows: dict[tuple[Peer, int], float] = field(default_factory=dict)
     """Follow requests that wait, until when."""
 
@@ -32,10 +35,12 @@ class Followed:
     """Lineage requests that wait, and their directories."""
 
     def join(self, rank: int) -> None:
-        """Tell the leader that a rank has this worker, once in a stream."""
-        if rank not in self.joined:
-            self.joined[rank] = None
-            self.stream.post(packed(Joined(rank=rank, world_size=self.run.world_size)))
+        """Tell the leader that a rank has this worker, once in a stream and attempt."""
+        attempt = self.attempts.get(rank, 0)
+        if self.joined.get(rank) != attempt:
+            self.joined[rank] = attempt
+            record = Joined(rank=rank, world_size=self.run.world_size, attempt=attempt, opened=self.stream.opened)
+            self.stream.post(packed(record))
 
     def take_lineages(self, parent: str | None = None) -> list[tuple[Peer, int]]:
         """Take the Lineage requests off that wait for this directory, or all of them."""

@@ -84,6 +84,7 @@ class FollowBook:
             known = self._followed[m.run] = Followed(run, connect, self._new_stream(), self._t.now)
             self._t.actions.append(connect)
             self._introduce(known)
+        known.attempts[session.rank] = m.attempt
         known.join(session.rank)
         known.follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
         return self._answer(known)
@@ -280,7 +281,7 @@ class FollowBook:
     def _new_stream(self) -> Stream:
         self._opened += 1
         name = hashlib.sha256(f"{self._t.instance}/{self._opened}".encode()).hexdigest()[:16]
-        return Stream(name, self._t.instance)
+        return Stream(name, self._t.instance, self._opened)
 
     def _introduce(self, known: Followed) -> None:
         """Say who is here, and how far the open saves are."""

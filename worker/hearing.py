@@ -6,7 +6,7 @@ A rank of a follower is a session without a peer, called `<stream>/<rank>`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.lifecycle import ABANDONED, DURABLE, FAILED
@@ -47,6 +47,9 @@ class Link:
     route: bytes
     world_size: int = 0
     changes_sent: int = 0
+    lost: set[int] = field(default_factory=set)
+    """Ranks that have another worker now: what is heard of them here is late."""
+
     said_waits_at: float = float("-inf")
 
 
@@ -57,6 +60,7 @@ class Hearing:
         tables: The brain's.
         runs, intake, saves, lineages: The brain's books.
         end: Tells a link that a save of its has ended before it could begin.
+        find: Returns the link of a stream.
     """
 
     def __init__(
@@ -67,9 +71,10 @@ class Hearing:
         saves: SaveBook,
         lineages: LineageBook,
         end: Callable[[Link, str, Wire], None],
+        find: Callable[[str], Link | None],
     ) -> None:
         self._t, self._runs, self._intake, self._saves = tables, runs, intake, saves
-        self._lineages, self._end = lineages, end
+        self._lineages, self._end, self._find = lineages, end, find
 
     def take(self, link: Link, record: Message) -> None:
         """Do what a record asks for.
@@ -84,12 +89,16 @@ class Hearing:
         if not getattr(record, "save_id", link.run_id).endswith(link.run_id):
             raise ValueError(f"{record.name} of another run")
         if isinstance(record, GaveUp):
-            return self._gave_up(record)
+            return self._gave_up(link, record)
         return self._of_rank(link, record)
 
     def _of_rank(self, link: Link, record: Message) -> None:
         if not 0 <= record.rank < link.world_size:  # type: ignore[attr-defined]
             raise ValueError(f"a rank outside of world {link.world_size}")
+        if record.rank in link.lost:  # type: ignore[attr-defined]
+            if isinstance(record, (Begun, Sealed)):
+                self._end_if_not_ours(link, record.save_id, record.rank)
+            return
         session = self._session(link, record.rank)  # type: ignore[attr-defined]
         match record:
             case Left():
@@ -120,9 +129,16 @@ class Hearing:
         link.world_size = record.world_size
         run = self._t.runs.get(link.run_id)
         holder = self._t.sessions.get(run.members.get(record.rank, "")) if run is not None else None
+        joined = record.attempt, record.opened
         if holder is not None and holder.link and holder.link != link.stream.name:
+            if joined < holder.joined:
+                link.lost.add(record.rank)
+                return
             self.lose(holder, "the rank has another worker now")
-        self._runs.join(self._session(link, record.rank), link.run_id)
+        link.lost.discard(record.rank)
+        session = self._session(link, record.rank)
+        session.joined = joined
+        self._runs.join(session, link.run_id)
 
     def _session(self, link: Link, rank: int) -> Session:
         name = f"{link.stream.name}/{rank}"
@@ -139,6 +155,9 @@ class Hearing:
 
     def lose(self, session: Session, why: str) -> None:
         """The worker of a rank is gone: what it had not written, or its hook not seen, will never be."""
+        link = self._find(session.link)
+        if link is not None:
+            link.lost.add(session.rank)
         self._leave(session, f"its worker was lost: {why}")
         for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
             entry = save.ranks.get(session.rank)
@@ -179,11 +198,15 @@ class Hearing:
         if entry is None or entry.link != link.stream.name:
             self._end(link, save_id, not_taken(save_id, rank))
 
-    def _gave_up(self, record: GaveUp) -> None:
+    def _gave_up(self, link: Link, record: GaveUp) -> None:
         save, parsed = self._t.saves.get(record.save_id), SaveId.parse(record.save_id)
         run = self._t.runs.get(parsed.run_id)
-        if save is None and run is not None and record.error:
-            self._runs.withdraw(run, parsed.sequence, record.error)  # ranks that begin it later need not wait
-        elif save is not None and save.outcome is None and not save.committing and record.error:
+        if not record.error:
+            raise ValueError("given up without a reason")
+        if save is not None and save.outcome is None and not save.committing:
             outcome = ABANDONED if record.outcome == ABANDONED else FAILED
             self._saves.end(save, outcome, record.error)
+        elif save is None and run is not None:
+            self._runs.withdraw(run, parsed.sequence, record.error)  # ranks that begin it later need not wait
+        if save is None or not any(e.link == link.stream.name for e in save.ranks.values()):
+            self._end(link, record.save_id, record.error)

@@ -64,10 +64,10 @@ class LeadBook:
         lineages: LineageBook,
     ) -> None:
         self._t, self._runs, self._lending = tables, runs, lending
-        self._hearing = Hearing(tables, runs, intake, saves, lineages, self._ended_at_once)
         self._listener = _Listener()
         self._admitted: dict[str, str] = {}
         self._links: dict[str, Link] = {}
+        self._hearing = Hearing(tables, runs, intake, saves, lineages, self._ended_at_once, self._links.get)
         self._stirred: dict[str, None] = {}
         """Streams that have something to say before the next tick; all others wait for that."""
 

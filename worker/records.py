@@ -49,6 +49,9 @@ class Session:
     link: str = ""
     """The stream of the worker that this rank has; "" for one of ours."""
 
+    joined: tuple[int, int] = (0, 0)
+    """Which of several links of the rank is the latest: `attempt` and `opened` of `joined`."""
+
 
 @dataclass(slots=True)
 class Waiter:

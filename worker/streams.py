@@ -38,10 +38,11 @@ class Stream:
     Args:
         name: 16 hex digits, of both sides.
         sender: This worker's instance.
+        opened: How many streams the follower has opened up to this one.
     """
 
-    def __init__(self, name: str, sender: str) -> None:
-        self.name, self._sender = name, sender
+    def __init__(self, name: str, sender: str, opened: int = 0) -> None:
+        self.name, self._sender, self.opened = name, sender, opened
         self._out: deque[_Out] = deque()
         self._next = 1
         self._sent = 0

@@ -58,6 +58,7 @@ class Leading(Message):
 class Follow(Message):
     """Follow the worker that leads `run`. The session joins the run. Answered when that worker has answered.
 
+    `attempt`: goes up with every Follow of this rank, whatever worker it is for, so that the latest counts.
     `timeout_s`: refused with `worker_unavailable` if it has not answered until then; the worker goes on trying.
     """
 
@@ -67,6 +68,7 @@ class Follow(Message):
     server_public: str
     client_public: str
     client_secret: str
+    attempt: int
     timeout_s: float
     name: ClassVar[str] = "follow"
     checks: ClassVar[dict[str, Check]] = {
@@ -76,6 +78,7 @@ class Follow(Message):
         "server_public": check.curve_key,
         "client_public": check.curve_key,
         "client_secret": check.curve_key,
+        "attempt": check.uint,
         "timeout_s": check.timeout,
     }
 

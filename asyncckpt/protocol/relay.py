@@ -69,12 +69,19 @@ class Unlinked(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined(Message):
-    """A rank of the run has the follower for its worker."""
+    """A rank of the run has the follower for its worker. `attempt`: of `follow`; `opened`: which of its streams it is."""
 
     rank: int
     world_size: int
+    attempt: int
+    opened: int
     name: ClassVar[str] = "joined"
-    checks: ClassVar[dict[str, Check]] = {"rank": check.uint, "world_size": check.uint}
+    checks: ClassVar[dict[str, Check]] = {
+        "rank": check.uint,
+        "world_size": check.uint,
+        "attempt": check.uint,
+        "opened": check.uint,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ MESSAGES: tuple[m.Message, ...] = (
         server_public=KEY,
         client_public=KEY,
         client_secret=KEY,
+        attempt=1,
         timeout_s=15.0,
     ),
     m.Lineage(id=4, run=HEX[:12], path="/runs/a/step-300"),
@@ -71,7 +72,7 @@ BETWEEN_WORKERS: tuple[m.Message, ...] = (
     r.Piece(stream=HEX, sender=HEX, number=1, first=1, more=False, data=b"record", taken=0),
     r.Waits(stream=HEX, saves=({"save_id": SAVE_ID, "phase": "submitted", "missing": [3]},)),
     r.Unlinked(stream=HEX, sender=HEX),
-    r.Joined(rank=1, world_size=2),
+    r.Joined(rank=1, world_size=2, attempt=1, opened=1),
     r.Left(rank=1, why="its process 7 died"),
     r.Asked(rank=1, path="/runs/a/step-300"),
     r.Begun(

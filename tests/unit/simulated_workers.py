@@ -57,6 +57,7 @@ class Rank:
     hooked: bool = False
     leader: str = ""
     changes: int = 0
+    attempts: int = 0
     open: dict[str, str] = field(default_factory=dict)
     """Save id -> the slot's state: begun, sealed."""
 
@@ -250,7 +251,8 @@ class Workers:
             (leading,) = self.say(rank, m.Lead, run=rank.run, port=0, server_secret=SECRET, client_public=KEY)
             assert isinstance(leading, m.Leading)
         elif rank.node:
-            keys = {"server_public": KEY, "client_public": KEY, "client_secret": SECRET}
+            rank.attempts += 1
+            keys = {"attempt": rank.attempts, "server_public": KEY, "client_public": KEY, "client_secret": SECRET}
             self.say(rank, m.Follow, run=rank.run, address="tcp://first:7000", timeout_s=15.0, **keys)
 
     def tell(self, n: int, peer: bytes, saves: m.Saves) -> None:
