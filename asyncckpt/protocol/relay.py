@@ -69,7 +69,7 @@ class Unlinked(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined(Message):
-    """A rank of the run has the follower for its worker. `attempt`: of `follow`; `opened`: which of its streams it is."""
+    """A rank has the follower for its worker. `attempt`: of `follow`; `opened`: which of its streams this is."""
 
     rank: int
     world_size: int

@@ -71,7 +71,7 @@ class Node:
     memory: dict[int, tuple[int, SaveRequest | None]] = field(default_factory=dict)
     connects: dict[str, ac.Connect] = field(default_factory=dict)
     listens: bool = False
-    frozen: bool = False
+    gone: bool = False
 
 
 class Workers:
@@ -176,7 +176,7 @@ class Workers:
         to, event, instance = self.wire.pop(at)
         source = int(event.route.partition(b"/")[0]) if event.route else 0
         node = self.nodes[to]
-        if {to, source} & self.cut or node.frozen:
+        if {to, source} & self.cut or node.gone:
             return
         if event.route and not node.listens:
             return
@@ -364,6 +364,14 @@ class Workers:
             for save_id in lost:
                 self.say(rank, m.Withdraw, save_id=save_id, reason="its worker was lost", skipped=False)
 
+    def lose_node(self, n: int) -> None:
+        """Worker and ranks are gone without a word, for good."""
+        self.died = self.nodes[n].gone = True
+        self.nodes[n].jobs.clear()
+        for rank in [r for r in self.ranks if r.node == n]:
+            rank.alive = False
+            self.harmed |= self.saves_of(rank.run)
+
     def saves_of(self, run: str) -> set[str]:
         found = {s for r in self.ranks for s in r.open if s.endswith(run)}
         found |= {
@@ -376,6 +384,8 @@ class Workers:
     # ---- the run
 
     def spawn_run(self) -> None:
+        if any(node.gone for node in self.nodes):
+            return
         run, size = f"{self.random.getrandbits(48):012x}", len(self.nodes) + self.random.randrange(2)
         ranks = [Rank(run, r, size, r % len(self.nodes), hooked=self.luck(0.2)) for r in range(size)]
         self.ranks += ranks
@@ -387,7 +397,7 @@ class Workers:
         for _ in range(steps):
             self.now += self.random.random() * 0.1
             dice, n = self.random.random(), self.random.randrange(len(self.nodes))
-            living = [r for r in self.ranks if r.alive and not self.nodes[r.node].frozen]
+            living = [r for r in self.ranks if r.alive and not self.nodes[r.node].gone]
             if dice < 0.3 and living:
                 self.act(self.random.choice(living))
             elif dice < 0.65 and self.wire:
@@ -404,20 +414,23 @@ class Workers:
         self.settle()
 
     def mischief(self, n: int, living: list[Rank]) -> None:
-        kind = self.random.randrange(4)
+        kind = self.random.randrange(5)
         if kind == 0 and living:
             self.kill_rank(self.random.choice(living))
-        elif kind == 1:
+        elif kind == 1 and not self.nodes[n].gone:
             self.kill_worker(n)
         elif kind == 2 and n:
             self.died = True
             self.cut ^= {n}
+        elif kind == 4 and n:
+            self.lose_node(n)
         elif kind == 3:
             self.now += self.random.choice((2.0, COMMIT_TIMEOUT_S + 1))
             self.harmed |= {s for r in self.ranks for s in self.saves_of(r.run)}
 
     def tick(self, n: int) -> None:
-        self.feed(n, ev.Tick(now=self.now))
+        if not self.nodes[n].gone:
+            self.feed(n, ev.Tick(now=self.now))
 
     def quiet(self) -> bool:
         return not any(node.jobs for node in self.nodes) and not any(
@@ -428,8 +441,8 @@ class Workers:
         """The network heals; nobody begins anything; all that was sealed everywhere is committed."""
         self.cut.clear()
         self.chaos = 0.0
-        for _ in range(400):
-            self.now += 0.25
+        for _ in range(int(3 * COMMIT_TIMEOUT_S)):
+            self.now += 0.5
             for rank in [r for r in self.ranks if r.alive]:
                 if any(state in ("begun", "asked") for state in rank.open.values()):
                     self.act(rank)
@@ -439,25 +452,17 @@ class Workers:
                     self.finish_job(n)
             while self.wire:
                 self.carry()
-        self.now += COMMIT_TIMEOUT_S + 1
-        for _ in range(20):
-            self.now += 0.6
-            for n, node in enumerate(self.nodes):
-                self.tick(n)
-                while node.jobs:
-                    self.finish_job(n)
-            while self.wire:
-                self.carry()
         self.check_end()
 
     def check_end(self) -> None:
-        for n, node in enumerate(self.nodes):
+        for n, node in [(n, node) for n, node in enumerate(self.nodes) if not node.gone]:
             for save in node.brain.tables.saves.values():
                 assert save.outcome is not None, f"node {n}: {save.save_id} never ended: {shown(save)}"
                 committed = save.save_id in self.commits
                 assert save.outcome != COMMITTED or committed, f"node {n}: {save.save_id} is no commit"
                 assert not committed or save.outcome in (COMMITTED, UNKNOWN), f"node {n}: {save.save_id} is committed"
         for save_id, heard in self.heard.items():
+            assert self.died or save_id in self.harmed or UNKNOWN not in heard, f"{save_id}: nobody knows why"
             assert not {COMMITTED, "failed"} <= heard, f"{save_id}: ranks were told {heard}"
             assert "failed" not in heard or save_id not in self.commits, f"{save_id} is committed, but told as failed"
         self.check_nothing_lost()
@@ -476,7 +481,7 @@ class Workers:
         """Every follower has the changes of the leader, in its order."""
         for run_id in {r.run for r in self.ranks if r.rank == 0 and r.alive}:  # the others have no leader any more
             first = self.nodes[0].brain.tables.runs.get(run_id)
-            for node in self.nodes[1:]:
+            for node in [node for node in self.nodes[1:] if not node.gone]:
                 run = node.brain.tables.runs.get(run_id)
                 if first is not None and run is not None and run.followed and run.members:
                     assert run.leader == self.nodes[0].brain.tables.instance

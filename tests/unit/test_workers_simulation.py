@@ -27,9 +27,11 @@ def test_workers_keep_every_promise(n_nodes: int, chaos: float, deaths: bool, rn
 
 
 def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:
-    heard: set[str] = set()
-    for _ in range(4 * SCHEDULES):
+    heard, outcomes = set[str](), {"committed", "failed", "unknown"}
+    for _ in range(100):
         world = Workers(rng.getrandbits(32), n_nodes=2, chaos=0.1, deaths=True)
         world.run(STEPS)
         heard |= set().union(*world.heard.values())
-    assert heard == {"committed", "failed", "unknown"}
+        if heard == outcomes:
+            return
+    raise AssertionError(heard)
