@@ -243,7 +243,7 @@ def test_a_save_that_ended_with_a_lost_stream_need_not_be_waited_for(pair: Pair)
     assert pair.follower.phase(rank=1) == "failed"
     pair.pump()
     pair.leader.begin(1)
-    assert pair.leader.phase() == "abandoned" and pair.rows(1)[-1]["error"]["fields"]["code"] == "leader_lost"
+    assert pair.leader.phase() == "abandoned" and pair.follower.row()["error"]["fields"]["code"] == "leader_lost"
 
 
 # ---- silence
