@@ -74,7 +74,7 @@ class SlotImage:
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
         self._targets = [
-            _copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
+            copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
             for c, b in zip(chunks, plan.boxes, strict=True)
         ]
         self._numbers = [b.number for b in plan.boxes]
@@ -212,7 +212,7 @@ class SlotImage:
                     _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, sources, strict=True)
                 ]
             if self._has_special:
-                sources = [_copyable(t) for t in sources]
+                sources = [copyable(t) for t in sources]
             torch._foreach_copy_(targets, sources)
 
 
@@ -240,6 +240,7 @@ def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
     integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)
