@@ -35,6 +35,9 @@ from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
 from asyncckpt.wiring import reach_worker
 
+STAGED_SHARE = 0.9
+"""How much of the time to leave in is for what is still being copied. Telling the worker takes milliseconds; chosen."""
+
 _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
@@ -169,7 +172,11 @@ class AsyncCheckpointer(Overlapping):
                 handle.fail(error)
                 return handle
             self._tracker.add(handle)
-            hand_over(self._process, handle, result, arguments, kw)
+            try:
+                hand_over(self._process, handle, result, arguments, kw)
+            except Exception as error:
+                self._decline(save_id, error)
+                handle.fail(error)
             return handle
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
@@ -249,7 +256,7 @@ class AsyncCheckpointer(Overlapping):
         self._closed = True
         deadline = time.monotonic() + timeout_s
         if isinstance(self._stager, SlotStager):
-            self._stager.overlap.leave(timeout_s / 2)
+            self._stager.overlap.leave(timeout_s * STAGED_SHARE, join_s=timeout_s * (1 - STAGED_SHARE) / 2)
         if isinstance(self._process, WorkerProcess):
             self._process.flush((deadline - time.monotonic()) / 2)
             self._process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)

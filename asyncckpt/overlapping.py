@@ -41,7 +41,8 @@ class Overlapping(Checkpointer):
                 not kept alive.
 
         Raises:
-            ConfigError: Something else; or the stager is the user's own.
+            ConfigError: Something else, or an optimizer whose `step()` calls no hooks because it only wraps another
+                one: attach that; or the stager is the user's own.
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
