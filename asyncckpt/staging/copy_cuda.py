@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.planning.plan import SavePlan
 from asyncckpt.staging import pinning
 from asyncckpt.staging.copy_cpu import Share, SlotImage, copyable
 from asyncckpt.staging.device import Device
@@ -53,7 +54,8 @@ def stretches_of(places: Iterable[tuple[int, int, int]], buffer_nbytes: int) -> 
         buffer_nbytes: Of the buffer. It is filled anew, in laps, when the next stretch does not fit behind the others.
     """
     found: list[Stretch] = []
-    lap, at, boxes, first, last = 0, 0, [], 0, 0
+    boxes: list[int] = []
+    lap = at = first = last = 0
 
     def flush() -> None:
         nonlocal lap, at
@@ -92,14 +94,14 @@ class DeviceBoxes:
     Args:
         device: The seam.
         index: Of the device.
-        image: Whose boxes they are.
+        plan: Whose boxes they are.
         address: Of the slot.
         numbers: Of the boxes.
     """
 
-    def __init__(self, device: Device, index: int, image: SlotImage, address: int, numbers: Sequence[int]) -> None:
-        self._device, self._index, self._image, self._address = device, index, image, address
-        chunks, ranges = image.plan.layout.chunks, image.plan.part_ranges()
+    def __init__(self, device: Device, index: int, plan: SavePlan, address: int, numbers: Sequence[int]) -> None:
+        self._device, self._index, self._plan, self._address = device, index, plan, address
+        chunks, ranges = plan.layout.chunks, plan.part_ranges()
         places = [(n, ranges[chunks[n].part].offset + chunks[n].offset_bytes, chunks[n].nbytes) for n in numbers]
         self._places = {n: (start, nbytes) for n, start, nbytes in places if nbytes}
         self._laps: list[_Lap] = []
@@ -127,7 +129,7 @@ class DeviceBoxes:
         # In the side stream's memory: laps follow one another in that stream only.
         with self._device.on_stream(self._device.side_stream(self._index)):
             buffer = self._device.allocate(max(s.at + s.end - s.start for s in stretches), self._index)
-        plan, position = self._image.plan, 0
+        plan, position = self._plan, 0
         laps: dict[int, _Lap] = {}
         fills: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[int]]] = {}
         for stretch in stretches:
@@ -151,17 +153,18 @@ class DeviceBoxes:
         memory = (ctypes.c_char * nbytes).from_address(self._address + start)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def copy(self, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
+    def copy(self, image: SlotImage, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
         """Put the copies into the side stream, which is current.
 
         Args:
+            image: The slot's, of the same plan.
             tensors: The state's, by number. With `non_blocking` they must live until the copies have ended.
             non_blocking: As for `Device.copy`.
 
         Raises:
             RuntimeError: From the device. Copies before it may run.
         """
-        pairs = self._image.pairs(tensors, self._share)
+        pairs = image.pairs(tensors, self._share)
         sources = [copyable(source) for _, source, _ in pairs]
         for lap in self._laps:
             for views, positions in lap.fills:

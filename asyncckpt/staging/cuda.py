@@ -23,7 +23,7 @@ class CudaDevice:
 
     def active(self) -> bool:
         """Whether this process has begun to use CUDA; in a forked child of one that has, False."""
-        return torch.cuda.is_initialized()
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of the tensor's device, or None."""
@@ -39,22 +39,22 @@ class CudaDevice:
 
     def register(self, address: int, nbytes: int) -> int:
         """cudaHostRegister."""
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        return int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
 
     def unregister(self, address: int) -> int:
         """Undo it: cudaHostUnregister."""
-        return int(torch.cuda.cudart().cudaHostUnregister(address))
+        return int(_runtime().cudaHostUnregister(address))
 
     def error_name(self, code: int) -> str:
         """Return the runtime's text for a code."""
-        runtime = torch.cuda.cudart()
+        runtime = _runtime()
         return str(runtime.cudaGetErrorString(runtime.cudaError(code)))
 
     def side_stream(self, index: int) -> Stream:
         """Return this process's one for copies of checkpoints."""
         with self._lock:
             if index not in self._side_streams:
-                self._side_streams[index] = torch.cuda.Stream(index)
+                self._side_streams[index] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             return self._side_streams[index]
 
     def current_stream(self, index: int) -> Stream:
@@ -67,7 +67,7 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> Event:
         """Return a new event, without timing."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -92,3 +92,7 @@ class CudaDevice:
         # IMPORTANT: no_grad is per thread; see copy_cpu.py.
         with torch.no_grad():
             torch._foreach_copy_(list(targets), list(sources), non_blocking)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

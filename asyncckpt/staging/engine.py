@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.memory.mapping import Mapping
+from asyncckpt.format.names import SaveId
 from asyncckpt.staging.copy_cpu import Share, SlotImage
 from asyncckpt.staging.copy_cuda import DeviceBoxes
 from asyncckpt.staging.cuda import CudaDevice
 from asyncckpt.staging.device import Device
 from asyncckpt.staging.pinning import Pin
+from asyncckpt.staging.room import Room
 from asyncckpt.staging.transfer import OnDevice, Transfer
+
+FEW_NBYTES = 1 << 20
+"""Of the host, beside tensors of devices: step counters, say. They are copied at once, in 0.1 ms, so that no step has
+to wait for a thread. Chosen, not measured."""
 
 _log = logging.getLogger("asyncckpt")
 
 
-class Division(NamedTuple):
-    """One save's boxes: the host's to be copied before `save()` returns, the host's others, and the devices'."""
-
-    now: Share
-    rest: Share
-    transfer: Transfer | None
-
-
 class _Known(NamedTuple):
-    """A division but for its tensors, and what it was made for."""
+    """Which boxes are whose: the host's, to be copied at once and later, and the devices'; and for what that holds."""
 
     places: list[int | None]
     now: Share
@@ -62,59 +59,70 @@ class Engine:
             return []
         return [self._device.device_of(tensor) for tensor in tensors]
 
-    def pin(self, held: Pin | None, mapping: Mapping, devices: Sequence[int]) -> Pin | None:
-        """Return the pin of a slot's memory: `held`, which it has, or a new one where it is needed.
+    def pin(self, room: Room, devices: Sequence[int]) -> bool:
+        """Pin the room's memory, once, if `devices` copy into it and `use_pinned_memory` says so; says whether it is.
 
-        Blocks: for a new one, about 0.1 to 0.5 s per GB.
+        Blocks: the first time, about 0.1 to 0.5 s per GB.
         """
-        if held is not None or not devices or not self._config.use_pinned_memory:
-            return held
-        made = Pin(self._device, devices[0], mapping.address, mapping.nbytes)
-        if made.failure is not None and not self._warned:
-            self._warned = True
-            _log.warning(
-                "cudaHostRegister failed with %s: tensors of devices are copied to memory that is not pinned, which "
-                "is slower; see the limit of locked memory (ulimit -l) and what else pins memory",
-                made.failure,
-            )
-        return made
+        if room.pin is None and devices and self._config.use_pinned_memory:
+            room.pin = made = Pin(self._device, devices[0], room.mapping.address, room.mapping.nbytes)
+            if made.failure is not None and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "cudaHostRegister failed with %s: tensors of devices are copied to memory that is not pinned, "
+                    "which is slower; see the limit of locked memory (ulimit -l) and what else pins memory",
+                    made.failure,
+                )
+        return room.pin is not None and room.pin.held
 
-    def divide(
+    def copy(
         self,
+        room: Room,
         image: SlotImage,
-        address: int,
         tensors: Sequence[torch.Tensor],
-        now: Share,
-        rest: Share,
-        take_pin: Callable[[list[int]], Pin | None],
-    ) -> Division:
-        """Return what is whose. Nothing is copied yet.
+        save_id: SaveId,
+        shares: tuple[Share, Share],
+        *,
+        overlapped: bool,
+    ) -> tuple[Share, Transfer | None]:
+        """Copy what must be before `save()` returns, and begin with the rest as far as no thread is needed for it.
 
         Args:
-            image: The slot's.
-            address: Where the slot starts.
+            room: Where to.
+            image: In it.
             tensors: The state's, by number.
-            now, rest: All boxes, as `SlotImage.split` gives them.
-            take_pin: Called where tensors lie on devices: pins the slot, by `pin`, unless that was done.
+            save_id: Of the save.
+            shares: What must be copied, and the rest, as `SlotImage.split` gives them.
+            overlapped: False waits for all copies.
+
+        Returns:
+            What is left of the host's boxes, and the copies of devices, if there are any.
+
+        Raises:
+            StagingError: Devices take too long.
+            RuntimeError: From torch, or from a device. Copies may still run into `room`.
         """
+        now, rest = shares
         places = self._places(tensors)
         if all(place is None for place in places):
-            return Division(now, rest, None)
+            image.fill(tensors, save_id, now)
+            return rest, None
         known = self._known.get(image)
         if known is None or known.now is not now or known.rest is not rest or known.places != places:
-            known = self._known[image] = self._know(image, address, places, now, rest)
-        if not known.boxes:
-            return Division(now, rest, None)
-        pin = take_pin(sorted(known.boxes))
-        pinned = pin is not None and pin.held and self._config.use_non_blocking_copy
+            known = self._known[image] = self._know(image, room.mapping.address, places, now, rest)
+        pinned = self.pin(room, sorted(known.boxes)) and self._config.use_non_blocking_copy
         with torch.no_grad():
             # IMPORTANT: until the copies have ended, or the allocator gives their memory to others.
-            kept = [tensor.detach() for tensor in tensors]
-        return Division(*known.host, Transfer(self._device, known.boxes, kept, pinned=pinned))
+            kept = [t if place is None else t.detach() for t, place in zip(tensors, places, strict=True)]
+        transfer = Transfer(self._device, image, known.boxes, kept, pinned=pinned)
+        room.in_flight = transfer  # IMPORTANT: first, so that nobody gets the room before its copies have ended
+        transfer.start()
+        image.fill(tensors, save_id, known.host[0])
+        if not overlapped:
+            transfer.finish(lambda: False)
+        return known.host[1], transfer
 
-    def _know(
-        self, image: SlotImage, address: int, places: list[int | None], now: Share, rest: Share
-    ) -> _Known:
+    def _know(self, image: SlotImage, address: int, places: list[int | None], now: Share, rest: Share) -> _Known:
         self._known.pop(image, None)  # its buffers, before others are made
         numbers = [box.number for box in image.plan.boxes]
         host: list[Share] = []
@@ -126,8 +134,11 @@ class Engine:
                 place = places[numbers[n]]
                 if place is not None:
                     by_device.setdefault(place, ([], []))[which].append(n)
+        few = sum(image.plan.layout.chunks[n].nbytes for n in (*(b[0] for b in host[1].large), *host[1].small))
+        if by_device and few <= FEW_NBYTES:
+            host = [Share(host[0].large + host[1].large, host[0].small + host[1].small), Share([], [])]
         boxes = {
-            index: OnDevice(*(DeviceBoxes(self._device, index, image, address, part) for part in parts))
+            index: OnDevice(*(DeviceBoxes(self._device, index, image.plan, address, part) for part in parts))
             for index, parts in sorted(by_device.items())
         }
         return _Known(places, now, rest, (host[0], host[1]), boxes)

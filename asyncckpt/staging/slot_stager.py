@@ -27,10 +27,10 @@ from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import DeferredCopy
+from asyncckpt.staging.engine import Engine
+from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.slot_pool import LentSlot
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import image_of, warm
@@ -71,6 +71,7 @@ class SlotStager(CheckpointStager):
             files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
         )
         self.overlap = Overlap(config)
+        self._engine = Engine(config)
         self._told: SavePlan | None = None
         self._met_at = -1
 
@@ -125,14 +126,14 @@ class SlotStager(CheckpointStager):
             watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
             if self._config.overlap_check == "hash":
                 watch.digest(image.pairs(flat.tensors, rest))
-            image.fill(flat.tensors, save_id, now)
+            left, transfer = self._engine.copy(slot, image, flat.tensors, save_id, (now, rest), overlapped=bool(later))
             copied = time.perf_counter()
             seal = partial(slot.memory.control.seal, request, image.body_end)
             if not later:
                 seal()
         except BaseException as error:
-            if slot is not None and isinstance(slot.views, SlotImage):
-                slot.views.settle()
+            if slot is not None:
+                slot.settle()
             known = self._withdraw(save_id, error, step, path)
             if known is error or not isinstance(error, Exception):
                 raise
@@ -145,9 +146,10 @@ class SlotStager(CheckpointStager):
         }
         deferred = DeferredCopy(
             image,
-            rest,
+            left,
             flat.tensors,
             watch,
+            transfer,
             seal=seal,
             withdraw=lambda error: self._withdraw(save_id, error, step, path),
             entrust=partial(self._process.settled.append, save_id.sequence),
@@ -209,7 +211,14 @@ class SlotStager(CheckpointStager):
         objects = encode_objects(save_id, encode_leaves(flat))
         kw = {"step": 0, "path": "/", "metadata": None}
         request = encode_request(self._request(plan, objects, save_id, current_umask(), _News("", b"", b""), kw))
-        warm(self._process.pool, plan, slot_nbytes(plan.body_nbytes, len(request)), spare_nbytes=REQUEST_SLACK_NBYTES)
+        ready = partial(self._engine.pin, devices=self._engine.devices_of(flat.tensors))
+        warm(
+            self._process.pool,
+            plan,
+            slot_nbytes(plan.body_nbytes, len(request)),
+            ready,
+            spare_nbytes=REQUEST_SLACK_NBYTES,
+        )
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""

@@ -1,12 +1,13 @@
 """The copies of one save's tensors from devices into a slot: enqueued, waited for, or ordered before what comes next.
 
-    training thread   |  record on the producing stream; side stream waits for it; [copies; record: done]
-    a hook before     |  the stream that the step goes to waits for `done`; the CPU does not
-    copier's thread   |  until `done` has come to pass; then the sources are checked and the slot is sealed
+training thread   |  record on the producing stream; side stream waits for it; [copies; record: done]
+a hook before     |  the stream that the step goes to waits for `done`; the CPU does not
+copier's thread   |  until `done` has come to pass; then the sources are checked and the slot is sealed
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.errors import StagingError
+from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.copy_cuda import DeviceBoxes
 from asyncckpt.staging.device import Device, Event
 
@@ -40,16 +42,24 @@ class Transfer:
 
     Args:
         device: The seam.
+        image: The slot's.
         boxes: By device.
-        tensors: The state's, by number; no leaf of autograd among them.
+        tensors: The state's, by number; detached, so that nothing frees what they hold.
         pinned: The slot is pinned, and copies need not be waited for one by one.
     """
 
     def __init__(
-        self, device: Device, boxes: Mapping[int, OnDevice], tensors: Sequence[torch.Tensor], *, pinned: bool
+        self,
+        device: Device,
+        image: SlotImage,
+        boxes: Mapping[int, OnDevice],
+        tensors: Sequence[torch.Tensor],
+        *,
+        pinned: bool,
     ) -> None:
-        self._device, self._boxes, self._tensors, self._pinned = device, boxes, tensors, pinned
+        self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
         self._touched: dict[int, Event | None] = {}
+        self._owner_pid = os.getpid()
 
     @property
     def orders(self) -> bool:
@@ -73,11 +83,11 @@ class Transfer:
             with self._device.on_stream(side):
                 self._touched[index] = None
                 if boxes.now:
-                    boxes.now.copy(self._tensors, non_blocking=self._pinned)
+                    boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
                     if self._pinned:
                         self._device.wait(current, self._device.record(side))
                 if self._pinned and boxes.rest:
-                    boxes.rest.copy(self._tensors, non_blocking=True)
+                    boxes.rest.copy(self._image, self._tensors, non_blocking=True)
                 self._touched[index] = self._device.record(side)
 
     def order(self) -> None:
@@ -105,10 +115,10 @@ class Transfer:
                     side = self._device.side_stream(index)
                     with self._device.on_stream(side):
                         self._touched[index] = None
-                        boxes.rest.copy(self._tensors, non_blocking=False)
+                        boxes.rest.copy(self._image, self._tensors, non_blocking=False)
                         self._touched[index] = self._device.record(side)
         deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
-        while not self._ended() and not given_up():
+        while not self.ended() and not given_up():
             if time.monotonic() >= deadline:
                 raise StagingError(
                     f"the devices {sorted(self._boxes)} had not copied the state {TRANSFER_TIMEOUT_S:g} s after save()"
@@ -128,7 +138,7 @@ class Transfer:
         interrupt: BaseException | None = None
         while True:
             try:
-                if self._ended():
+                if self.ended():
                     known = True
                     break
                 if time.monotonic() >= deadline:
@@ -144,7 +154,14 @@ class Transfer:
             raise interrupt
         return known
 
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
+        """Whether no copy that was enqueued runs any more. Does not wait.
+
+        Raises:
+            RuntimeError: A device does not tell.
+        """
+        if os.getpid() != self._owner_pid:  # a forked child has neither the copies nor the memory
+            return True
         for index, event in list(self._touched.items()):
             side = self._device.side_stream(index)
             with self._device.on(index):

@@ -39,6 +39,8 @@ POSSIBLE: dict[str, tuple[Any, str]] = {
     "replicated": ("assume", "assume"),
     "fsync": (False, "no"),
     "allow_pickle": (True, "yes"),
+    "use_pinned_memory": (False, "off"),
+    "use_non_blocking_copy": (False, "0"),
     "files_per_rank": (256, "256"),
     "write_threads": (64, "64"),
     "rank_info": (RankInfo(3, 4), "3,4"),
