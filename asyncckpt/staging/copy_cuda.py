@@ -170,38 +170,33 @@ class DeviceBoxes:
             for views, positions in lap.fills:
                 self._gather(views, [sources[position] for position in positions])
             self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
-        targets, plain = [], []
+        targets, rows = [], []
         for position in range(self._n_gathered, len(sources)):
             source, target = sources[position], pairs[position][2]
-            if not _is_plain(source):
-                source = self._made_plain(source)
+            if not source.is_contiguous():
+                source = self._row_major(source)
             if position in self._cuts:
                 here, there = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
                 targets += [there[a:b] for a, b in self._cuts[position]]
-                plain += [here[a:b] for a, b in self._cuts[position]]
+                rows += [here[a:b] for a, b in self._cuts[position]]
             else:
                 targets.append(target)
-                plain.append(source)
+                rows.append(source)
         if targets:
-            self._device.copy(targets, plain, non_blocking=non_blocking)
+            self._device.copy(targets, rows, non_blocking=non_blocking)
 
     def _gather(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        odd = [n for n, source in enumerate(sources) if not _is_plain(source)]
+        odd = {n for n, source in enumerate(sources) if not source.is_contiguous()}
         if odd:  # by themselves: one among others would make every one a kernel of its own
             self._device.copy([views[n] for n in odd], [sources[n] for n in odd], non_blocking=True)
-            views = [view for n, view in enumerate(views) if n not in set(odd)]
-            sources = [source for n, source in enumerate(sources) if n not in set(odd)]
+            views = [view for n, view in enumerate(views) if n not in odd]
+            sources = [source for n, source in enumerate(sources) if n not in odd]
         if sources:
             self._device.copy(views, sources, non_blocking=True)
 
-    def _made_plain(self, source: torch.Tensor) -> torch.Tensor:
+    def _row_major(self, source: torch.Tensor) -> torch.Tensor:
         """Return a row-major copy on the device, for use in the side stream, where its memory is free again after."""
         nbytes = source.numel() * source.element_size()
         made = self._device.allocate(nbytes, self._index).view(source.dtype).view(source.shape)
         self._device.copy([made], [source], non_blocking=True)
         return made
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    # A conjugated view would be resolved on the host, in the target, while the transfer may still run.
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

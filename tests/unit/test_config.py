@@ -23,6 +23,8 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "replicated": ["trust", None, True],
     "fsync": [0, 1, None, "true"],
     "allow_pickle": [0, 1, None, "true"],
+    "use_pinned_memory": [0, 1, None, "true"],
+    "use_non_blocking_copy": [0, 1, None, "true"],
     "files_per_rank": [0, 257, None, 1.0],
     "write_threads": [0, 1, 65, 2.0],
     "rank_info": [(0, 0), (1, 1), (-1, 2), (0,), 0, (0, 1, 2), (0.0, 1), (False, True)],
