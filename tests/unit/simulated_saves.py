@@ -31,7 +31,7 @@ from asyncckpt.staging.slot_stager import SlotStager
 from tests.simulated_device import Call, SimulatedDevice
 
 DEADLINE_S = 20.0
-PIECE_NBYTES = 16 * 4096
+PIECE_NBYTES = 4 * 4096
 
 
 class Process(CheckpointProcess):
@@ -156,8 +156,8 @@ def device(rng: random.Random) -> Iterator[SimulatedDevice]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and buffers so small that tests cross them."""
     monkeypatch.setattr(pinning, "PIECE_NBYTES", PIECE_NBYTES)
-    monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 24 * 1024)
-    monkeypatch.setattr(copy_cuda, "SMALL_NBYTES", 4 * 1024)
+    monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 6 * 1024)
+    monkeypatch.setattr(copy_cuda, "SMALL_NBYTES", 2 * 1024)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -50,10 +50,10 @@ def saver(
 def state(device: SimulatedDevice) -> dict[str, Any]:
     torch.manual_seed(1)
     return {
-        "large": device.put(torch.randn(50_000), 0),
-        "columns": device.put(torch.randn(300, 200), 0).t(),
+        "large": device.put(torch.randn(12_000), 0),
+        "columns": device.put(torch.randn(90, 100), 0).t(),
         **{f"small{n}": device.put(torch.randn(n + 1), 0) for n in range(30)},
-        "other": device.put(torch.randn(20_000), 1),
+        "other": device.put(torch.randn(5_000), 1),
         "host": torch.randn(1000),
     }
 

@@ -45,7 +45,7 @@ class Training:
     def _tensor(self, place: int | None) -> torch.Tensor:
         rng = self.rng
         dtype = rng.choice(DTYPES)
-        elements = rng.choice([1, 3, 17, 200, 900, 5000, 40000])
+        elements = rng.choice([1, 3, 17, 100, 200, 1500, 9000])
         raw = torch.randint(0, 2 if dtype is torch.bool else 100, (elements * dtype.itemsize,), dtype=torch.uint8)
         tensor = raw.view(dtype)
         if rng.random() < 0.2:
@@ -207,10 +207,10 @@ def saver(device: SimulatedDevice, small_pieces: None, request: pytest.FixtureRe
 def state(device: SimulatedDevice) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     return {
-        "large": device.put(torch.randn(50_000), 0),
+        "large": device.put(torch.randn(12_000), 0),
         **{f"small{n}": device.put(torch.randn(n + 1), 0) for n in range(30)},
-        "other": device.put(torch.randn(20_000), 1),
-        "host": torch.randn(300_000),
+        "other": device.put(torch.randn(5_000), 1),
+        "host": torch.randn(30_000),
     }
 
 
