@@ -65,7 +65,11 @@ def assert_saved(saver: Saver, state: dict[str, Any]) -> None:
     assert saver.content(handle) == {name: bits(tensor) for name, tensor in state.items()}
 
 
-CALLS = [(name, nth) for name, n in (("record", 6), ("wait", 4), ("copy", 8), ("done", 3), ("allocate", 3)) for nth in range(n)]
+CALLS = [
+    (name, nth)
+    for name, n in (("record", 6), ("wait", 4), ("copy", 8), ("done", 3), ("allocate", 3))
+    for nth in range(n)
+]
 
 
 @pytest.mark.parametrize("saver", MODES, indirect=True)
