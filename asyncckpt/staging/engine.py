@@ -50,6 +50,10 @@ class Engine:
         self._known: weakref.WeakKeyDictionary[SlotImage, _Known] = weakref.WeakKeyDictionary()
         self._warned = False
 
+    def is_apart(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies on a device."""
+        return self._device.active() and self._device.device_of(tensor) is not None
+
     def devices_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the devices that any of `tensors` lies on."""
         return sorted({n for n in self._places(tensors) if n is not None})
@@ -82,6 +86,7 @@ class Engine:
         tensors: Sequence[torch.Tensor],
         save_id: SaveId,
         shares: tuple[Share, Share],
+        windows: Sequence[torch.Tensor] = (),
         *,
         overlapped: bool,
     ) -> tuple[Share, Transfer | None]:
@@ -93,6 +98,7 @@ class Engine:
             tensors: The state's, by number.
             save_id: Of the save.
             shares: What must be copied, and the rest, as `SlotImage.split` gives them.
+            windows: Bytes of tensors on devices, for which `is_apart` holds: the result's `fetch` returns them.
             overlapped: False waits for all copies.
 
         Returns:
@@ -114,7 +120,8 @@ class Engine:
         with torch.no_grad():
             # IMPORTANT: until the copies have ended, or the allocator gives their memory to others.
             kept = [t if place is None else t.detach() for t, place in zip(tensors, places, strict=True)]
-        transfer = Transfer(self._device, image, known.boxes, kept, pinned=pinned)
+        apart = [(place, w) for w in windows if (place := self._device.device_of(w)) is not None]
+        transfer = Transfer(self._device, image, known.boxes, kept, apart, pinned=pinned)
         room.in_flight = transfer  # IMPORTANT: first, so that nobody gets the room before its copies have ended
         transfer.start()
         image.fill(tensors, save_id, known.host[0])

@@ -7,6 +7,7 @@ copier's thread   |  until `done` has come to pass; then the sources are checked
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ class Transfer:
         image: The slot's.
         boxes: By device.
         tensors: The state's, by number; detached, so that nothing frees what they hold.
+        windows: Bytes that `fetch` returns, as they are at `start`: (device, uint8).
         pinned: The slot is pinned, and copies need not be waited for one by one.
     """
 
@@ -54,10 +56,12 @@ class Transfer:
         image: SlotImage,
         boxes: Mapping[int, OnDevice],
         tensors: Sequence[torch.Tensor],
+        windows: Sequence[tuple[int, torch.Tensor]] = (),
         *,
         pinned: bool,
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
+        self._windows, self._gathered = windows, dict[int, torch.Tensor]()
         self._touched: dict[int, Event | None] = {}
         self._owner_pid = os.getpid()
 
@@ -75,20 +79,47 @@ class Transfer:
         Raises:
             RuntimeError: From a device. Copies may run: `settle`.
         """
-        for index, boxes in self._boxes.items():
+        for index in sorted({*self._boxes, *(index for index, _ in self._windows)}):
             with self._device.on(index):
                 current, side = self._device.current_stream(index), self._device.side_stream(index)
                 # IMPORTANT: the values at `save()` may still be in the making, in a stream of their own.
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._touched[index] = None
-                if boxes.now:
+                boxes = self._boxes.get(index)
+                if boxes is not None and boxes.now:
                     boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
                     if self._pinned:
                         self._device.wait(current, self._device.record(side))
-                if self._pinned and boxes.rest:
+                if self._pinned and boxes is not None and boxes.rest:
                     boxes.rest.copy(self._image, self._tensors, non_blocking=True)
+                self._gather(index)
                 self._touched[index] = self._device.record(side)
+
+    def _gather(self, index: int) -> None:
+        """Put the windows of a device side by side, there: they may be changed as soon as that has run."""
+        windows = [window for place, window in self._windows if place == index]
+        if windows:
+            sizes = [window.numel() for window in windows]
+            self._gathered[index] = buffer = self._device.allocate(sum(sizes), index)
+            self._device.copy(list(torch.split(buffer, sizes)), windows, non_blocking=True)
+
+    def fetch(self) -> list[bytes]:
+        """Return the windows. Blocks for a transfer of a few MB, and for what came into its stream before.
+
+        Raises:
+            RuntimeError: From a device.
+        """
+        here, at = {}, dict.fromkeys(self._gathered, 0)
+        for index, buffer in self._gathered.items():
+            here[index] = torch.empty(buffer.numel(), dtype=torch.uint8)
+            with self._device.on_stream(self._device.side_stream(index)):
+                self._device.copy([here[index]], [buffer], non_blocking=False)
+        found = []
+        for index, window in self._windows:
+            found.append(ctypes.string_at(here[index].data_ptr() + at[index], window.numel()))
+            at[index] += window.numel()
+        return found
 
     def order(self) -> None:
         """Let the calling thread's current streams wait for the copies. The CPU does not wait.

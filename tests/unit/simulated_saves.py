@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
-import pathlib
 import random
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -20,12 +19,12 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.hand_over import hand_over
 from asyncckpt.handle import SaveHandle
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.slot import SlotControl
+from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import StagedSnapshot
+from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.staging import copy_cuda, engine, pinning
 from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.room import Room
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.staging.slot_stager import SlotStager
 from tests.simulated_device import Call, SimulatedDevice
@@ -46,6 +45,7 @@ class Process(CheckpointProcess):
         self.settled: list[int] = []
         self.withdrawn: dict[str, str] = {}
         self.written: dict[str, bytes] = {}
+        self.asked: dict[str, SaveRequest] = {}
         self.keep: set[str] = set()
 
     def _allocate(self, nbytes: int) -> LentSlot:
@@ -71,6 +71,9 @@ class Process(CheckpointProcess):
         snapshot: StagedSnapshot = staging_result
         control = snapshot.slot.memory.control
         assert control.is_sealed(snapshot.slot.generation)
+        request = control.read_request().request
+        raw = snapshot.slot.memory.mapping.view()[REQUEST_OFFSET_OFFSET : REQUEST_OFFSET_OFFSET + 8]
+        self.asked[str(snapshot.save_id)] = decode_request(request, int.from_bytes(raw, "little"))
         self.written[str(snapshot.save_id)] = bytes(snapshot.slot.memory.mapping.view())
         self.pool.staged(snapshot.slot)
         if path not in self.keep:
@@ -141,9 +144,9 @@ class Saver:
         self.process.close()
 
 
-@pytest.fixture
-def device(rng: random.Random) -> Iterator[SimulatedDevice]:
-    """Two devices; at the end nothing may be pinned, and nothing may have been done that a real one does not forgive."""
+@contextlib.contextmanager
+def two_devices(rng: random.Random) -> Iterator[SimulatedDevice]:
+    """Two devices; at the end nothing may be pinned, and nothing done that a real one would not forgive."""
     made = SimulatedDevice(rng)
     yield made
     made.frozen = False
@@ -152,8 +155,7 @@ def device(rng: random.Random) -> Iterator[SimulatedDevice]:
     assert not made.registered
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and buffers so small that tests cross them."""
     monkeypatch.setattr(pinning, "PIECE_NBYTES", PIECE_NBYTES)
     monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 6 * 1024)
@@ -184,6 +186,3 @@ def note_seals(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(SlotControl, "seal", sealed)
     monkeypatch.setattr(LentSlot, "_unmap", unmapped)
-
-
-__all__ = ["Process", "Saver", "bits", "device", "note_seals", "small_pieces"]

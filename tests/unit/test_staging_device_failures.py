@@ -1,19 +1,19 @@
-"""Devices and drivers that refuse: typed errors or a slower way, the next save works, no slot is lost or reused early."""
+"""Devices and drivers that refuse: a typed error or a slower way, the next save works, no slot is reused early."""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from simulated_saves import PIECE_NBYTES, Saver, bits, device, note_seals, small_pieces  # noqa: E402, F401
+from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
 
 from asyncckpt.errors import AsyncCkptError, SlotBusyError, SlotTimeoutError, StagingError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
@@ -25,6 +25,17 @@ from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 REFUSED = 2  # cudaErrorMemoryAllocation
 MODES: list[dict[str, Any]] = [{"staging": "blocking"}, {"staging": "overlap"}]
+
+
+@pytest.fixture
+def device(rng: random.Random) -> Iterator[SimulatedDevice]:
+    with two_devices(rng) as made:
+        yield made
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_pieces(monkeypatch)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from simulated_saves import PIECE_NBYTES, Saver, bits, device, note_seals, small_pieces  # noqa: E402, F401
+from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from asyncckpt.errors import SnapshotTornError  # noqa: E402
@@ -20,6 +20,17 @@ from asyncckpt.staging.transfer import Transfer  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64)
+
+
+@pytest.fixture
+def device(rng: random.Random) -> Iterator[SimulatedDevice]:
+    with two_devices(rng) as made:
+        yield made
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_pieces(monkeypatch)
 
 
 class Training:
@@ -245,7 +256,7 @@ def test_save_and_fence_return_while_no_kernel_has_run(
     handle = saver.save(state)
     saver.stager.overlap.fence.wait()
     for name, tensor in state.items():
-        device.launch(1 if name == "other" else 0, partial(tensor.fill_, 7.0))
+        device.launch(1 if name == "other" else 0, partial(tensor.data.fill_, 7.0))
     assert not handle.staged.done() and device.busy
     device.frozen = False
     assert saver.ended(handle) is None
