@@ -270,10 +270,12 @@ class AsyncCheckpointer(Overlapping):
             )
             self._closed = True
             # A collector may run this in any thread, under any lock: nothing here waits.
-            if isinstance(self._process, WorkerProcess):
-                self._process.abandon()
-            else:
+            if not isinstance(self._process, WorkerProcess):
                 self._close_parts()
+            elif isinstance(self._stager, SlotStager):  # what is still being copied is submitted first
+                self._stager.overlap.copier.when_idle(self._process.abandon)
+            else:
+                self._process.abandon()
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""

@@ -516,6 +516,7 @@ def test_a_checkpointer_dropped_under_a_copy_ends_when_it_has_ended(
     handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
     with pytest.warns(ResourceWarning, match="without close") as said:
         del checkpointer
+        time.sleep(0.2)  # for a session that would end at once
         gate.open()
         assert handle.staged.exception(DEADLINE_S) is None
         wait_until(lambda: gc.collect() is not None and said.list, "it is collected")
