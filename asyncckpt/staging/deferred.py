@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import AsyncCkptError, StagingError
-from asyncckpt.staging.copy_cpu import Share, SlotImage
+from asyncckpt.staging.copy_cpu import Pace, Share, SlotImage
 from asyncckpt.staging.torn import SourceWatch
 
 OnEnd = Callable[[AsyncCkptError | None], None]
 """Called with None when the slot is sealed, else with what went wrong, after the save has been withdrawn. Whatever it
 raises itself, it must have completed the save's futures."""
+
+BEHIND = Pace()
+"""How copies behind the training work. Not measured yet on a quiet machine: see `benchmarks/overlap.py --behind`."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -116,7 +119,7 @@ class DeferredCopy:
         image, share, tensors, watch = self._work
         began = time.perf_counter()
         if self._given_up is None:
-            image.copy(tensors, share)
+            image.copy(tensors, share, BEHIND)
             # IMPORTANT: before anybody is told that the copy has ended. A step that waits for it would change the
             # counters, and a snapshot checked after it would count as torn.
             watch.check()

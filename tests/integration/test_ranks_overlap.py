@@ -66,11 +66,11 @@ def tears(rank: int, root: str) -> list[str]:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     copy = SlotImage.copy
 
-    def torn(image: SlotImage, tensors: Any, share: Any) -> None:
+    def torn(image: SlotImage, tensors: Any, share: Any, *pace: Any) -> None:
         if rank == 1 and threading.current_thread().name == "asyncckpt-overlap":
             with torch.no_grad():
                 parameter.add_(1)
-        copy(image, tensors, share)
+        copy(image, tensors, share, *pace)
 
     with AsyncCheckpointer() as checkpointer:
         checkpointer.attach(optimizer)

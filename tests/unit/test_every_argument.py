@@ -228,6 +228,9 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
         {"root": "unit/test_loading_load.py::test_the_newest_checkpoint_is_told_and_what_is_passed_over_is_said"},
     ),
 ]
+GENERAL = ("kw", "fields", "path", "root", "optimizers", "rank", "state_dict")
+"""Arguments that are given by position: a test need not name them."""
+
 NOT_YET = ["keep_in_memory", "layout"]
 """Fields of API.md that come with later work."""
 
@@ -267,7 +270,7 @@ def test_every_argument_has_tests_of_its_effect(
 ) -> None:
     assert set(shown) == arguments_of(function)
     for name, tests in shown.items():
-        assert_shown(check, name, tests, is_named=name not in ("kw", "fields", "path", "root", "optimizers", "rank"))
+        assert_shown(check, name, tests, is_named=name not in GENERAL)
 
 
 def test_the_synchronous_checkpointer_refuses_the_fields_that_it_has_no_use_for(check: ModuleType) -> None:
