@@ -33,7 +33,7 @@ from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStage
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
-from asyncckpt.wiring import reach_worker
+from asyncckpt.wiring import reach_worker, refuse_misplaced
 
 STAGED_SHARE = 0.9
 """How much of the time to leave in is for what is still being copied. Telling the worker takes milliseconds; chosen."""
@@ -55,7 +55,7 @@ class AsyncCheckpointer(Overlapping):
 
     Raises:
         WorkerUnavailableError: A given endpoint cannot be reached.
-        ConfigError: An impossible setting.
+        ConfigError: An impossible setting, or one of a part that was replaced.
         UnsupportedPlatformError: Elsewhere than Linux.
 
     Not thread-safe: one thread saves. Futures may be used from any.
@@ -73,6 +73,7 @@ class AsyncCheckpointer(Overlapping):
         **fields: Any,
     ) -> None:
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
+        refuse_misplaced(fields, own_stager=checkpoint_stager is not None, own_process=checkpoint_process is not None)
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
@@ -270,10 +271,12 @@ class AsyncCheckpointer(Overlapping):
             )
             self._closed = True
             # A collector may run this in any thread, under any lock: nothing here waits.
-            if isinstance(self._process, WorkerProcess):
-                self._process.abandon()
-            else:
+            if not isinstance(self._process, WorkerProcess):
                 self._close_parts()
+            elif isinstance(self._stager, SlotStager):  # what is still being copied is submitted first
+                self._stager.overlap.copier.when_idle(self._process.abandon)
+            else:
+                self._process.abandon()
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""

@@ -101,9 +101,14 @@ class Overlapping(Checkpointer):
         self._check_usable()
         if not isinstance(self._stager, SlotStager):
             raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
-        self._refuse_in_callback("prepare()")
+        try:
+            self._refuse_in_callback("prepare()")
+        except ReentrantCallError:
+            self._stager.skip_preparation()  # telling the other ranks would wait for this very thread
+            raise
         if not self._saving.acquire(blocking=False):
-            raise ReentrantCallError("prepare() was called while save() runs")
+            refused = ReentrantCallError("prepare() was called while save() runs")
+            return self._stager.prepare(state_dict, refused=refused)
         try:
             self._stager.prepare(state_dict)
         finally:

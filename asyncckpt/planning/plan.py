@@ -43,6 +43,7 @@ class SavePlan:
         signature: What the plan was made for.
         layout: Parts and chunks.
         boxes: Aligned with the layout's chunks: what goes where.
+        names: Of every tensor, as it is stored.
         structure: `format.structure.encode_structure`'s bytes.
         n_tensors: Tensors whose first element this rank writes, for reports: over all ranks, every stored tensor once.
         tensor_nbytes: What this rank writes.
@@ -54,6 +55,7 @@ class SavePlan:
     signature: Signature
     layout: Layout
     boxes: tuple[Box, ...]
+    names: tuple[str, ...]
     structure: bytes
     n_tensors: int
     tensor_nbytes: int

@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ class Copier:
         self._copies: list[DeferredCopy] = []
         self._queue: deque[DeferredCopy] = deque()
         self._thread: threading.Thread | None = None
+        self._when_idle: list[Callable[[], None]] = []
 
     @property
     def busy(self) -> bool:
@@ -81,13 +83,26 @@ class Copier:
             with self._lock:
                 if not self._queue:
                     self._thread = None
-                    return interrupt
+                    calls, self._when_idle = self._when_idle, []
+                    break
                 copy = self._queue.popleft()
             try:
                 interrupt = copy.run() or interrupt
             finally:
                 with self._lock:
                     self._copies.remove(copy)
+
+        for call in calls:
+            call()
+        return interrupt
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Call `call` once no copy runs: now, or in the copier's thread. Does not wait."""
+        with self._lock:
+            if self._thread is not None:
+                self._when_idle.append(call)
+                return
+        call()
 
     def places(self) -> set[int]:
         """Return the addresses of the storages that copies still read from."""

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import AsyncCkptError, SnapshotTornError, StagingError
-from asyncckpt.staging.copy_cpu import Share, SlotImage
+from asyncckpt.staging.copy_cpu import Pace, Share, SlotImage
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.transfer import Transfer
 
 OnEnd = Callable[[AsyncCkptError | None], None]
 """Called with None when the slot is sealed, else with what went wrong, after the save has been withdrawn. Whatever it
 raises itself, it must have completed the save's futures."""
+
+BEHIND = Pace()
+"""How copies behind the training work. Not measured yet on a quiet machine: see `benchmarks/overlap.py --behind`."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -170,7 +173,7 @@ class DeferredCopy:
         image, share, tensors, watch = self._work
         began = time.perf_counter()
         if self._given_up is None:
-            image.copy(tensors, share)
+            image.copy(tensors, share, BEHIND)
             self._host_copied.set()
             if self._transfer is not None:
                 self._transfer.finish(lambda: self._given_up is not None)

@@ -184,8 +184,16 @@ class SlotStager(CheckpointStager):
         with contextlib.suppress(ValueError):  # it had not begun to
             self._process.settled.remove(sequence)
 
-    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+    def skip_preparation(self) -> None:
+        """Count a `prepare()` that does not take place: all ranks count alike."""
+        next(self._ranks.preparations)
+
+    def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
         """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
+
+        Args:
+            state_dict: The state.
+            refused: Why this rank cannot: it is raised once the other ranks have been told.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored.
@@ -195,10 +203,16 @@ class SlotStager(CheckpointStager):
         Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
         """
         ranks = self._ranks
-        self._process.connect()
-        if not ranks.alone:
+        if ranks.alone:
+            if refused is not None:
+                raise refused
+            self._process.connect()
+        else:
 
             def contributed() -> tuple[Flattened, Contribution]:
+                if refused is not None:
+                    raise refused
+                self._process.connect()
                 flat = self.plans.flatten(state_dict)
                 encode_leaves(flat)
                 return flat, contribution_of(flat)
