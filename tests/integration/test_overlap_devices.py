@@ -90,7 +90,9 @@ def test_a_synchronous_save_goes_the_same_way(
             loop.step()
             checkpointer.save(loop.state(), tmp_path / str(n))
             states.assert_same(asyncckpt.load(tmp_path / str(n)), loop.copy())
-    assert any(call.name == "register" for call in device.calls) == (fields.get("use_pinned_memory") is not False)
+    assert any(call.name == "register" for call in device.calls) == fields.get("use_pinned_memory", True)
+    over = {call.what[2] for call in device.calls if call.name == "copy" and call.what[0] == "to the host"}
+    assert over == {not fields}, "blocking ones where either setting says so"
 
 
 def test_a_load_into_tensors_waits_for_their_copies(
