@@ -74,7 +74,7 @@ class Engine:
                 self._warned = True
                 _log.warning(
                     "cudaHostRegister failed with %s: tensors of devices are copied to memory that is not pinned, "
-                    "which is slower; see the limit of locked memory (ulimit -l) and what else pins memory",
+                    "which is slower; see what else pins memory here, and the memory limit of the container",
                     made.failure,
                 )
         return room.pin is not None and room.pin.held

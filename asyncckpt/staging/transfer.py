@@ -39,7 +39,7 @@ class OnDevice(NamedTuple):
 
 
 class Transfer:
-    """See the module. For one save; keeps its tensors alive until it is dropped.
+    """See the module. For one save; keeps its tensors alive until their copies have ended.
 
     Args:
         device: The seam.
@@ -62,6 +62,7 @@ class Transfer:
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
         self._windows, self._gathered = windows, dict[int, torch.Tensor]()
+        self._sizes = [(index, window.numel()) for index, window in windows]
         self._touched: dict[int, Event | None] = {}
         self._owner_pid = os.getpid()
 
@@ -116,9 +117,9 @@ class Transfer:
             with self._device.on_stream(self._device.side_stream(index)):
                 self._device.copy([here[index]], [buffer], non_blocking=False)
         found = []
-        for index, window in self._windows:
-            found.append(ctypes.string_at(here[index].data_ptr() + at[index], window.numel()))
-            at[index] += window.numel()
+        for index, nbytes in self._sizes:
+            found.append(ctypes.string_at(here[index].data_ptr() + at[index], nbytes))
+            at[index] += nbytes
         return found
 
     def order(self) -> None:
@@ -156,6 +157,8 @@ class Transfer:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
+        if not given_up():
+            self._let_go()
 
     def settle(self) -> bool:
         """Wait until no copy runs any more, whatever has gone wrong before.
@@ -170,6 +173,7 @@ class Transfer:
         while True:
             try:
                 if self.ended():
+                    self._let_go()
                     known = True
                     break
                 if time.monotonic() >= deadline:
@@ -184,6 +188,10 @@ class Transfer:
         if interrupt is not None and known:
             raise interrupt
         return known
+
+    def _let_go(self) -> None:
+        """Drop the sources. IMPORTANT: only when the copies have ended."""
+        self._tensors = self._windows = ()
 
     def ended(self) -> bool:
         """Whether no copy that was enqueued runs any more. Does not wait.

@@ -316,8 +316,6 @@ def test_sources_live_until_their_copies_have_ended(
     device.frozen = False
     assert saver.ended(handle) is None
     assert saver.content(handle) == expected
-    saver.process.pool.acquire(1, saver.plan, handle.save_id, step=1, path="/")
-    saver.process.pool.free(handle.save_id)
     assert all(storage.expired() for storage in watched), "and no longer"
 
 
