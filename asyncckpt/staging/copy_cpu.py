@@ -139,6 +139,20 @@ class SlotImage:
                 for n, number, tensor in found
             ]
 
+    def targets(self, boxes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the places of boxes."""
+        return [self._targets[n] for n in boxes]
+
+    def sources(self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]) -> list[torch.Tensor]:
+        """Return what is copied into boxes, each of the dtype and shape of its place."""
+        found = [tensors[self._numbers[n]] for n in boxes]
+        with torch.no_grad():
+            if self._partial:
+                found = [
+                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, found, strict=True)
+                ]
+            return [copyable(t) for t in found] if self._has_special else found
+
     def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, share: Share | None = None) -> None:
         """Copy `tensors`, by number, and put `save_id` into the headers. Blocks until the copies are done.
 
@@ -229,16 +243,10 @@ class SlotImage:
     def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int]) -> None:
         if not boxes:
             return
-        targets, sources = [self._targets[n] for n in boxes], [tensors[self._numbers[n]] for n in boxes]
+        targets, sources = self.targets(boxes), self.sources(tensors, boxes)
         # IMPORTANT: no_grad is per thread, and from a Parameter outside it the copy would hang an autograd chain on
         # the slot's views that grows with every save.
         with torch.no_grad():
-            if self._partial:
-                sources = [
-                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, sources, strict=True)
-                ]
-            if self._has_special:
-                sources = [copyable(t) for t in sources]
             torch._foreach_copy_(targets, sources)
 
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.staging import pinning
-from asyncckpt.staging.copy_cpu import Share, SlotImage, copyable
+from asyncckpt.staging.copy_cpu import SlotImage, copyable
 from asyncckpt.staging.device import Device
 
 SMALL_NBYTES = 64 * 1024
@@ -94,13 +93,14 @@ class DeviceBoxes:
     Args:
         device: The seam.
         index: Of the device.
-        plan: Whose boxes they are.
+        image: Whose boxes they are. It is not kept: it may be what keeps these.
         address: Of the slot.
         numbers: Of the boxes.
     """
 
-    def __init__(self, device: Device, index: int, plan: SavePlan, address: int, numbers: Sequence[int]) -> None:
-        self._device, self._index, self._plan, self._address = device, index, plan, address
+    def __init__(self, device: Device, index: int, image: SlotImage, address: int, numbers: Sequence[int]) -> None:
+        self._device, self._index, self._plan, self._address = device, index, image.plan, address
+        plan = image.plan
         chunks, ranges = plan.layout.chunks, plan.part_ranges()
         places = [(n, ranges[chunks[n].part].offset + chunks[n].offset_bytes, chunks[n].nbytes) for n in numbers]
         self._places = {n: (start, nbytes) for n, start, nbytes in places if nbytes}
@@ -113,7 +113,7 @@ class DeviceBoxes:
         gathered = [n for stretch in stretches for n in stretch.boxes]
         self._order = [*gathered, *sorted(self._places.keys() - set(gathered))]
         self._n_gathered = len(gathered)
-        self._share = Share([], self._order)
+        self._targets = image.targets(self._order[self._n_gathered :])
         self._cuts = {
             position: cuts
             for position, n in enumerate(self._order)
@@ -157,22 +157,21 @@ class DeviceBoxes:
         """Put the copies into the side stream, which is current.
 
         Args:
-            image: The slot's, of the same plan.
+            image: The one that they were made for.
             tensors: The state's, by number. With `non_blocking` they must live until the copies have ended.
             non_blocking: As for `Device.copy`.
 
         Raises:
             RuntimeError: From the device. Copies before it may run.
         """
-        pairs = image.pairs(tensors, self._share)
-        sources = [copyable(source) for _, source, _ in pairs]
+        sources = image.sources(tensors, self._order)
         for lap in self._laps:
             for views, positions in lap.fills:
                 self._gather(views, [sources[position] for position in positions])
             self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
         targets, rows = [], []
         for position in range(self._n_gathered, len(sources)):
-            source, target = sources[position], pairs[position][2]
+            source, target = sources[position], self._targets[position - self._n_gathered]
             if not source.is_contiguous():
                 source = self._row_major(source)
             if position in self._cuts:

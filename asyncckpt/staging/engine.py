@@ -34,6 +34,7 @@ class _Known(NamedTuple):
     rest: Share
     host: tuple[Share, Share]
     boxes: dict[int, OnDevice]
+    held: list[int]
 
 
 class Engine:
@@ -95,7 +96,7 @@ class Engine:
         Args:
             room: Where to.
             image: In it.
-            tensors: The state's, by number.
+            tensors: The state's, by number; detached where they are in the rest.
             save_id: Of the save.
             shares: What must be copied, and the rest, as `SlotImage.split` gives them.
             windows: Bytes of tensors on devices, for which `is_apart` holds: the result's `fetch` returns them.
@@ -117,9 +118,12 @@ class Engine:
         if known is None or known.now is not now or known.rest is not rest or known.places != places:
             known = self._known[image] = self._know(image, room.mapping.address, places, now, rest)
         pinned = self.pin(room, sorted(known.boxes)) and self._config.use_non_blocking_copy
-        with torch.no_grad():
-            # IMPORTANT: until the copies have ended, or the allocator gives their memory to others.
-            kept = [t if place is None else t.detach() for t, place in zip(tensors, places, strict=True)]
+        kept = list(tensors)
+        if overlapped:
+            # IMPORTANT: until the copies have ended, or the allocator gives their memory to others; `rest` is detached.
+            with torch.no_grad():
+                for n in known.held:
+                    kept[n] = kept[n].detach()
         apart = [(place, w) for w in windows if (place := self._device.device_of(w)) is not None]
         transfer = Transfer(self._device, image, known.boxes, kept, apart, pinned=pinned)
         room.in_flight = transfer  # IMPORTANT: first, so that nobody gets the room before its copies have ended
@@ -145,7 +149,8 @@ class Engine:
         if by_device and few <= FEW_NBYTES:
             host = [Share(host[0].large + host[1].large, host[0].small + host[1].small), Share([], [])]
         boxes = {
-            index: OnDevice(*(DeviceBoxes(self._device, index, image.plan, address, part) for part in parts))
+            index: OnDevice(*(DeviceBoxes(self._device, index, image, address, part) for part in parts))
             for index, parts in sorted(by_device.items())
         }
-        return _Known(places, now, rest, (host[0], host[1]), boxes)
+        held = sorted({numbers[n] for parts in by_device.values() for n in parts[0]})
+        return _Known(places, now, rest, (host[0], host[1]), boxes, held)
