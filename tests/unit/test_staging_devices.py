@@ -249,12 +249,12 @@ def test_producer_copies_event_and_seal_come_in_this_order(
 def test_save_and_fence_return_while_no_kernel_has_run(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any]
 ) -> None:
-    del state["host"]
     expected = {name: bits(tensor) for name, tensor in state.items()}
     saver.know(state)
     device.frozen = True
     handle = saver.save(state)
     saver.stager.overlap.fence.wait()
+    state.pop("host").fill_(7.0)  # little enough to have been copied at once
     for name, tensor in state.items():
         device.launch(1 if name == "other" else 0, partial(tensor.data.fill_, 7.0))
     assert not handle.staged.done() and device.busy
@@ -317,6 +317,25 @@ def test_sources_live_until_their_copies_have_ended(
     assert saver.ended(handle) is None
     assert saver.content(handle) == expected
     assert all(storage.expired() for storage in watched), "and no longer"
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_data_that_is_replaced_lives_until_its_copy_has_ended(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], owned: bool
+) -> None:
+    parameter = torch.nn.Parameter(state["other"])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    saver.stager.overlap.attach(optimizer)
+    state["replaced"] = parameter.detach() if owned else state["large"]
+    expected = bits(state["replaced"])
+    saver.know(state)
+    device.frozen = True
+    handle = saver.save(state)
+    for tensor in (*state.values(), parameter):
+        tensor.data = torch.empty(0)
+    device.frozen = False
+    assert saver.ended(handle) is None
+    assert saver.content(handle)["other" if owned else "large"] == expected
 
 
 # ---- torn snapshots
