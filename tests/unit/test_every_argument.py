@@ -236,7 +236,9 @@ NOT_YET = ["keep_in_memory", "layout"]
 
 
 def arguments_of(function: Callable[..., Any]) -> set[str]:
-    return {name for name in inspect.signature(function).parameters if name != "self"}
+    """Return the names of what may be given; `NoReturn` marks what is there only to be refused."""
+    found = inspect.signature(function).parameters
+    return {name for name, one in found.items() if name != "self" and one.annotation != "NoReturn"}
 
 
 @pytest.fixture(scope="module")
