@@ -43,6 +43,8 @@ class CheckpointerConfig:
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
         on_worker_loss: "fail": saves that were pending when the worker died fail with `WorkerUnavailableError`.
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
+        overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
+            so that one of the two is there at every instant (without `fsync`: but for a power cut).
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
         allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
@@ -69,6 +71,7 @@ class CheckpointerConfig:
     arena_limit_bytes: int | None = None
     on_worker_loss: str = "fail"
     on_error: str = "warn"
+    overwrite: bool = False
     fsync: bool = True
     files_per_rank: int = 1
     allow_pickle: bool = False
@@ -175,7 +178,7 @@ _SECONDS = (
     "worker_start_timeout_s",
     "worker_shutdown_timeout_s",
 )
-_SWITCHES = ("fsync", "allow_pickle")
+_SWITCHES = ("overwrite", "fsync", "allow_pickle")
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

@@ -98,7 +98,14 @@ class SyncSteps:
         began = time.perf_counter()
         with self.failures(save_id, path, step):
             umask = current_umask()
-            commit.prepare_directory(path, files=self._files, umask=umask, fsync=self.config.fsync)
+            commit.prepare_directory(
+                path,
+                save_id=save_id,
+                files=self._files,
+                umask=umask,
+                fsync=self.config.fsync,
+                overwrite=self.config.overwrite,
+            )
             image = self._image_for(plan)
             try:
                 image.fill(flat.tensors, save_id)
@@ -147,7 +154,7 @@ class SyncSteps:
             metadata=json.dumps(kw.get("metadata") or {}),
             package=__version__,
         )
-        commit.publish(path, manifest, files=self._files, umask=current_umask())
+        commit.publish(path, manifest, files=self._files, umask=current_umask(), overwrite=self.config.overwrite)
 
     def remove(self, path: str, save_id: SaveId) -> None:
         """Remove the files of a save that has failed; what cannot be removed goes with the next one there."""
@@ -194,6 +201,7 @@ class SyncSteps:
             objects=objects,
             n_tensors=plan.n_tensors,
             fsync=self.config.fsync,
+            overwrite=self.config.overwrite,
             umask=umask,
             threads=self.config.write_threads or 0,
         )

@@ -93,9 +93,10 @@ class Snapshot:
         """Write and commit this snapshot at `path`."""
         files = files or Files()
         fsync = changes.get("fsync", True)
-        prepare_directory(path, files=files, umask=0o022, fsync=fsync)
+        overwrite = changes.get("overwrite", False)
+        prepare_directory(path, save_id=self.save_id, files=files, umask=0o022, fsync=fsync, overwrite=overwrite)
         manifest = manifest_of(self.write(path, files, **changes), step=step, save_id=self.save_id, fsync=fsync)
-        publish(path, manifest, files=files, umask=0o022)
+        publish(path, manifest, files=files, umask=0o022, overwrite=overwrite)
         return manifest
 
     def __enter__(self) -> Snapshot:

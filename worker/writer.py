@@ -57,14 +57,21 @@ class Writer:
         """Make the directory and look for what would make the save fail.
 
         Raises:
-            CheckpointExistsError: A manifest is there.
+            CheckpointExistsError: A manifest is there that is not to be replaced, or above it.
             SaveFailedError: Outside the roots, no room, or the directory cannot be made.
         """
         save_id, rank = job.key
 
         def run() -> None:
             check_root(job.path, self._roots)
-            prepare_directory(job.path, files=self._files, umask=job.umask, fsync=job.fsync)
+            prepare_directory(
+                job.path,
+                save_id=SaveId.parse(save_id),
+                files=self._files,
+                umask=job.umask,
+                fsync=job.fsync,
+                overwrite=job.overwrite,
+            )
             check_disk(job.path, job.nbytes, self._files)
 
         self._wrapped(run, save_id, rank, job.step, job.path)
@@ -105,18 +112,19 @@ class Writer:
             objects=request.objects,
             n_tensors=request.n_tensors,
             fsync=request.fsync,
+            overwrite=request.overwrite,
             umask=request.umask,
             threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
         )
 
     def commit(self, job: Commit) -> dict[str, Any]:
-        """Publish the manifest, then remove other attempts' leftovers.
+        """Publish the manifest, then remove what earlier attempts and a replaced checkpoint left.
 
         Returns:
             The report's figures of this phase.
 
         Raises:
-            CheckpointExistsError: Another save's manifest is there; nothing was changed.
+            CheckpointExistsError: Another save's manifest is there, and not to be replaced; nothing was changed.
             CommitUnknownError: Nobody knows whether the manifest stands.
             SaveFailedError: Nothing was published.
         """
@@ -133,7 +141,7 @@ class Writer:
                 metadata=request.metadata,
                 package=__version__,
             )
-            publish(request.path, manifest, files=self._files, umask=request.umask)
+            publish(request.path, manifest, files=self._files, umask=request.umask, overwrite=request.overwrite)
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun

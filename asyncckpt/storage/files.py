@@ -108,6 +108,14 @@ class Files:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), source, None, target)
 
+    def rename(self, source: str, target: str) -> None:
+        """Rename; what is called `target` is replaced in one step."""
+        os.rename(source, target)
+
+    def lock(self, fd: int) -> None:
+        """Lock `fd` for this holder alone, as long as it is open; EWOULDBLOCK when another holds it."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def unlink(self, path: str) -> None:
         """Remove a file's name."""
         os.unlink(path)

@@ -36,7 +36,7 @@ def save_boxes(
     path: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, Boxes], world_size: int, objects: Any = ()
 ) -> str:
     """Commit a checkpoint whose ranks hold the given boxes of float tensors."""
-    prepare_directory(str(path), files=FILES, umask=0o022, fsync=False)
+    prepare_directory(str(path), save_id=SAVE_ID, files=FILES, umask=0o022, fsync=False)
     results = [_write_rank(path, tensors, boxes, rank, world_size, objects) for rank in range(world_size)]
     first = manifest_of(results[0], fsync=False)
     manifest = Manifest(
