@@ -112,7 +112,7 @@ class Files:
         """Rename; what is called `target` is replaced in one step."""
         os.rename(source, target)
 
-    def lock(self, fd: int) -> None:
+    def flock(self, fd: int) -> None:
         """Lock `fd` for this holder alone, as long as it is open; EWOULDBLOCK when another holds it."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

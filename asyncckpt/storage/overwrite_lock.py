@@ -71,7 +71,7 @@ def _locked(name: str, files: Files, umask: int, deadline: float) -> int:
 def _try(fd: int, name: str, files: Files) -> bool:
     """Return whether the lock was taken, on the file that has the name."""
     try:
-        files.lock(fd)
+        files.flock(fd)
     except OSError as error:
         if error.errno in _BUSY:
             return False
