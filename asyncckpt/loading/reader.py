@@ -20,6 +20,7 @@ from asyncckpt.loading.fetching import fill_tensors, thread_count
 from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
+from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
@@ -27,7 +28,7 @@ from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 
 _logger = logging.getLogger("asyncckpt.loading")
@@ -97,9 +98,13 @@ class DefaultReader(CheckpointReader):
             raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
         reader = find_rank_info(self._rank_info)
         directory = absolute_path(path)
+
+        def load(contents: Contents) -> tuple[Any, list[str]]:
+            one = _Load(contents, options, self._files, reader)
+            return one.new() if state_dict is None else one.into(state_dict)
+
         with collector_paused():
-            load = _Load(read_contents(directory, self._files), options, self._files, reader)
-            return load.new() if state_dict is None else load.into(state_dict)
+            return read_of_one_save(directory, self._files, load)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from asyncckpt.storage.commit import remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.killing_worker import KillingFiles
-from tests.torch_free_client import Client
+from tests.torch_free_client import Client, ClientSlot
 from tests.torch_free_client import Snapshot as ClientSnapshot
 
 pytestmark = pytest.mark.fault
@@ -143,6 +143,11 @@ def start(endpoint: str, kill: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL)
 
 
+def ring(client: Client, slot: ClientSlot, save_id: SaveId) -> None:
+    """Ring the doorbell, and wait for no answer: the worker may not live to give it."""
+    client.send(m.Submit(id=client.next_id(), save_id=str(save_id), slot=slot.number, generation=slot.generation))
+
+
 def save_by(endpoint: str, path: pathlib.Path, sequence: int, kill: str = "") -> str:
     """Save with `overwrite` through a worker of its own; returns how that ended."""
     snapshot = ClientSnapshot(nbytes=300_000, seed=sequence)
@@ -152,10 +157,8 @@ def save_by(endpoint: str, path: pathlib.Path, sequence: int, kill: str = "") ->
             slot = client.allocate(snapshot.slot_nbytes())
             save_id = SaveId(1, sequence, "0123456789ab")
             client.stage(slot, snapshot, save_id, str(path), overwrite=True)
-            client.send(
-                m.Submit(id=client.next_id(), save_id=str(save_id), slot=slot.number, generation=slot.generation)
-            )
-            if kill:  # it may not live to answer
+            ring(client, slot, save_id)
+            if kill:
                 process.wait(20)
                 return "killed" if process.returncode == -signal.SIGKILL else f"exit {process.returncode}"
             return str(client.wait(save_id)["phase"])
@@ -195,7 +198,7 @@ def test_a_frozen_worker_of_an_older_run_never_replaces_a_newer_checkpoint(
             client.hello()
             slot = client.allocate(snapshot.slot_nbytes())
             client.stage(slot, snapshot, NEW, str(path), overwrite=True)
-            client.submit(slot, NEW)
+            ring(client, slot, NEW)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             with Snapshot(LENGTHS, save_id=SaveId(2, 0, "f" * 12)) as newer:
                 overwrite(path, newer, RecordingFiles())
