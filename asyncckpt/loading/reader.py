@@ -138,7 +138,7 @@ class _Load:
             state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
         )
         self._refuse_unavailable(matches.unavailable)
-        self._report_missing(matches.missing)
+        self._report_missing(matches.missing, in_vain=selection.in_vain)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
         fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
@@ -160,7 +160,7 @@ class _Load:
         # At equal world size, what only other ranks have is left out, unless it was asked for by name.
         wanted = Selection(missing if self._saved.own is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
-        self._report_missing(missing)
+        self._report_missing(missing, in_vain=selection.in_vain)
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
@@ -182,11 +182,12 @@ class _Load:
         if not self._saved.is_plain:
             report_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _report_missing(self, missing: list[str]) -> None:
+    def _report_missing(self, missing: list[str], *, in_vain: bool) -> None:
+        """`in_vain`: not one of the keys that were asked for is there, which nobody can have meant."""
         if not missing:
             return
         hint = prefix_hint(missing, self._saved.leaves)
-        if self._options.strict:
+        if self._options.strict or in_vain:
             names = "\n  ".join(missing)
             raise MissingKeysError(
                 f"{self._path}: {len(missing)} keys are not in the checkpoint{hint}; nothing was changed:\n  {names}",
