@@ -16,7 +16,8 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.storage.commit import prepare_directory, publish
+from asyncckpt.storage.commit import publish
+from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
 

@@ -17,7 +17,8 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.catalog import next_epoch_beside
-from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
@@ -64,7 +65,7 @@ class Writer:
 
         def run() -> None:
             check_root(job.path, self._roots)
-            prepare_directory(
+            made = prepare_directory(
                 job.path,
                 save_id=SaveId.parse(save_id),
                 files=self._files,
@@ -72,7 +73,11 @@ class Writer:
                 fsync=job.fsync,
                 overwrite=job.overwrite,
             )
-            check_disk(job.path, job.nbytes, self._files)
+            try:
+                check_disk(job.path, job.nbytes, self._files)
+            except OSError:
+                remove_made(made, self._files)
+                raise
 
         self._wrapped(run, save_id, rank, job.step, job.path)
 

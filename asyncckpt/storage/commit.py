@@ -1,4 +1,4 @@
-"""The commit: a checkpoint's directory before, its manifest last, other attempts' leftovers after.
+"""The commit: a checkpoint's manifest, last of all its files; other attempts' leftovers after it.
 
 IMPORTANT: the manifest is put if absent, or in the place of an older one, after everything that it names is durable.
 Whoever sees it may load.
@@ -20,17 +20,14 @@ from asyncckpt.format.manifest import Manifest, encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.storage.files import (
-    MODE_DIRECTORY,
     MODE_FILE,
     Files,
-    apply_mode,
     fsync_directory,
-    opened,
     read_small_file,
     write_new_file,
 )
 from asyncckpt.storage.overwrite_lock import overwrite_lock
-from asyncckpt.storage.standing import exists, overtaken, refuse_inside, refuse_standing, standing_at
+from asyncckpt.storage.standing import exists, overtaken, refuse_standing, standing_at
 
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _SURELY_NOT_DONE = _NO_HARD_LINKS | {
@@ -46,56 +43,6 @@ _SURELY_NOT_DONE = _NO_HARD_LINKS | {
 """Answers of link(2) and renameat2(2) that mean refusal; after any other (EIO, ESTALE, ...) nobody knows."""
 
 _logger = logging.getLogger("asyncckpt.storage")
-
-
-def prepare_directory(
-    path: str, *, save_id: SaveId, files: Files, umask: int, fsync: bool, overwrite: bool = False
-) -> None:
-    """Make the checkpoint's directory and its missing parents, each name flushed.
-
-    Args:
-        path: Absolute path of the checkpoint.
-        save_id: Of the save that goes there.
-        files: The storage seam.
-        umask: Of the directories' mode 0777.
-        fsync: Whether to flush.
-        overwrite: Whether an older checkpoint may stand there.
-
-    Raises:
-        CheckpointExistsError: A manifest is there that is not to be replaced, or the path lies inside a checkpoint.
-        OSError: A part of the path is no directory, or a call failed.
-    """
-    refuse_inside(path, save_id, files)
-    missing: list[str] = []
-    current = path
-    while not _is_directory(files, current):
-        missing.append(current)
-        current = os.path.dirname(current)
-    for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # by another rank at the same time
-            files.mkdir(directory, MODE_DIRECTORY & ~umask)
-            with opened(files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
-                apply_mode(files, fd, MODE_DIRECTORY & ~umask)
-        if not _is_directory(files, directory):
-            raise FileExistsError(errno.EEXIST, "a dangling symbolic link is in the way", directory)
-        if fsync:
-            fsync_directory(files, os.path.dirname(directory))
-    standing = refuse_standing(path, save_id, files, overwrite=overwrite)
-    if standing is not None and standing.save_id == save_id:
-        raise exists(path, save_id, standing, overwrite=overwrite)
-
-
-def _is_directory(files: Files, path: str) -> bool:
-    """Whether `path` is a directory; False when it is absent, an error when it is something else."""
-    try:
-        found = files.stat(path)
-    except FileNotFoundError:
-        if os.path.dirname(path) == path:
-            raise
-        return False
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "a file is where a directory is wanted", path)
-    return True
 
 
 def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:

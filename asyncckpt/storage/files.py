@@ -97,6 +97,10 @@ class Files:
         """Make one directory."""
         os.mkdir(path, mode)
 
+    def rmdir(self, path: str) -> None:
+        """Remove one directory, if it is empty."""
+        os.rmdir(path)
+
     def link(self, source: str, target: str) -> None:
         """Hard-link; EEXIST when `target` is there."""
         os.link(source, target, follow_symlinks=False)

@@ -21,9 +21,10 @@ from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.loading.loader import load
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.storage.commit import prepare_directory, publish
+from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
+from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
 

@@ -13,7 +13,8 @@ from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.files import Files
 
 FILES = Files()
@@ -36,6 +37,24 @@ def test_missing_parents_are_made_and_each_name_is_flushed(tmp_path: Path) -> No
     flushed = [where for name, where in files.calls if name == "fsync"]
     assert flushed == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
     assert stat.S_IMODE((tmp_path / "a/b/c").stat().st_mode) == 0o750
+
+
+@pytest.mark.parametrize(("method", "nth"), [("fchmod", 1), ("fsync", 2), ("mkdir", 3)])
+def test_directories_of_a_refused_save_are_gone_again_and_others_stay(tmp_path: Path, method: str, nth: int) -> None:
+    (tmp_path / "theirs").mkdir()
+    path, files = f"{tmp_path}/theirs/a/b/c", failing(method, errno.EIO, nth=nth)
+    with pytest.raises(OSError):
+        prepare_directory(path, save_id=SAVE_ID, files=files, umask=0, fsync=True)
+    assert os.listdir(tmp_path / "theirs") == []
+
+
+def test_a_directory_that_was_made_and_used_meanwhile_stays(tmp_path: Path) -> None:
+    made = prepare_directory(f"{tmp_path}/a/b/c", save_id=SAVE_ID, files=FILES, umask=0, fsync=False)
+    assert made == [f"{tmp_path}/a", f"{tmp_path}/a/b", f"{tmp_path}/a/b/c"]
+    (tmp_path / "a/b/notes").touch()
+    remove_made(made, FILES)
+    assert os.listdir(tmp_path / "a/b") == ["notes"]
+    assert prepare_directory(f"{tmp_path}/a/b", save_id=SAVE_ID, files=FILES, umask=0, fsync=False) == []
 
 
 def test_an_existing_directory_is_taken_as_it_is(tmp_path: Path) -> None:

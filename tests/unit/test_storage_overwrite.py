@@ -18,7 +18,8 @@ from asyncckpt.format.names import LOCK_NAME, SaveId, owner_of
 from asyncckpt.format.steps import newest
 from asyncckpt.storage import overwrite_lock as lock_module
 from asyncckpt.storage.catalog import read_manifest, scan
-from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.overwrite_lock import overwrite_lock
 from asyncckpt.storage.verification import verify_checkpoint
