@@ -165,7 +165,8 @@ class SyncSteps:
         """
         with contextlib.suppress(OSError):
             commit.remove_files_of(path, save_id, files=self._files)
-            remove_made(self._made, self._files)
+            if self.ranks.alone:  # else any rank may have made them
+                remove_made(self._made, self._files)
         self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
