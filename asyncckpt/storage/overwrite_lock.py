@@ -82,4 +82,4 @@ def _try(fd: int, name: str, files: Files) -> bool:
         return False
     mine = files.fstat(fd)
     # IMPORTANT: the holder before us removed the file; whoever made a new one holds another lock.
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    return os.path.samestat(there, mine)
