@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,21 @@ from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_mani
 from asyncckpt.format.names import MANIFEST_NAME, SaveId
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.storage.files import Files, read_small_file
+
+_NO_MANIFEST = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ELOOP,
+        errno.EISDIR,
+        errno.EINVAL,
+        errno.EFBIG,
+        errno.ENXIO,
+    }
+)
+"""Why what is called manifest.json is none of ours, or none that this user could load."""
 
 
 def standing_at(path: str, files: Files) -> Manifest | None:
@@ -87,6 +103,7 @@ def refuse_inside(path: str, save_id: SaveId, files: Files) -> None:
 
     Raises:
         CheckpointExistsError: Naming the outer one.
+        OSError: It cannot be known.
     """
     outer = os.path.dirname(path)
     while outer != os.path.dirname(outer):
@@ -95,7 +112,9 @@ def refuse_inside(path: str, save_id: SaveId, files: Files) -> None:
             existing: str | None = str(decode_manifest(data, outer).save_id)
         except UnsupportedFormatError:
             existing = None
-        except (OSError, AsyncCkptError):
+        except (OSError, AsyncCkptError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_MANIFEST:
+                raise
             outer = os.path.dirname(outer)
             continue
         raise CheckpointExistsError(
