@@ -61,7 +61,8 @@ def load(
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
         UnsupportedFormatError: Written by a newer version.
-        MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them.
+        MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them. Or the
+            checkpoint was overwritten meanwhile, by one that lacks what had been read.
         ShapeMismatchError: A tensor was saved with another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another

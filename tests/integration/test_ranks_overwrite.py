@@ -17,7 +17,13 @@ from storage_samples import RecordingFiles
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer
-from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, RanksDisagreeError, SaveFailedError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    MissingKeysError,
+    RanksDisagreeError,
+    SaveFailedError,
+)
 from asyncckpt.format.names import SaveId, owner_of
 from asyncckpt.loading.overwritten import MAX_ATTEMPTS
 from asyncckpt.loading.reader import DefaultReader
@@ -163,6 +169,21 @@ def test_a_load_during_which_the_checkpoint_is_replaced_begins_again(
         files = Overwriting(checkpointer, tmp_path / "last", [1, 3], suffix)
         found, missing = DefaultReader(files).read(tmp_path / "last", state_of(-1) if into else None, threads=1)
     assert step_of(found) == files.step >= 1 and missing == []
+
+
+def test_a_target_that_the_new_checkpoint_would_fill_in_part_only_is_an_error(tmp_path: pathlib.Path) -> None:
+    class Replacing(RecordingFiles):
+        def before(self, name: str, args: Sequence[Any]) -> None:
+            if name == "open" and args[0].endswith(".safetensors") and not done:
+                done.append(True)
+                checkpointer.save({"a": torch.ones(N)}, tmp_path / "last")
+
+    done: list[bool] = []
+    with SyncCheckpointer(overwrite=True, fsync=False) as checkpointer:
+        checkpointer.save({"a": torch.zeros(N), "b": torch.zeros(N)}, tmp_path / "last")
+        with pytest.raises(MissingKeysError, match="overwritten while it was read") as caught:
+            DefaultReader(Replacing()).read(tmp_path / "last", {"a": torch.ones(N), "b": torch.ones(N)}, threads=1)
+    assert caught.value.keys == ["b"]
 
 
 def test_a_load_that_is_overtaken_for_ever_gives_up(tmp_path: pathlib.Path) -> None:
