@@ -35,6 +35,7 @@ from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.room import PrivateRoom
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
@@ -64,6 +65,7 @@ class SyncSteps:
             files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
         )
         self._files = files or Files()
+        self._made: list[str] = []
         self._memory: PrivateRoom | None = None
         self._image: SlotImage | None = None
         self._engine = Engine(config)
@@ -101,7 +103,14 @@ class SyncSteps:
         began = time.perf_counter()
         with self.failures(save_id, path, step):
             umask = current_umask()
-            commit.prepare_directory(path, files=self._files, umask=umask, fsync=self.config.fsync)
+            self._made = prepare_directory(
+                path,
+                save_id=save_id,
+                files=self._files,
+                umask=umask,
+                fsync=self.config.fsync,
+                overwrite=self.config.overwrite,
+            )
             room, image = self._image_for(plan)
             try:
                 self._engine.copy(room, image, flat.tensors, save_id, image.split(frozenset()), overlapped=False)
@@ -153,12 +162,18 @@ class SyncSteps:
             metadata=json.dumps(kw.get("metadata") or {}),
             package=__version__,
         )
-        commit.publish(path, manifest, files=self._files, umask=current_umask())
+        commit.publish(path, manifest, files=self._files, umask=current_umask(), overwrite=self.config.overwrite)
+        self._made = []
 
     def remove(self, path: str, save_id: SaveId) -> None:
-        """Remove the files of a save that has failed; what cannot be removed goes with the next one there."""
+        """Remove the files of a save that has failed, and directories that it made for them; what cannot be removed
+        goes with the next one there.
+        """
         with contextlib.suppress(OSError):
             commit.remove_files_of(path, save_id, files=self._files)
+            if self.ranks.alone:  # else any rank may have made them
+                remove_made(self._made, self._files)
+        self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
         """Remove what other attempts left; the checkpoint stands whether that works or not."""
@@ -200,6 +215,7 @@ class SyncSteps:
             objects=objects,
             n_tensors=plan.n_tensors,
             fsync=self.config.fsync,
+            overwrite=self.config.overwrite,
             umask=umask,
             threads=self.config.write_threads or 0,
         )

@@ -81,9 +81,9 @@ def make_plan(
     boxes, names = tuple(box for order in orders for box in order.boxes), tuple(order.stored for order in orders)
     news = tuple(number for number, order in enumerate(orders) if order.is_news)
     shared = _by_turn(order.shared for order in orders if order.shared is not None)
-    if known is not None and (known.boxes, known.names) == (boxes, names):
+    specs = tuple(_spec(orders[box.number], box) for box in boxes)
+    if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, news=news, shared=shared)
-    specs = [_spec(orders[box.number], box) for box in boxes]
     layout = build_layout(specs, n_parts=files_per_rank)
     chunks = iter(layout.chunks)
     structure = Structure(
@@ -104,6 +104,7 @@ def make_plan(
         signature=signature,
         layout=layout,
         boxes=boxes,
+        specs=specs,
         names=names,
         structure=encode_structure(structure),
         n_tensors=sum(not any(box.offsets) for box in boxes),

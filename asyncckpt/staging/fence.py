@@ -35,7 +35,7 @@ class Fence:
         self._owner_pid = os.getpid()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._watches_steps = False
+        self._watched: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def wait(self, timeout_s: float = FENCE_TIMEOUT_S, *, ordered: bool = True) -> None:
         """Wait until tensors may be changed: no copy runs, or it comes first in the current streams of this thread.
@@ -64,9 +64,9 @@ class Fence:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let its `step()` and `load_state_dict()` wait, and every `step()` over what is being copied."""
-        if not self._watches_steps:
-            self._watches_steps = True
+        if not self._watched:
             self._handles.append(register_optimizer_step_pre_hook(self._hook(self._wait_for_sharer)))
+        self._watched.append(weakref.ref(optimizer))
         self._handles.append(optimizer.register_step_pre_hook(self._hook()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(self._hook()))
 
@@ -82,6 +82,8 @@ class Fence:
         """Wait before the step of an optimizer that is not attached: a second one, a shallow copy, one made since."""
         if os.getpid() != self._owner_pid or not self._copier.busy:
             return
+        if any(known() is optimizer for known in self._watched):
+            return  # its own hook waits
         copied = self._copier.places()
         if any(place in copied for group in optimizer.param_groups for place in storages(group["params"])):
             self.wait()
@@ -102,7 +104,7 @@ class Fence:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        handles, self._handles, self._watches_steps = self._handles, [], False
+        handles, self._handles, self._watched = self._handles, [], []
         self._modules.clear()
         for handle in handles:
             handle.remove()
