@@ -41,7 +41,8 @@ class Overlapping(Checkpointer):
                 not kept alive.
 
         Raises:
-            ConfigError: Something else; or the stager is the user's own.
+            ConfigError: Something else, or an optimizer whose `step()` calls no hooks because it only wraps another
+                one: attach that; or the stager is the user's own.
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
@@ -65,6 +66,9 @@ class Overlapping(Checkpointer):
     def fence(self) -> None:
         """Wait until everything that was saved has been copied: for loops that change tensors outside the hooks.
 
+        For tensors on GPUs it is the calling thread's current streams that wait, not the CPU: whoever changes them
+        from other streams, or from another thread, waits for `staged`.
+
         Blocks: for running copies, at most 60 s; what has not been copied then is given up, and its save fails.
 
         Raises:
@@ -72,7 +76,8 @@ class Overlapping(Checkpointer):
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
-        self._wait_for_copies()
+        if self._overlap is not None:
+            self._overlap.fence.wait()
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
         """Do now what the first save of such a state would do: plan it, get memory, fault its pages in.
@@ -96,9 +101,14 @@ class Overlapping(Checkpointer):
         self._check_usable()
         if not isinstance(self._stager, SlotStager):
             raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
-        self._refuse_in_callback("prepare()")
+        try:
+            self._refuse_in_callback("prepare()")
+        except ReentrantCallError:
+            self._stager.skip_preparation()  # telling the other ranks would wait for this very thread
+            raise
         if not self._saving.acquire(blocking=False):
-            raise ReentrantCallError("prepare() was called while save() runs")
+            refused = ReentrantCallError("prepare() was called while save() runs")
+            return self._stager.prepare(state_dict, refused=refused)
         try:
             self._stager.prepare(state_dict)
         finally:
@@ -107,13 +117,9 @@ class Overlapping(Checkpointer):
     def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
         """As `Checkpointer.load`; into tensors of a `state_dict`, after `fence()`."""
         self._check_usable()
-        if state_dict is not None:
-            self._wait_for_copies()
+        if state_dict is not None and self._overlap is not None:
+            self._overlap.fence.wait(ordered=False)
         return super().load(path, state_dict, **kw)
-
-    def _wait_for_copies(self) -> None:
-        if self._overlap is not None:
-            self._overlap.fence.wait()
 
     @property
     def _overlap(self) -> Overlap | None:

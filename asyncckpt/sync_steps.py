@@ -31,8 +31,11 @@ from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.engine import Engine
+from asyncckpt.staging.room import PrivateRoom
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
@@ -62,8 +65,10 @@ class SyncSteps:
             files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
         )
         self._files = files or Files()
-        self._memory: Memory | None = None
+        self._made: list[str] = []
+        self._memory: PrivateRoom | None = None
         self._image: SlotImage | None = None
+        self._engine = Engine(config)
         self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, files=self._files))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
@@ -98,11 +103,21 @@ class SyncSteps:
         began = time.perf_counter()
         with self.failures(save_id, path, step):
             umask = current_umask()
-            commit.prepare_directory(path, files=self._files, umask=umask, fsync=self.config.fsync)
-            image = self._image_for(plan)
+            self._made = prepare_directory(
+                path,
+                save_id=save_id,
+                files=self._files,
+                umask=umask,
+                fsync=self.config.fsync,
+                overwrite=self.config.overwrite,
+            )
+            room, image = self._image_for(plan)
             try:
-                image.fill(flat.tensors, save_id)
-            except RuntimeError as error:
+                self._engine.copy(room, image, flat.tensors, save_id, image.split(frozenset()), overlapped=False)
+            except BaseException as error:
+                room.settle()
+                if isinstance(error, AsyncCkptError) or not isinstance(error, RuntimeError):
+                    raise
                 raise StagingError(
                     f"step {step}: copying the state into memory failed: {error}",
                     save_id=str(save_id),
@@ -147,12 +162,18 @@ class SyncSteps:
             metadata=json.dumps(kw.get("metadata") or {}),
             package=__version__,
         )
-        commit.publish(path, manifest, files=self._files, umask=current_umask())
+        commit.publish(path, manifest, files=self._files, umask=current_umask(), overwrite=self.config.overwrite)
+        self._made = []
 
     def remove(self, path: str, save_id: SaveId) -> None:
-        """Remove the files of a save that has failed; what cannot be removed goes with the next one there."""
+        """Remove the files of a save that has failed, and directories that it made for them; what cannot be removed
+        goes with the next one there.
+        """
         with contextlib.suppress(OSError):
             commit.remove_files_of(path, save_id, files=self._files)
+            if self.ranks.alone:  # else any rank may have made them
+                remove_made(self._made, self._files)
+        self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
         """Remove what other attempts left; the checkpoint stands whether that works or not."""
@@ -161,7 +182,7 @@ class SyncSteps:
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", path, error)
 
-    def _image_for(self, plan: SavePlan) -> SlotImage:
+    def _image_for(self, plan: SavePlan) -> tuple[PrivateRoom, SlotImage]:
         wanted = PAGE_NBYTES + plan.body_nbytes
         limit = self.config.arena_limit_bytes
         if limit is not None and wanted > limit:
@@ -170,18 +191,18 @@ class SyncSteps:
                 nbytes=wanted,
                 limit=limit,
             )
-        if self._memory is None or self._memory.nbytes < wanted:
+        if self._memory is None or not self._memory.is_quiet() or self._memory.mapping.nbytes < wanted:
             self._drop()
             check_memory(wanted, 0)
             try:
-                self._memory = Memory(-1, wanted)
+                self._memory = PrivateRoom(memory=Memory(-1, wanted))
             except OSError as error:
                 raise InsufficientMemoryError(
                     f"the snapshot needs {wanted} bytes of memory, and the kernel refused: {error}", nbytes=wanted
                 ) from error
         if self._image is None or self._image.plan is not plan:
-            self._image = SlotImage(self._memory.address, plan)
-        return self._image
+            self._image = SlotImage(self._memory.mapping.address, plan)
+        return self._memory, self._image
 
     def _job(self, plan: SavePlan, path: str, save_id: SaveId, objects: bytes, umask: int) -> RankJob:
         return RankJob(
@@ -194,13 +215,16 @@ class SyncSteps:
             objects=objects,
             n_tensors=plan.n_tensors,
             fsync=self.config.fsync,
+            overwrite=self.config.overwrite,
             umask=umask,
             threads=self.config.write_threads or 0,
         )
 
     def _write(self, job: RankJob) -> RankResult:
         assert self._memory is not None
-        return write_rank_files(job, self._memory.view(), files=self._files, pool=self._pool, check=lambda: None)
+        return write_rank_files(
+            job, self._memory.mapping.view(), files=self._files, pool=self._pool, check=lambda: None
+        )
 
     def _drop(self) -> None:
         self._image = None  # the views go before the mapping

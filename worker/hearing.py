@@ -178,6 +178,7 @@ class Hearing:
                 nbytes=record.nbytes,
                 umask=record.umask,
                 fsync=True,
+                overwrite=record.overwrite,
                 commit_timeout_s=record.commit_timeout_s,
             )
             if self._intake.refuse_other_world(session, record.save_id) is None:

@@ -44,6 +44,7 @@ def told_of(save_id: str, entry: RankSave) -> Iterator[bytes]:
                 path=entry.path,
                 nbytes=entry.nbytes,
                 umask=entry.umask,
+                overwrite=entry.overwrite,
                 commit_timeout_s=entry.commit_timeout_s,
             )
         )

@@ -129,6 +129,7 @@ class Begin(Message):
     nbytes: int
     umask: int
     fsync: bool
+    overwrite: bool
     commit_timeout_s: float
     name: ClassVar[str] = "begin"
     checks: ClassVar[dict[str, Check]] = {
@@ -141,6 +142,7 @@ class Begin(Message):
         "nbytes": check.uint,
         "umask": check.umask,
         "fsync": check.flag,
+        "overwrite": check.flag,
         "commit_timeout_s": check.timeout,
     }
 

@@ -114,6 +114,7 @@ class Begun(Message):
     path: str
     nbytes: int
     umask: int
+    overwrite: bool
     commit_timeout_s: float
     name: ClassVar[str] = "begun"
     checks: ClassVar[dict[str, Check]] = {
@@ -123,6 +124,7 @@ class Begun(Message):
         "path": check.path,
         "nbytes": check.uint,
         "umask": check.umask,
+        "overwrite": check.flag,
         "commit_timeout_s": check.timeout,
     }
 

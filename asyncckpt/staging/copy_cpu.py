@@ -7,6 +7,7 @@ copy meets at an OpenMP barrier after every tensor: on cores that a data loader 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -44,6 +45,23 @@ _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.it
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
+class Pace(NamedTuple):
+    """How hard a copy works: one behind the training shares the cores with it.
+
+    `threads`: so many move at most. `piece_nbytes`: one move. `nice`: above 0, threads with this niceness move, and the
+    caller only waits for them; `batch`: these with the policy SCHED_BATCH, which wakes them late and runs them long.
+    """
+
+    threads: int = MAX_THREADS
+    piece_nbytes: int = PIECE_NBYTES
+    nice: int = 0
+    batch: bool = False
+
+
+FULL = Pace()
+"""As fast as it goes: somebody waits for the copy."""
+
+
 class Share(NamedTuple):
     """Some of the boxes of an image: large ones as (box, target, nbytes, bytes of the tensor before it), others."""
 
@@ -74,7 +92,7 @@ class SlotImage:
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
         self._targets = [
-            _copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
+            copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
             for c, b in zip(chunks, plan.boxes, strict=True)
         ]
         self._numbers = [b.number for b in plan.boxes]
@@ -121,6 +139,20 @@ class SlotImage:
                 for n, number, tensor in found
             ]
 
+    def targets(self, boxes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the places of boxes."""
+        return [self._targets[n] for n in boxes]
+
+    def sources(self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]) -> list[torch.Tensor]:
+        """Return what is copied into boxes, each of the dtype and shape of its place."""
+        found = [tensors[self._numbers[n]] for n in boxes]
+        with torch.no_grad():
+            if self._partial:
+                found = [
+                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, found, strict=True)
+                ]
+            return [copyable(t) for t in found] if self._has_special else found
+
     def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, share: Share | None = None) -> None:
         """Copy `tensors`, by number, and put `save_id` into the headers. Blocks until the copies are done.
 
@@ -137,8 +169,13 @@ class SlotImage:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
         self.copy(tensors, self._all if share is None else share)
 
-    def copy(self, tensors: Sequence[torch.Tensor], share: Share) -> None:
+    def copy(self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL) -> None:
         """Copy the boxes of `share` out of `tensors`, by number. Blocks until that is done.
+
+        Args:
+            tensors: The state's.
+            share: What to copy.
+            pace: How.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
@@ -148,13 +185,16 @@ class SlotImage:
             tensor = tensors[self._numbers[n]]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 source = tensor.data_ptr() + skipped
-                for at in range(0, nbytes, PIECE_NBYTES):
-                    self._moves.append((target + at, source + at, min(PIECE_NBYTES, nbytes - at)))
+                for at in range(0, nbytes, pace.piece_nbytes):
+                    self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
             else:
                 others.append(n)
         try:
-            self._start_movers()
+            self._start_movers(pace)
             self._copy_by_torch(tensors, others)
+            if pace.nice:
+                for mover in self._movers:
+                    mover.join()
             _move(self._moves)
         finally:
             self.settle()
@@ -187,12 +227,12 @@ class SlotImage:
         if interrupt is not None:
             raise interrupt
 
-    def _start_movers(self) -> None:
+    def _start_movers(self, pace: Pace) -> None:
         """Start threads that help with the moves; fewer, or none, when no more can be started."""
         nbytes = sum(m[2] for m in self._moves)
-        wanted = min(MAX_THREADS, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
-        for _ in range(wanted - 1):
-            mover = threading.Thread(target=_move, args=(self._moves,), name="asyncckpt-copy", daemon=True)
+        wanted = min(pace.threads, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
+        for _ in range(wanted if pace.nice else wanted - 1):
+            mover = threading.Thread(target=_move, args=(self._moves, pace), name="asyncckpt-copy", daemon=True)
             self._movers.append(mover)
             try:
                 mover.start()
@@ -203,26 +243,32 @@ class SlotImage:
     def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int]) -> None:
         if not boxes:
             return
-        targets, sources = [self._targets[n] for n in boxes], [tensors[self._numbers[n]] for n in boxes]
+        targets, sources = self.targets(boxes), self.sources(tensors, boxes)
         # IMPORTANT: no_grad is per thread, and from a Parameter outside it the copy would hang an autograd chain on
         # the slot's views that grows with every save.
         with torch.no_grad():
-            if self._partial:
-                sources = [
-                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, sources, strict=True)
-                ]
-            if self._has_special:
-                sources = [_copyable(t) for t in sources]
             torch._foreach_copy_(targets, sources)
 
 
-def _move(moves: deque[tuple[int, int, int]]) -> None:
+def _move(moves: deque[tuple[int, int, int]], pace: Pace = FULL) -> None:
+    if pace.nice:
+        _yield_to_others(pace)
     move, take = ctypes.memmove, moves.popleft
     try:
         while True:
             move(*take())
     except IndexError:  # none left
         pass
+
+
+def _yield_to_others(pace: Pace) -> None:
+    """Lower this thread's priority. Linux keeps one for each thread; it cannot be raised again without privilege."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, pace.nice)
+    if pace.batch:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _skipped_nbytes(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -240,6 +286,7 @@ def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
     integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)

@@ -21,7 +21,18 @@ MAX_NESTING = 8
 _HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """The code of torch's wrapper around every `step()`, which calls the hooks."""
 
+_NO_STORAGE = (RuntimeError, NotImplementedError, ValueError)
+"""What torch raises when it is asked for the storage of a tensor that has none."""
+
 _log = logging.getLogger("asyncckpt")
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks can be registered; `Optimizer.__init__()` makes their tables, which not every wrapper calls."""
+    return all(
+        isinstance(vars(optimizer).get(table), dict)
+        for table in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
+    )
 
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -60,7 +71,7 @@ class Owners:
         return (found for reference in self._optimizers if (found := reference()) is not None)
 
     def owned(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """Find what the optimizers own of `tensors`, as far as it lies on the CPU.
+        """Find what the optimizers own of `tensors`, as far as it lies on the CPU or on CUDA devices.
 
         Returns:
             The positions in `tensors`, the very same object as at the last call if they are equal; and the optimizers'
@@ -74,13 +85,13 @@ class Owners:
             for group in optimizer.param_groups:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
-        places = _storages(own)
+        places = storages(own)
         owned = _ranges(own, places)
-        found = _storages(tensors)
+        found = storages(tensors)
         numbers = [
             n
             for n, place in enumerate(found)
-            if place in owned and tensors[n].is_cpu and _lies(tensors[n], owned[place])
+            if place in owned and _has_engine(tensors[n]) and _lies(tensors[n], owned[place])
         ]
         used = {found[n] for n in numbers}
         return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
@@ -95,14 +106,19 @@ class Owners:
             )
 
     def everything(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """As `owned`, for a caller who promises to change nothing: all of them that lie on the CPU."""
-        return self._same([n for n, tensor in enumerate(tensors) if tensor.is_cpu]), []
+        """As `owned`, for a caller who promises to change nothing: all of them that lie there."""
+        return self._same([n for n, tensor in enumerate(tensors) if _has_engine(tensor)]), []
 
     def _same(self, numbers: list[int]) -> frozenset[int]:
         found = frozenset(numbers)
         if found != self._last:
             self._last = found
         return self._last
+
+
+def _has_engine(tensor: torch.Tensor) -> bool:
+    """Whether it can be copied behind the training; others, on the meta device for instance, are copied at once."""
+    return tensor.is_cpu or tensor.is_cuda
 
 
 def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
@@ -150,16 +166,16 @@ def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
     return any(first <= start and end <= last for first, last in ranges)
 
 
-def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the address of each one's storage; 0 for tensors without, sparse ones for instance."""
+def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each one's storage; 0 for those without: sparse ones, parameters of lazy modules."""
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    except (RuntimeError, NotImplementedError):
+    except _NO_STORAGE:
         return [_storage(tensor) for tensor in tensors]
 
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except _NO_STORAGE:
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 
 from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.names import SaveId
@@ -11,17 +12,21 @@ from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.slot_pool import LentSlot, SlotPool
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
 
 _numbers = itertools.count()
 
 
 def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
-    """Return the slot's image of `plan`: the one it has, or had when it was last used for that plan, or a new one."""
+    """Return the slot's image of `plan`: the one it has, or had when it was last used for that plan, or a new one.
+
+    Plans of one structure under several agreements share their layout, and with it the image.
+    """
     current = slot.views
-    if isinstance(current, SlotImage) and current.plan is plan:
+    if isinstance(current, SlotImage) and current.plan.layout is plan.layout:
         return current
-    found = next((views for views in slot.kept if views.plan is plan), None)
+    found = next((views for views in slot.kept if views.plan.layout is plan.layout), None)
     if isinstance(found, SlotImage):
         slot.kept.remove(found)
         found.lay_out()
@@ -34,13 +39,16 @@ def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
     return found
 
 
-def warm(pool: SlotPool, plan: SavePlan, nbytes: int, *, spare_nbytes: int) -> None:
+def warm(
+    pool: SlotPool, plan: SavePlan, nbytes: int, ready: Callable[[LentSlot], object], *, spare_nbytes: int
+) -> None:
     """See to it that the pool has a slot of `nbytes`, with its pages mapped and views for `plan`.
 
     Args:
         pool: Of the checkpointer.
         plan: To be saved.
         nbytes: What a save of it needs.
+        ready: Called with the slot, whose pages are there: pins it where that is needed.
         spare_nbytes: As for `SlotPool.acquire`.
 
     Raises:
@@ -56,6 +64,7 @@ def warm(pool: SlotPool, plan: SavePlan, nbytes: int, *, spare_nbytes: int) -> N
     try:
         if slot.views is None:
             _fault_in(slot)
+        ready(slot)
         image_of(slot, plan)
     finally:
         pool.free(user)

@@ -311,7 +311,14 @@ class Workers:
         rank.generation += 1
         self.nodes[rank.node].memory[rank.slot] = (rank.generation, None)
         rank.open[save_id] = "begun"
-        fields = {"step": rank.sequence, "path": f"/ckpt/{save_id}", "nbytes": 1, "umask": 0, "fsync": True}
+        fields = {
+            "step": rank.sequence,
+            "path": f"/ckpt/{save_id}",
+            "nbytes": 1,
+            "umask": 0,
+            "fsync": True,
+            "overwrite": False,
+        }
         place = {"slot": rank.slot, "generation": rank.generation, "commit_timeout_s": COMMIT_TIMEOUT_S}
         for reply in self.say(rank, m.Begin, save_id=save_id, **fields, **place):
             if isinstance(reply, m.Refused):
@@ -332,6 +339,7 @@ class Workers:
             metadata="{}",
             fsync=True,
             umask=0,
+            overwrite=False,
             write_threads=0,
             package="sim",
             commit_timeout_s=COMMIT_TIMEOUT_S,
