@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -34,20 +36,24 @@ def _held(grid: Grid, shape: tuple[int, ...], itemsize: int) -> list[int]:
     """
     sharded = sorted({placement[0] for placement in grid.placements if placement})
     fixed = itemsize * math.prod(length for d, length in enumerate(shape) if d not in sharded)
-    mesh_dims = {d: [m for m, p in enumerate(grid.placements) if p and p[0] == d] for d in sharded}
-    lengths = {d: _lengths(grid, shape[d], mesh_dims[d]) for d in sharded}
-    if len(sharded) == 1 and len(mesh_dims[sharded[0]]) == len(grid.mesh):
-        return [fixed * n for n in lengths[sharded[0]]]
+    held = [fixed] * len(grid.ranks)
+    for d in sharded:
+        mesh_dims = tuple(m for m, placement in enumerate(grid.placements) if placement and placement[0] == d)
+        lengths = _lengths(grid, shape[d], mesh_dims)
+        held = [nbytes * lengths[n] for nbytes, n in zip(held, _numbers(grid.mesh, mesh_dims), strict=True)]
+    return held
+
+
+@functools.lru_cache(64)
+def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each position of a mesh which combination of coordinates in those dimensions it has, row-major."""
     found = []
-    for position in range(len(grid.ranks)):
-        at, nbytes = grid.coordinate(position), fixed
-        for d in sharded:
-            number = 0
-            for m in mesh_dims[d]:
-                number = number * grid.mesh[m] + at[m]
-            nbytes *= lengths[d][number]
-        found.append(nbytes)
-    return found
+    for at in itertools.product(*map(range, mesh)):
+        number = 0
+        for m in mesh_dims:
+            number = number * mesh[m] + at[m]
+        found.append(number)
+    return tuple(found)
 
 
 def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
