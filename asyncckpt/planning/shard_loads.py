@@ -40,6 +40,8 @@ def _held(grid: Grid, shape: tuple[int, ...], itemsize: int) -> list[int]:
     for d in sharded:
         mesh_dims = tuple(m for m, placement in enumerate(grid.placements) if placement and placement[0] == d)
         lengths = _lengths(grid, shape[d], mesh_dims)
+        if len(lengths) == len(held) and len(sharded) == 1:  # in the order of the mesh
+            return [fixed * n for n in lengths]
         held = [nbytes * lengths[n] for nbytes, n in zip(held, _numbers(grid.mesh, mesh_dims), strict=True)]
     return held
 
@@ -60,8 +62,9 @@ def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
     """Return how long a dimension is at each combination of coordinates in those mesh dimensions, row-major."""
     if len(mesh_dims) == 1 and len(grid.placements[mesh_dims[0]]) == 1:
         n = grid.mesh[mesh_dims[0]]
-        chunk = -(-length // n)
-        return [min(chunk, max(0, length - chunk * at)) for at in range(n)]
+        chunk = -(-length // n) or 1
+        full, rest = divmod(length, chunk)
+        return ([chunk] * full + [rest] + [0] * n)[:n]
     found = []
     for number in range(math.prod(grid.mesh[m] for m in mesh_dims)):
         shards = []
