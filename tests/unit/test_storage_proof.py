@@ -92,7 +92,7 @@ def test_proofs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_structure_is_decoded_before_its_files_are_written_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prover, calls = Prover(), []
-    monkeypatch.setattr(provers, "decode_structure", lambda data: calls.append(data))
+    monkeypatch.setattr(provers, "decode_structure", calls.append)
     for _ in range(3):
         prover.check(replace(REQUEST, structure=structure(WHOLE)))
     assert len(calls) == 1
