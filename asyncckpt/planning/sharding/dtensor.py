@@ -129,7 +129,8 @@ def _placement(placement: Any) -> tuple[int, ...]:
         return (int(placement.dim),)
     if kind == "_StridedShard":
         return (int(placement.dim), int(placement.split_factor))
-    raise refused("DTensor", f"its placement {placement}; only shards and replicas are elements that can be stored")
+    text = f"its placement {placement!r} is neither a shard nor a replica; redistribute() it first"
+    raise refused("DTensor", text)
 
 
 def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
