@@ -190,8 +190,9 @@ class Coordination:
         agreement = self.agreement or Agreement.start(self.rank.world_size)
         settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
         change = Change(contributions=settled)
-        self.agreement = agreement.extended(change, change.encode())
-        self.agreement.shards.check()
+        agreement = agreement.extended(change, change.encode())
+        agreement.shards.check()
+        self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
         """From now on each rank stores its own of these tensors. Called on all ranks alike."""
@@ -236,6 +237,8 @@ class Coordination:
             if self.agreement is not None:
                 change = Change.decode(raw)
                 self.agreement = self.agreement.extended(change, raw)
+                if self.agreement.shards.conflicts:  # known to all ranks: they meet until it is settled
+                    self.forget()
                 if change.per_rank:
                     _log.warning(
                         "from this save on each rank stores its own of %d tensors that were found to differ between "
