@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,6 +149,6 @@ def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> 
     return local if type(local) is torch.Tensor and value.shape == global_shape else None
 
 
-def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return `tensors` with the local tensor in the place of each DTensor."""
     return [t if type(t) in _PLAIN else getattr(t, "_local_tensor", t) for t in tensors]
