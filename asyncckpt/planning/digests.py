@@ -83,11 +83,14 @@ def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]
     Raises:
         RuntimeError: From torch, when one cannot be read.
     """
-    leaves, found = list(flat.shards.values()), []
-    for position, box in compared:
-        sources = leaves[position].sources if box is None else (leaves[position].sources[box],)
-        digests = [tensor_digest(flat.tensors[source]) for source in sources]
-        found.append(digests[0] if len(digests) == 1 else block_digest(b"".join(digests)))
+    leaves = list(flat.shards.values())
+    sources = [leaves[at].sources if box is None else (leaves[at].sources[box],) for at, box in compared]
+    raw = _digests([flat.tensors[source] for part in sources for source in part], tensor_digest)
+    found, begin = [], 0
+    for part in sources:
+        end = begin + DIGEST_NBYTES * len(part)
+        found.append(raw[begin:end] if len(part) == 1 else block_digest(raw[begin:end]))
+        begin = end
     return b"".join(found)
 
 
@@ -188,13 +191,13 @@ def _as_initialised(tensor: torch.Tensor) -> bool:
         return bool((few == first).all()) and bool((bits == first).all())
 
 
-def _digests(tensors: Sequence[torch.Tensor]) -> bytes:
+def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], bytes] = claim_digest) -> bytes:
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if nbytes < THREADED_NBYTES or threads < 2 or len(tensors) < 2:
-        return b"".join(map(claim_digest, tensors))
+        return b"".join(map(digest, tensors))
     with ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-digest") as pool:
-        return b"".join(pool.map(claim_digest, tensors))
+        return b"".join(pool.map(digest, tensors))
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
