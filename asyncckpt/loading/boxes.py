@@ -6,16 +6,17 @@ read as one range, since no unit lies between them; so their number is bounded b
 
 from __future__ import annotations
 
-import math
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import ConfigError
+from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.structure import Chunk
 
-SLAB_NBYTES = 4 << 20
-"""A range with gaps is gathered in a temporary of this size at most, but for one row. Chosen, not measured."""
+MAX_RANGES = 65_536
+"""Of one chunk, where only the needed bytes are read; beyond it whole blocks are. Chosen, not measured."""
 
 
 class Region(NamedTuple):
@@ -116,8 +117,7 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iter
         unit: Runs whose distance in bytes is less go into one piece.
 
     Yields:
-        Pieces that cover every wanted element of the chunk once. One that is a run of both the chunk and the result is
-        as long as it comes; others are bounded by `SLAB_NBYTES`, or one row.
+        Pieces that cover every wanted element of the chunk once.
     """
     low = [max(0, -((o - c) // step)) for o, c, step in zip(region.offsets, chunk.offsets, region.steps, strict=True)]
     high = [
@@ -134,48 +134,62 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iter
         for o, lo, step, c, stride in zip(region.offsets, low, region.steps, chunk.offsets, strides, strict=True)
     )
     apart = tuple(stride * step for stride, step in zip(strides, region.steps, strict=True))
-    cutter = _Cutter(apart, row_major(region.counts), max(1, SLAB_NBYTES // itemsize), unit / itemsize)
-    yield from cutter.cut(first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
+    yield from _cut(apart, unit / itemsize, first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
-class _Cutter:
-    """Cuts what is wanted of a chunk into pieces; lengths in elements.
+def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool) -> list[Piece]:
+    """Return the pieces of `chunk` that are read for a region.
 
     Args:
-        strides: Of the wanted elements in the chunk.
-        result_strides: Of the same in the result.
-        limit: A longer piece is cut, unless it is one run of both.
-        unit: A wider gap is not read.
+        chunk, region, itemsize: As `pieces_of` has them.
+        block_nbytes: The chunk's unit of checksum.
+        verify: Whole blocks are read; else runs less than a page apart go into one, as no storage reads less.
     """
+    if not verify:
+        found = list(
+            itertools.islice(pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES), MAX_RANGES + 1)
+        )
+        if len(found) <= MAX_RANGES:
+            return found
+    return list(pieces_of(chunk, region, itemsize=itemsize, unit=block_nbytes))
 
-    def __init__(self, strides: tuple[int, ...], result_strides: tuple[int, ...], limit: int, unit: float) -> None:
-        self._strides, self._result_strides, self._limit, self._unit = strides, result_strides, limit, unit
 
-    def cut(self, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Piece]:
-        length, filled = _span(sizes, self._strides), math.prod(sizes)
-        dim = next((d for d, n in enumerate(sizes) if n > 1), None)
-        is_run = length == filled and _span(sizes, self._result_strides) == filled
-        narrow = self._widest_gap(sizes) < self._unit
-        if is_run or dim is None or (narrow and length <= self._limit):
-            yield Piece(start, length, offsets, sizes, self._strides)
-            return
-        stride = self._strides[dim]
-        step = max(1, self._limit // stride) if narrow else 1
-        for at in range(0, sizes[dim], step):
-            yield from self.cut(
-                start + at * stride,
-                (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
-                (*sizes[:dim], min(step, sizes[dim] - at), *sizes[dim + 1 :]),
-            )
+def overlaps(chunk: Chunk, region: Region) -> bool:
+    """Whether the box around a region, which has elements, shares one with a chunk. Quick: asked of every chunk."""
+    return all(
+        o < c + size and c <= o + (count - 1) * step
+        for o, count, step, c, size in zip(
+            region.offsets, region.counts, region.steps, chunk.offsets, chunk.sizes, strict=True
+        )
+    )
 
-    def _widest_gap(self, sizes: tuple[int, ...]) -> int:
-        """Elements between two neighbours of any dimension."""
-        widest, inner = 0, 1
-        for size, stride in zip(sizes[::-1], self._strides[::-1], strict=True):
-            if size > 1:
-                widest = max(widest, stride - inner)
-                inner += (size - 1) * stride
-        return widest
+
+def whole_region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:
+    """Return a box as a region."""
+    return Region(offsets, sizes, (1,) * len(sizes), sizes)
+
+
+def _cut(
+    strides: tuple[int, ...], unit: float, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[Piece]:
+    """Cut where gaps of `unit` elements or more lie; lengths in elements, `strides` in the chunk."""
+    dim = next((d for d, n in enumerate(sizes) if n > 1), None)
+    if dim is None or _widest_gap(sizes, strides) < unit:
+        yield Piece(start, _span(sizes, strides), offsets, sizes, strides)
+        return
+    for at in range(sizes[dim]):
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        yield from _cut(strides, unit, start + at * strides[dim], moved, (*sizes[:dim], 1, *sizes[dim + 1 :]))
+
+
+def _widest_gap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements between two neighbours of any dimension."""
+    widest, inner = 0, 1
+    for size, stride in zip(sizes[::-1], strides[::-1], strict=True):
+        if size > 1:
+            widest = max(widest, stride - inner)
+            inner += (size - 1) * stride
+    return widest
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -19,10 +19,16 @@ from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files, named
-from asyncckpt.storage.read_plan import ShardRequest, Step, Wanted, plan_extents
+from asyncckpt.storage.read_plan import EXTENT_NBYTES, ShardRequest, Step, Wanted, plan_extents
 from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS = 4
+BUFFERS_NBYTES = 192 << 20
+"""All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
+
+EXACT_BELOW_NBYTES = 128 << 10
+"""Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
+
 _HOLD_GIL_BELOW_NBYTES = 64 * 1024
 """A copy this short takes less time than giving the GIL up and getting it back. Chosen, not measured."""
 
@@ -64,7 +70,7 @@ def read_shards(
         requests: One per file.
         files: The storage seam.
         threads: Readers, the calling thread among them.
-        verify: False reads whole pages instead of whole blocks, and checks no digest.
+        verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
 
     Raises:
@@ -121,7 +127,13 @@ class _Reader:
 
     def plan(self, request: ShardRequest, threads: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
-        groups = plan_extents(request, threads, unit=request.block_nbytes if self._verify else PAGE_NBYTES)
+        limit = min(EXTENT_NBYTES, BUFFERS_NBYTES // threads)
+        if self._verify:
+            groups = plan_extents(request, threads, unit=request.block_nbytes, extent_nbytes=limit)
+        else:
+            groups = plan_extents(
+                request, threads, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES, extent_nbytes=limit
+            )
         source = _Source(request, len(groups))
         self._sources.append(source)
         return [_Extent(source, steps) for steps in groups]

@@ -53,21 +53,25 @@ class Step(NamedTuple):
     wanted: list[Wanted]
 
 
-def plan_extents(request: ShardRequest, threads: int, *, unit: int) -> list[list[Step]]:
+def plan_extents(
+    request: ShardRequest, threads: int, *, unit: int, exact_below: int = 0, extent_nbytes: int = EXTENT_NBYTES
+) -> list[list[Step]]:
     """Cut what is wanted of a file into steps, and group them into extents.
 
     Args:
         request: The ranges that are wanted.
         threads: How many readers there are: small requests are cut finer, so that each has something to do.
         unit: Every step begins at a multiple of it, and ends there or at the end of the file. In bytes.
+        exact_below: A run of wanted bytes that is shorter, and a unit or more from others, keeps its own ends.
+        extent_nbytes: No extent is longer, unless a step is.
 
     Returns:
         Extents of consecutive steps. No byte is read twice; no unit is read that nobody wants.
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
-    steps = _steps(request, unit, step_nbytes)
+    steps = _steps(request, unit, step_nbytes, exact_below)
     share = sum(step.end - step.start for step in steps) // (2 * threads)
-    limit = max(step_nbytes, min(EXTENT_NBYTES, share))
+    limit = max(step_nbytes, min(extent_nbytes, share))
     extents: list[list[Step]] = []
     for step in steps:
         last = extents[-1] if extents else []
@@ -78,17 +82,25 @@ def plan_extents(request: ShardRequest, threads: int, *, unit: int) -> list[list
     return extents
 
 
-def _steps(request: ShardRequest, unit: int, step_nbytes: int) -> list[Step]:
-    wanted = sorted((w for w in request.wanted if w.nbytes), key=lambda w: w.offset)
+def _runs(wanted: Sequence[Wanted], unit: int, exact_below: int) -> list[tuple[int, int]]:
+    """Join ranges that lie less than a unit apart, then round the ends of runs to units: they stay disjoint."""
     runs: list[list[int]] = []
     for w in wanted:
-        start, end = w.offset // unit * unit, round_up(w.offset + w.nbytes, unit)
-        if runs and start <= runs[-1][1]:
+        end = w.offset + w.nbytes
+        if runs and w.offset - runs[-1][1] < unit:
             runs[-1][1] = max(runs[-1][1], end)
         else:
-            runs.append([start, end])
+            runs.append([w.offset, end])
+    return [
+        (start, end) if end - start < exact_below else (start // unit * unit, round_up(end, unit))
+        for start, end in runs
+    ]
+
+
+def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int) -> list[Step]:
+    wanted = sorted((w for w in request.wanted if w.nbytes), key=lambda w: w.offset)
     steps: list[Step] = []
-    for start, end in runs:
+    for start, end in _runs(wanted, unit, exact_below):
         stop = min(end, request.shard.nbytes)
         cuts = [start, *range((start // step_nbytes + 1) * step_nbytes, stop, step_nbytes), stop]
         steps += [Step(low, high, []) for low, high in itertools.pairwise(cuts)]

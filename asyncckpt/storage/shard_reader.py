@@ -108,14 +108,14 @@ class ShardReader:
 
         Args:
             buffer: Page-aligned, with room for whole pages.
-            offset: A multiple of the page size.
+            offset: O_DIRECT takes multiples of the page size only.
             nbytes: Up to the end of the file at most.
 
         Raises:
             CorruptCheckpointError: The file ends early.
             OSError: The read failed.
         """
-        done = self._read_direct(buffer, offset, nbytes)
+        done = 0 if offset % PAGE_NBYTES else self._read_direct(buffer, offset, nbytes)
         while done < nbytes:
             try:
                 count = self._files.preadv(self._fd, [buffer[done:nbytes]], offset + done)
