@@ -5,6 +5,7 @@
     +-- ConfigError                  (ValueError)         a field or argument has no such value
     +-- UnsupportedLeafError         (TypeError)          the state dict holds something that cannot be stored
     +-- DuplicateNameError           (ValueError)         two paths of the state dict join to one FQN
+    +-- OverlappingShardsError       (ValueError)         two shards of a tensor share elements: fqn, boxes
     +-- UnsupportedPathError         (ValueError)         the path is a URL or otherwise no directory path
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
     +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
@@ -67,6 +68,10 @@ class UnsupportedLeafError(AsyncCkptError, TypeError, code="unsupported_leaf", f
 
 class DuplicateNameError(AsyncCkptError, ValueError, code="duplicate_name", fields=("fqn",)):
     """Two different paths of the state dict join to the same FQN."""
+
+
+class OverlappingShardsError(AsyncCkptError, ValueError, code="overlapping_shards", fields=("fqn", "boxes")):
+    """Two shards of one tensor hold the same elements and are not the same box; `boxes` says which."""
 
 
 class UnsupportedPathError(AsyncCkptError, ValueError, code="unsupported_path", fields=("path",)):
