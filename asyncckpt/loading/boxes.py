@@ -146,9 +146,7 @@ def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes:
         verify: Whole blocks are read; else runs less than a page apart go into one, as no storage reads less.
     """
     if not verify:
-        found = list(
-            itertools.islice(pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES), MAX_RANGES + 1)
-        )
+        found = list(itertools.islice(pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES), MAX_RANGES + 1))
         if len(found) <= MAX_RANGES:
             return found
     return list(pieces_of(chunk, region, itemsize=itemsize, unit=block_nbytes))

@@ -20,6 +20,7 @@ def load(
     strict: bool = False,
     verify: bool = True,
     threads: int | None = None,
+    low_memory: bool = True,
     key_map: KeyMap | None = None,
     allow_pickle: bool = False,
 ) -> Any:
@@ -35,8 +36,10 @@ def load(
 
     Args:
         path: The checkpoint's directory.
-        state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes; its objects are
-            replaced; only its keys are read. numpy arrays are filled in place where they are writable and dtype and
+        state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes: plain ones,
+            DTensor, `ShardedSlice`, `FlatShard`, `ShardedTensor` and registered types, of which only what this process
+            holds is read, whatever number of ranks saved it in whatever pieces. Its objects are replaced; only its
+            keys are read. numpy arrays are filled in place where they are writable and dtype and
             shape are the saved ones, else replaced. Objects with a `load_state_dict()` are given the state that was
             saved under their name, whole; a module's tensors are filled in place before that, in the bare module, and
             what it has and the checkpoint lacks counts as missing. Without a target, nesting, key types, aliases and
@@ -47,6 +50,9 @@ def load(
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
         verify: False reads only the bytes that are needed and checks no checksum of them.
         threads: Reading threads; None takes 4.
+        low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
+            into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
+            and an error in the data is found before any target changes.
         key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
             takes its state whole, its own FQN is looked up.
         allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the
@@ -61,13 +67,15 @@ def load(
         CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
         UnsupportedFormatError: Written by a newer version.
         MissingKeysError: `strict` and keys are missing; lists all of them.
-        ShapeMismatchError: A tensor was saved with another shape.
+        ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
             of other ranks.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
+        OverlappingShardsError: The shards of a target tensor share elements.
+        InsufficientMemoryError: There is no room for what `low_memory=False` copies.
         UnsupportedPathError: A URL, or no path at all.
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: An object of the target did not take its state; everything else has been filled.
@@ -84,6 +92,7 @@ def load(
         strict=strict,
         verify=verify,
         threads=threads,
+        low_memory=low_memory,
         key_map=key_map,
         allow_pickle=allow_pickle,
     )

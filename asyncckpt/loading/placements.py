@@ -29,7 +29,7 @@ class Placement(NamedTuple):
         return whole_region(self.offsets, tuple(self.target.shape))
 
 
-def ranges_of(contents: Contents, placement: Placement, *, verify: bool) -> Iterator[tuple[tuple[int, int], Wanted]]:
+def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterator[tuple[tuple[int, int], Wanted]]:
     """Yield ((rank, part), range of that file) for all that goes into one target, which must stay alive until then."""
     saved, target, _ = placement
     yield from wanted_ranges(contents, saved, placement.region, target, torch_dtype(saved.dtype), verify=verify)

@@ -10,24 +10,24 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError
 from asyncckpt.format.tree import Node
 from asyncckpt.loading.differences import report_differences, unavailable
-from asyncckpt.loading.fetching import fill_tensors, thread_count
+from asyncckpt.loading.fetching import thread_count
+from asyncckpt.loading.filling import Filler
 from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
+from asyncckpt.loading.target_tensors import TargetTensor
 from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
+from asyncckpt.storage.contents import Contents, check_lengths, read_contents
 from asyncckpt.storage.files import Files
 
 _logger = logging.getLogger("asyncckpt.loading")
@@ -42,6 +42,7 @@ class _Options:
     strict: bool
     verify: bool
     threads: int
+    low_memory: bool
     key_map: KeyMap | None
     allow_pickle: bool
 
@@ -71,6 +72,7 @@ class DefaultReader(CheckpointReader):
         strict: bool = False,
         verify: bool = True,
         threads: int | None = None,
+        low_memory: bool = True,
         key_map: KeyMap | None = None,
         allow_pickle: bool | None = None,
         **kw: Any,
@@ -88,9 +90,12 @@ class DefaultReader(CheckpointReader):
             strict=strict,
             verify=verify,
             threads=thread_count(threads),
+            low_memory=low_memory,
             key_map=key_map,
             allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
         )
+        if type(low_memory) is not bool:
+            raise ConfigError(f"low_memory={low_memory!r}: expected True or False", field="low_memory")
         if type(options.allow_pickle) is not bool:  # what lets code in is not guessed
             raise ConfigError(f"allow_pickle={allow_pickle!r}: expected True or False", field="allow_pickle")
         if key_map is not None and state_dict is None:
@@ -123,6 +128,9 @@ class _Load:
         self._path = contents.path
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
+        self._filler = Filler(
+            contents, files, threads=options.threads, verify=options.verify, low_memory=options.low_memory
+        )
         check_lengths(contents, files)
 
     def into(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
@@ -137,7 +145,7 @@ class _Load:
         self._report_converted(matches)
         self._report_differences(matches.found.items())
         fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
-        self._read([*matches.tensors, *fresh.pairs])
+        self._filler.fill(matches.tensors, fresh.fillings)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
             if place.holder is None:
@@ -159,15 +167,11 @@ class _Load:
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
-        self._read(fresh.pairs)
+        self._filler.fill([], fresh.fillings)
         return fresh.build(tree), missing
 
-    def _fresh(self, nodes: list[Node], standing: Mapping[int, torch.Tensor]) -> Fresh:
+    def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
         return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
-
-    def _read(self, pairs: list[tuple[SavedTensor, torch.Tensor]]) -> None:
-        options = self._options
-        fill_tensors(self._contents, pairs, self._files, threads=options.threads, verify=options.verify)
 
     def _refuse_unavailable(self, fqns: list[str]) -> None:
         if fqns:

@@ -168,11 +168,13 @@ def boxes_within(
             yield from boxes_within(shape, strides, moved, low, high, first)
 
 
-def fill_box(target: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> None:
+def fill_box(
+    target: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor, *, non_blocking: bool = False
+) -> None:
     """Copy `values` into their box of `target`, converting dtype and device; autograd does not see it."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         box = target
         for dim, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
             if size != box.shape[dim]:
                 box = box.narrow(dim, offset, size)
-        box.copy_(values)
+        box.copy_(values, non_blocking=non_blocking)

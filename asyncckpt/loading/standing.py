@@ -41,8 +41,9 @@ def standing_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> 
     standing = {path: own[path] for path, tensor in found if path in own and own[path].takes(tensor)}
     parameters = [p for group in holder.param_groups for p in group["params"]]
     for path, tensor in found:
-        if path not in own and len(path) == 3 and path[0] == "state" and _is_index(path[1], parameters):
-            made = _like(parameters[path[1]], tensor)
+        index = path[1] if len(path) == 3 and path[0] == "state" and path not in own else None
+        if type(index) is int and 0 <= index < len(parameters):
+            made = _like(parameters[index], tensor)
             if made is not None:
                 standing[path] = made
     return standing
@@ -67,10 +68,6 @@ def _value_at(state: Any, path: Path) -> Any:
     for key in path:
         state = state[key]
     return state
-
-
-def _is_index(key: Any, parameters: list[Any]) -> bool:
-    return type(key) is int and 0 <= key < len(parameters)
 
 
 def _like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:

@@ -142,7 +142,7 @@ class _Reader:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
         room = round_up(max(extent.steps[-1].end - extent.steps[0].start for extent in todo))
         self._todo = todo[::-1]
-        threads = max(1, min(threads, len(todo)))
+        threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
         with Mapping(-1, room * threads) as memory:
             try:
                 if threads == 1:

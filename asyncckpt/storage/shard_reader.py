@@ -108,14 +108,15 @@ class ShardReader:
 
         Args:
             buffer: Page-aligned, with room for whole pages.
-            offset: O_DIRECT takes multiples of the page size only.
+            offset: O_DIRECT takes whole pages only.
             nbytes: Up to the end of the file at most.
 
         Raises:
             CorruptCheckpointError: The file ends early.
             OSError: The read failed.
         """
-        done = 0 if offset % PAGE_NBYTES else self._read_direct(buffer, offset, nbytes)
+        pages = offset % PAGE_NBYTES == 0 and (nbytes % PAGE_NBYTES == 0 or offset + nbytes == self.nbytes)
+        done = self._read_direct(buffer, offset, nbytes) if pages else 0
         while done < nbytes:
             try:
                 count = self._files.preadv(self._fd, [buffer[done:nbytes]], offset + done)

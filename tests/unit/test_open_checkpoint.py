@@ -28,7 +28,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.layout import PAGE_NBYTES
-from asyncckpt.loading import slicing
+from asyncckpt.loading import boxes, slicing
 from asyncckpt.loading.opened import OpenCheckpoint
 from asyncckpt.storage.contents import SavedTensor, read_contents
 
@@ -262,24 +262,24 @@ def test_rows_read_their_pages_or_blocks_only(large: str, slices: Any, pages: in
         assert files.nbytes <= limit
 
 
-def test_a_column_is_gathered_in_slabs_and_no_byte_is_read_twice(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_is_one_run_and_no_byte_is_read_twice(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    make = slicing.wanted_pieces
+    make = slicing.wanted_ranges
 
-    def noted(*args: Any) -> Any:
-        for file, wanted in make(*args):
+    def noted(*args: Any, **kw: Any) -> Any:
+        for file, wanted in make(*args, **kw):
             sizes.append(wanted.nbytes)
             yield file, wanted
 
-    monkeypatch.setattr(slicing, "wanted_pieces", noted)
+    monkeypatch.setattr(slicing, "wanted_ranges", noted)
     files = CountingFiles()
     assert torch.equal(opened(large, files).tensor("x", (..., slice(5, 7))), LARGE[:, 5:7])
-    assert len(sizes) == 2 and max(sizes) <= 4 << 20
+    assert len(sizes) == 1
     assert files.nbytes <= LARGE.numel() * 4 + 2 * BLOCK_NBYTES
 
 
 def test_too_many_ranges_become_fewer(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing, "MAX_RANGES", 100)
+    monkeypatch.setattr(boxes, "MAX_RANGES", 100)
     shape = LARGE.view(750, 2000)
     files = CountingFiles()
     assert torch.equal(opened(large, files).tensor("x", (slice(None, None, 2), 0), verify=False), shape[:, 0])
