@@ -14,6 +14,7 @@ import torch
 from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.loading.fetching import read_ranges
 from asyncckpt.loading.placements import Placement, ranges_of
+from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.sinks import fill_box, new_tensor
 from asyncckpt.loading.target_tensors import Filling, placements_of, tell_types
 from asyncckpt.planning.torch_types import torch_dtype
@@ -32,10 +33,20 @@ class Filler:
         threads: Reading threads.
         verify: As `storage.block_reader.read_shards` has it.
         low_memory: See the module.
+        shared: The ranks that read once what several of them want; None: each reads for itself.
     """
 
-    def __init__(self, contents: Contents, files: Files, *, threads: int, verify: bool, low_memory: bool) -> None:
-        self._contents, self._files = contents, files
+    def __init__(
+        self,
+        contents: Contents,
+        files: Files,
+        *,
+        threads: int,
+        verify: bool,
+        low_memory: bool,
+        shared: SharedReads | None = None,
+    ) -> None:
+        self._contents, self._files, self._shared = contents, files, shared
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
     def fill(self, existing: Sequence[Filling], new: Sequence[Filling]) -> None:
@@ -48,6 +59,7 @@ class Filler:
         Raises:
             CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
             InsufficientMemoryError: There is no room for the copy.
+            SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
         """
         changed, fresh = placements_of(existing), placements_of(new)
         if self._low_memory:
@@ -64,6 +76,13 @@ class Filler:
         tell_types([*existing, *new])
 
     def _read(self, placements: Sequence[Placement]) -> None:
+        if self._shared is None:
+            self._read_files(placements)
+        else:
+            save_id = str(self._contents.manifest.save_id)
+            self._shared.read(self._contents.path, save_id, placements, self._read_files)
+
+    def _read_files(self, placements: Sequence[Placement]) -> None:
         ranges = (found for placement in placements for found in ranges_of(self._contents, placement, self._verify))
         read_ranges(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
 

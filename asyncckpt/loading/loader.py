@@ -21,6 +21,7 @@ def load(
     verify: bool = True,
     threads: int | None = None,
     low_memory: bool = True,
+    redundant_reads: str = "none",
     key_map: KeyMap | None = None,
     allow_pickle: bool = False,
 ) -> Any:
@@ -53,6 +54,8 @@ def load(
         low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
             into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
             and an error in the data is found before any target changes.
+        redundant_reads: "broadcast": what several ranks of the default process group want is read by one of them and
+            passed on, over gloo. Every rank must call it, whatever it wants; one that fails ends it on all.
         key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
             takes its state whole, its own FQN is looked up.
         allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the
@@ -75,6 +78,8 @@ def load(
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
         OverlappingShardsError: The shards of a target tensor share elements.
+        SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
+        PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.
         InsufficientMemoryError: There is no room for what `low_memory=False` copies.
         UnsupportedPathError: A URL, or no path at all.
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
@@ -93,6 +98,7 @@ def load(
         verify=verify,
         threads=threads,
         low_memory=low_memory,
+        redundant_reads=redundant_reads,
         key_map=key_map,
         allow_pickle=allow_pickle,
     )

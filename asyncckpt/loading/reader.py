@@ -22,6 +22,7 @@ from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
+from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.target_tensors import TargetTensor
 from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
@@ -73,6 +74,7 @@ class DefaultReader(CheckpointReader):
         verify: bool = True,
         threads: int | None = None,
         low_memory: bool = True,
+        redundant_reads: str = "none",
         key_map: KeyMap | None = None,
         allow_pickle: bool | None = None,
         **kw: Any,
@@ -102,9 +104,17 @@ class DefaultReader(CheckpointReader):
             raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
         reader = find_rank_info(self._rank_info)
         directory = absolute_path(path)
-        with collector_paused():
-            load = _Load(read_contents(directory, self._files), options, self._files, reader)
+        with _shared(redundant_reads, reader) as shared, collector_paused():
+            load = _Load(read_contents(directory, self._files), options, self._files, reader, shared)
             return load.new() if state_dict is None else load.into(state_dict)
+
+
+def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:
+    if redundant_reads not in ("none", "broadcast"):
+        raise ConfigError(
+            f"redundant_reads={redundant_reads!r}: 'none' or 'broadcast' is wanted", field="redundant_reads"
+        )
+    return SharedReads(reader) if redundant_reads == "broadcast" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -123,13 +133,20 @@ def collector_paused() -> Iterator[None]:
 class _Load:
     """One load of one checkpoint."""
 
-    def __init__(self, contents: Contents, options: _Options, files: Files, reader: RankInfo) -> None:
+    def __init__(
+        self, contents: Contents, options: _Options, files: Files, reader: RankInfo, shared: SharedReads | None
+    ) -> None:
         self._contents, self._options, self._files, self._reader = contents, options, files, reader
         self._path = contents.path
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
         self._filler = Filler(
-            contents, files, threads=options.threads, verify=options.verify, low_memory=options.low_memory
+            contents,
+            files,
+            threads=options.threads,
+            verify=options.verify,
+            low_memory=options.low_memory,
+            shared=shared,
         )
         check_lengths(contents, files)
 
