@@ -29,7 +29,7 @@ from asyncckpt.planning.contributions import (
     with_digests,
 )
 from asyncckpt.planning.digests import digests_for
-from asyncckpt.planning.state_dict import Flattened
+from asyncckpt.planning.flattened import Flattened
 
 _NUMBERS = itertools.count()
 """Of the checkpointers of several ranks in this process; all ranks make them in the same order."""

@@ -27,9 +27,9 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.lineage import Lineage
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit

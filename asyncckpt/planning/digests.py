@@ -16,10 +16,10 @@ import xxhash
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.planning.assignment import row_dimension
 from asyncckpt.planning.contributions import Contribution, as_claim
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
-from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.samples import encode_samples
 
 MAX_THREADS = 4

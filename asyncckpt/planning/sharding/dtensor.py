@@ -25,9 +25,11 @@ class Lie:
         coordinate = mesh.get_coordinate()
         self.coordinate = None if coordinate is None else tuple(coordinate)
         kinds = tuple(_placement(placement) for placement in placements)
-        self.grid = Grid(tuple(ranks.shape), tuple(ranks.flatten().tolist()), kinds)
+        grid = Grid(tuple(ranks.shape), tuple(ranks.flatten().tolist()), kinds)
+        self.grid = _grids.setdefault(grid, grid)
 
 
+_grids: dict[Grid, Grid] = {}
 _lies: dict[tuple[int, int], Lie] = {}
 
 
@@ -43,6 +45,7 @@ def lie_of(spec: Any) -> Lie:
     if found is None or found.mesh() is not mesh or found.placements is not placements:
         if len(_lies) >= MAX_GRIDS:
             _lies.clear()
+            _grids.clear()
         found = _lies[key] = Lie(mesh, placements)
     return found
 
@@ -63,7 +66,8 @@ def of_dtensor(value: Any) -> Sharded:
     boxes = lie.grid.boxes(shape, lie.coordinate)
     if len(boxes) == 1 and tuple(local.shape) == boxes[0][1]:
         return Sharded(local.dtype, shape, (LocalShard(local, boxes[0][0]),), lie.grid, "DTensor")
-    return Sharded(local.dtype, shape, _cut(local, boxes, shape, value), lie.grid, "DTensor")
+    shards = _cut(local, boxes, shape, value)
+    return Sharded(local.dtype, shape, shards, lie.grid, "DTensor", anchor=None if shards else local)
 
 
 def local_tensor(value: Any) -> torch.Tensor:
@@ -124,3 +128,18 @@ def _placement(placement: Any) -> tuple[int, ...]:
     if kind == "_StridedShard":
         return (int(placement.dim), int(placement.split_factor))
     raise refused("DTensor", f"its placement {placement}; only shards and replicas are elements that can be stored")
+
+
+def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return the local tensor of a DTensor that obviously lies as `grid` says; None: look closer.
+
+    It runs for every tensor of every save, so it calls nothing of torch's in Python.
+    """
+    spec = getattr(value, "_spec", None)
+    if spec is None or grid is None:
+        return None
+    lie = _lies.get((id(spec.mesh), id(spec.placements)))
+    if lie is None or lie.grid is not grid or lie.mesh() is not spec.mesh or lie.placements is not spec.placements:
+        return None
+    local = value._local_tensor
+    return local if type(local) is torch.Tensor and value.shape == global_shape else None

@@ -34,6 +34,7 @@ class Sharded(NamedTuple):
         shards: May be empty; they never overlap.
         grid: How it lies on a mesh; None where boxes are given one by one.
         type_name: Of what it was described by, for messages.
+        anchor: Empty, where there are no shards and yet a local tensor: two values with the same one are one tensor.
         is_first: False: another process is said to hold the same, and to come before this one.
     """
 
@@ -43,6 +44,7 @@ class Sharded(NamedTuple):
     grid: Grid | None
     type_name: str
     is_first: bool = True
+    anchor: torch.Tensor | None = None
 
 
 class ShardedSlice:
@@ -169,6 +171,11 @@ def overlap_error(fqn: str, boxes: Sequence[Any], where: str = "in this process"
         fqn=fqn,
         boxes=[one, other],
     )
+
+
+def named(error: OverlappingShardsError, fqn: str) -> OverlappingShardsError:
+    """Return an error of `check_apart` that was raised where the FQN was not known, with it."""
+    return OverlappingShardsError(str(error).replace("tensor ''", f"tensor {fqn!r}", 1), fqn=fqn, boxes=error.boxes)
 
 
 def _without_padding(type_name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
