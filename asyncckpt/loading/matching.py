@@ -103,6 +103,7 @@ def match(
     rename = _renamer(key_map)
     matches = Matches(targets)
     filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
+    values: dict[int, int] = {}  # of a registered type, whose parts may be copies: the first number of each value
     for leaf_path, node in leaves(flat.tree):
         fqn = fqn_of(leaf_path)
         if node[0] == "O" and is_loadable(flat.objects[node[1]]):
@@ -132,7 +133,8 @@ def match(
                     matches.replaced.append(Replaced(leaf_path, fqn, ("N", found[1])))
                     continue
             target = target_tensor(value, fqn)
-            first, number = filled.setdefault(node[1], (fqn, found[1]))
+            own = values.setdefault(id(value), node[1]) if node[0] == "T" else node[1]
+            first, number = filled.setdefault(own, (fqn, found[1]))
             matches.filled.add(leaf_path)
             if first != fqn and number == found[1]:
                 continue
