@@ -51,7 +51,8 @@ def hole(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedE
         detail += f" (and {len(faults) - 1} more tensors)"
     return SaveFailedError(
         f"save {request.save_id} (step {request.step}) to {request.path}: the ranks together do not store every tensor "
-        f"exactly once: {detail}; nothing was published; from one of the next saves on each rank stores its own",
+        f"exactly once: {detail}; nothing was published; from one of the next saves on each rank stores its own, if it "
+        "is whole on each; all shards of a tensor must be saved, and be described alike on all ranks",
         code="coverage",
         path=request.path,
         detail=detail,

@@ -26,7 +26,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksum import block_digest
 from asyncckpt.planning.assignment import replica_of, spread
 from asyncckpt.planning.claims import ShardClaim
-from asyncckpt.planning.contributions import Change, TensorKey, is_weak
+from asyncckpt.planning.contributions import Change, Contribution, TensorKey, is_weak
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn, turns_of
 from asyncckpt.planning.shard_book import ShardBook
 
@@ -201,7 +201,7 @@ class Agreement:
         replicas = {h: [replica_of(shape, DTYPES[dtype].itemsize) for _, dtype, shape in keys]
                     for h, keys in sharers.items()}  # fmt: skip
         loads = self._loads(change, new)
-        self.shards = self.shards.extended(_by_shards(change), loads)
+        self.shards = self.shards.extended(by_shards(change.contributions), loads)
         if self.shards.names:
             of_shards = self.shards.loads()
             loads = {rank: nbytes + of_shards.get(rank, 0) for rank, nbytes in loads.items()}
@@ -280,10 +280,10 @@ def _by_tensors(change: Change) -> Iterator[tuple[tuple[int, ...], tuple[TensorK
         yield tuple(ranks), change.contributions[ranks[0]].tensors
 
 
-def _by_shards(change: Change) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
+def by_shards(contributions: Mapping[int, Contribution]) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
     """As `_by_tensors`, of shards."""
     groups: dict[int, list[int]] = {}
-    for rank in sorted(change.contributions):
-        groups.setdefault(id(change.contributions[rank].shards), []).append(rank)
+    for rank in sorted(contributions):
+        groups.setdefault(id(contributions[rank].shards), []).append(rank)
     for ranks in groups.values():
-        yield tuple(ranks), change.contributions[ranks[0]].shards
+        yield tuple(ranks), contributions[ranks[0]].shards

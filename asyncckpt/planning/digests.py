@@ -61,6 +61,22 @@ def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
     return _digests([flat.tensors[common[position]] for position in positions])
 
 
+def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]]) -> bytes:
+    """Return 8 bytes for each of `ShardBook.compared`'s positions of `contribution_of(flat).shards`.
+
+    Blocks for reading them.
+
+    Raises:
+        RuntimeError: From torch, when one cannot be read.
+    """
+    leaves, found = list(flat.shards.values()), []
+    for position, box in compared:
+        sources = leaves[position].sources if box is None else (leaves[position].sources[box],)
+        digests = [tensor_digest(flat.tensors[source]) for source in sources]
+        found.append(digests[0] if len(digests) == 1 else block_digest(b"".join(digests)))
+    return b"".join(found)
+
+
 def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contribution:
     """Return the contribution that goes with a save whose plan has news, with digests of what is new.
 

@@ -62,6 +62,6 @@ def shard_order(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
 
 
 def box_name(fqn: str, box: grid.Box) -> str:
-    """Return what a box of a tensor is called where ranks compare it: `FQN[first:end,...]`."""
+    """Return what a box of a tensor is called where ranks compare it: `FQN [first:end,...]`."""
     offsets, sizes = box
-    return f"{fqn}[{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
+    return f"{fqn} [{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"

@@ -93,6 +93,15 @@ class ShardBook:
             text = f"ranks {ranks[:4]} hold shards of {fqn!r}, others a plain tensor of that name"
             self.conflicts[fqn] = disagreement(text + "; describe it on all ranks, or give it another key", ranks)
 
+    def check(self) -> None:
+        """Check that the ranks do not contradict each other.
+
+        Raises:
+            RanksDisagreeError, OverlappingShardsError: They do; about the first such name.
+        """
+        if self.conflicts:
+            raise self.conflicts[min(self.conflicts)]
+
     @property
     def names(self) -> Iterable[str]:
         """What anything was said of."""

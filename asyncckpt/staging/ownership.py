@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from asyncckpt.planning.sharding.dtensor import plain
+
 MAX_NESTING = 8
 """How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
 
@@ -74,6 +76,7 @@ class Owners:
             for group in optimizer.param_groups:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
+        own = plain(own)
         places = _storages(own)
         owned = _ranges(own, places)
         found = _storages(tensors)

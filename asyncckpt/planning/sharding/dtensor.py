@@ -13,6 +13,8 @@ from asyncckpt.planning.sharding.shards import LocalShard, Sharded, refused
 MAX_GRIDS = 4096
 """Remembered by identity of mesh and placements: a state has a handful, which come again at every save."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class Lie:
     """How tensors of one mesh and one tuple of placements lie: their grid, and where this process stands in it."""
@@ -81,7 +83,7 @@ def local_tensor(value: Any) -> torch.Tensor:
         return local
     if hasattr(local, "wait"):
         local = local.wait()
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    if type(local) not in _PLAIN:
         raise refused("DTensor", f"its local tensor is a {type(local).__name__}")
     return local  # type: ignore[no-any-return]
 
@@ -143,3 +145,8 @@ def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> 
         return None
     local = value._local_tensor
     return local if type(local) is torch.Tensor and value.shape == global_shape else None
+
+
+def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `tensors` with the local tensor in the place of each DTensor."""
+    return [t if type(t) in _PLAIN else getattr(t, "_local_tensor", t) for t in tensors]
