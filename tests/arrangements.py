@@ -43,12 +43,13 @@ class Net(torch.nn.Module):
 
 
 class Job(NamedTuple):
-    """A model in training. `wrapped` runs forward; `model` is what is saved."""
+    """A model in training. `wrapped` runs forward; `model` is what is saved; `shares_gradients`: all but the experts'."""
 
     model: torch.nn.Module
     wrapped: torch.nn.Module
     optimizer: torch.optim.Optimizer
     extra: dict[str, Any]
+    shares_gradients: bool
 
 
 def _plain(rank: int) -> tuple[Net, Any]:
@@ -173,7 +174,8 @@ def job(kind: Arrangement, rank: int, seed: int) -> Job:
     wrapped = model
     if kind.make is _plain and kind.world_size:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    return Job(model, wrapped, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), extra)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    return Job(model, wrapped, optimizer, extra, kind.make is _ep2)
 
 
 def train(job: Job, steps: int) -> None:
@@ -181,6 +183,10 @@ def train(job: Job, steps: int) -> None:
     torch.manual_seed(11)
     for _ in range(steps):
         job.wrapped(torch.randn(4, 7)).backward()
+        if job.shares_gradients:
+            for name, parameter in job.model.named_parameters():
+                if "experts" not in name and parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
         job.optimizer.step()
         job.optimizer.zero_grad()
 

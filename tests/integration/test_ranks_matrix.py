@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from asyncckpt import AsyncCheckpointer, load, plan_load
 from tests.arrangements import LOADED, SAVED, job, state_of, train, whole
 
+EXPECTED = ".expected"
 QUICK = {
     ("ddp2", "fsdp3"),
     ("fsdp2", "alone"),
@@ -47,8 +47,13 @@ def _save(rank: int, name: str, path: str) -> dict[str, Any]:
     return dict(whole(state_of(made, 2)))
 
 
-def _load(rank: int, name: str, path: str, expected: dict[str, Any]) -> list[str]:
-    """Return the names of all that came back otherwise than it was saved."""
+def _load(rank: int, name: str, paths: dict[str, str]) -> dict[str, list[str]]:
+    """Return, for each checkpoint, the names of all that came back otherwise than it was saved."""
+    return {saved: _differing(rank, name, path) for saved, path in paths.items()}
+
+
+def _differing(rank: int, name: str, path: str) -> list[str]:
+    expected = torch.load(path + EXPECTED)
     made = job(LOADED[name], rank, seed=2 + rank)
     target = state_of(made, 0)
     plan = plan_load(path, target)
@@ -66,62 +71,81 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
 
 
-class Checkpoints:
-    """What was saved under each kind of parallelism, made when it is first wanted."""
+class Matrix:
+    """What was saved under each kind of parallelism, and how it came back: made when it is first wanted.
 
-    def __init__(self, root: pathlib.Path, endpoint: str) -> None:
-        self._root, self._endpoint = root, endpoint
-        self._made: dict[str, tuple[str, dict[str, Any]]] = {}
+    Args:
+        root: For the checkpoints.
+        endpoint: Of the worker.
+        cells: The pairs that will be asked for: all that one arrangement loads, it loads in one go.
+    """
 
-    def __getitem__(self, name: str) -> tuple[str, dict[str, Any]]:
-        if name not in self._made:
+    def __init__(self, root: pathlib.Path, endpoint: str, cells: set[tuple[str, str]]) -> None:
+        self._root, self._endpoint, self._cells = root, endpoint, cells
+        self._saved: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, list[dict[str, list[str]]]] = {}
+
+    def path(self, name: str) -> str:
+        """Return where a kind of parallelism saved."""
+        self.expected(name)
+        return str(self._root / name)
+
+    def expected(self, name: str) -> dict[str, Any]:
+        """Return all that it saved, whole."""
+        if name not in self._saved:
             path = str(self._root / name)
             environ = {"ASYNCCKPT_ENDPOINT": self._endpoint}
-            found = rank_processes.run(SAVED[name].world_size, _save, name, path, environ=environ)
-            expected: dict[str, Any] = {}
-            for part in found:
-                assert all(same(part[fqn], expected[fqn]) for fqn in part if fqn in expected)
-                expected |= part
-            self._made[name] = path, expected
-        return self._made[name]
+            self._saved[name] = {}
+            for part in rank_processes.run(SAVED[name].world_size, _save, name, path, environ=environ):
+                self._saved[name] |= part
+            torch.save(self._saved[name], path + EXPECTED)
+        return self._saved[name]
+
+    def differing(self, saved: str, loaded: str) -> list[list[str]]:
+        """Return, for each rank, the names of what came back otherwise."""
+        if loaded not in self._loaded:
+            paths = {name: self.path(name) for name in SAVED if (name, loaded) in self._cells}
+            ranks = LOADED[loaded].world_size
+            self._loaded[loaded] = rank_processes.run(ranks or 1, _load, loaded, paths, group=ranks > 0)
+        return [found[saved] for found in self._loaded[loaded]]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, shared_worker: real_worker.RealWorker
-) -> Iterator[Checkpoints]:
-    yield Checkpoints(tmp_path_factory.mktemp("matrix"), shared_worker.endpoint)
+def matrix(
+    tmp_path_factory: pytest.TempPathFactory, shared_worker: real_worker.RealWorker, request: pytest.FixtureRequest
+) -> Matrix:
+    cells = {
+        (item.callspec.params["saved"], item.callspec.params["loaded"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "loaded" in getattr(item, "fixturenames", ())
+    }
+    return Matrix(tmp_path_factory.mktemp("matrix"), shared_worker.endpoint, cells)
+
+
+def some(*quick: str) -> list[Any]:
+    """Return all kinds to save, those but `quick` on demand only."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.matrix) for name in SAVED]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), CELLS)
-def test_what_one_arrangement_saves_another_loads_bit_for_bit(
-    checkpoints: Checkpoints, saved: str, loaded: str
-) -> None:
-    path, expected = checkpoints[saved]
-    world_size = LOADED[loaded].world_size
-    found = rank_processes.run(world_size or 1, _load, loaded, path, expected, group=world_size > 0)
-    assert found == [[]] * (world_size or 1)
+def test_what_one_arrangement_saves_another_loads_bit_for_bit(matrix: Matrix, saved: str, loaded: str) -> None:
+    assert matrix.differing(saved, loaded) == [[]] * (LOADED[loaded].world_size or 1)
 
 
-@pytest.mark.parametrize(
-    "saved", [name if name in ("pp2", "fsdp-tp") else pytest.param(name, marks=pytest.mark.matrix) for name in SAVED]
-)
-def test_a_new_dict_has_the_whole_tensors_of_all_ranks(checkpoints: Checkpoints, saved: str) -> None:
-    path, expected = checkpoints[saved]
-    found = dict(whole(load(path)))
+@pytest.mark.parametrize("saved", some("pp2", "fsdp-tp"))
+def test_a_new_dict_has_the_whole_tensors_of_all_ranks(matrix: Matrix, saved: str) -> None:
+    found, expected = dict(whole(load(matrix.path(saved)))), matrix.expected(saved)
     assert found.keys() == expected.keys()
     assert [fqn for fqn, value in expected.items() if not same(found[fqn], value)] == []
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "saved", [name if name in ("hsdp", "fsdp-tp") else pytest.param(name, marks=pytest.mark.matrix) for name in SAVED]
-)
-def test_torch_s_huggingface_reader_gives_the_same_bytes(checkpoints: Checkpoints, saved: str) -> None:
+@pytest.mark.parametrize("saved", some("hsdp", "fsdp-tp"))
+def test_torch_s_huggingface_reader_gives_the_same_bytes(matrix: Matrix, saved: str) -> None:
     for module in ("numpy", "fsspec", "safetensors"):
         pytest.importorskip(module)
     dcp = pytest.importorskip("torch.distributed.checkpoint")
-    path, expected = checkpoints[saved]
+    path, expected = matrix.path(saved), matrix.expected(saved)
     tensors = {fqn: value for fqn, value in expected.items() if isinstance(value, torch.Tensor)}
     target = {fqn: torch.zeros_like(value) for fqn, value in tensors.items()}
     dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=True)
