@@ -103,9 +103,7 @@ def measure(directory: Path, n_tensors: int, rounds: int) -> dict[str, Any]:
     return {"nbytes": n_tensors * N * N * 4, "rounds": rounds, "pairs": found}
 
 
-def _compare(
-    path: Path, plain: dict[str, Any], target: dict[str, Any], rounds: int, *, verify: bool
-) -> dict[str, Any]:
+def _compare(path: Path, plain: dict[str, Any], target: dict[str, Any], rounds: int, *, verify: bool) -> dict[str, Any]:
     times: dict[str, list[float]] = {"plain_s": [], "reshard_s": []}
     files = CountingFiles()
     DefaultReader(files).read(path, target, verify=verify)
@@ -130,9 +128,7 @@ def _touched(path: Path, names: Sequence[str], offsets: tuple[int, int], sizes: 
     for name in names:
         for rank, chunk in contents.tensors[name].chunks:
             low = [max(o, c) for o, c in zip(offsets, chunk.offsets, strict=True)]
-            high = [
-                min(o + s, c + t) for o, s, c, t in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            ]
+            high = [min(o + s, c + t) for o, s, c, t in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
             unit, columns = contents.ranks[rank].index.block_nbytes, chunk.sizes[1]
             for line in range(low[0], high[0]) if low[1] < high[1] else ():
                 first = ((line - chunk.offsets[0]) * columns + low[1] - chunk.offsets[1]) * 4 + chunk.offset_bytes

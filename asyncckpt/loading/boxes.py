@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from asyncckpt.errors import ConfigError
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.structure import Chunk
+from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES
 
 MAX_RANGES = 65_536
 """Of one chunk, where only the needed bytes are read; beyond it whole blocks are. Chosen, not measured."""
@@ -35,7 +36,8 @@ class Piece(NamedTuple):
     """A part of a region within one chunk, in elements.
 
     `start` and `length`: the range of the chunk, gaps included. `strides`: of the wanted elements in that range.
-    `offsets`, `sizes`: their box in what the region selects.
+    `offsets`, `sizes`: their box in what the region selects. With `times` there are as many ranges, `every` elements
+    apart, and the strides are those of the ranges one behind the other, without what lies between.
     """
 
     start: int
@@ -43,6 +45,8 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    times: int = 1
+    every: int = 0
 
 
 def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
@@ -107,7 +111,7 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iterator[Piece]:
+def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_below: int = 0) -> Iterator[Piece]:
     """Yield the pieces of `chunk` that make its part of a region.
 
     Args:
@@ -115,6 +119,7 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iter
         region: Of the same tensor.
         itemsize: Bytes of an element.
         unit: Runs whose distance in bytes is less go into one piece.
+        exact_below: Runs that are shorter, in bytes, and equally far apart make one piece of several ranges.
 
     Yields:
         Pieces that cover every wanted element of the chunk once.
@@ -134,10 +139,11 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iter
         for o, lo, step, c, stride in zip(region.offsets, low, region.steps, chunk.offsets, strides, strict=True)
     )
     apart = tuple(stride * step for stride, step in zip(strides, region.steps, strict=True))
-    yield from _cut(apart, unit / itemsize, first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
+    cutter = _Cutter(apart, unit / itemsize, exact_below // itemsize)
+    yield from cutter.cut(first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
-def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool) -> list[Piece]:
+def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool) -> Sequence[Piece]:
     """Return the pieces of `chunk` that are read for a region.
 
     Args:
@@ -146,7 +152,8 @@ def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes:
         verify: Whole blocks are read; else runs less than a page apart go into one, as no storage reads less.
     """
     if not verify:
-        found = list(itertools.islice(pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES), MAX_RANGES + 1))
+        exact = pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES)
+        found = list(itertools.islice(exact, MAX_RANGES + 1))
         if len(found) <= MAX_RANGES:
             return found
     return list(pieces_of(chunk, region, itemsize=itemsize, unit=block_nbytes))
@@ -167,27 +174,41 @@ def whole_region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:
     return Region(offsets, sizes, (1,) * len(sizes), sizes)
 
 
-def _cut(
-    strides: tuple[int, ...], unit: float, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> Iterator[Piece]:
-    """Cut where gaps of `unit` elements or more lie; lengths in elements, `strides` in the chunk."""
-    dim = next((d for d, n in enumerate(sizes) if n > 1), None)
-    if dim is None or _widest_gap(sizes, strides) < unit:
-        yield Piece(start, _span(sizes, strides), offsets, sizes, strides)
-        return
-    for at in range(sizes[dim]):
-        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
-        yield from _cut(strides, unit, start + at * strides[dim], moved, (*sizes[:dim], 1, *sizes[dim + 1 :]))
+class _Cutter:
+    """Cuts what is wanted of a chunk where it has wide gaps; lengths in elements.
 
+    Args:
+        strides: Of the wanted elements in the chunk.
+        unit: From here on a gap is wide.
+        exact_below: Shorter runs go together.
+    """
 
-def _widest_gap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements between two neighbours of any dimension."""
-    widest, inner = 0, 1
-    for size, stride in zip(sizes[::-1], strides[::-1], strict=True):
-        if size > 1:
-            widest = max(widest, stride - inner)
-            inner += (size - 1) * stride
-    return widest
+    def __init__(self, strides: tuple[int, ...], unit: float, exact_below: int) -> None:
+        self._strides, self._unit, self._exact_below = strides, unit, exact_below
+
+    def cut(self, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Piece]:
+        strides = self._strides
+        dim = next((d for d, n in enumerate(sizes) if n > 1), None)
+        if dim is None or self._widest_gap(sizes) < self._unit:
+            yield Piece(start, _span(sizes, strides), offsets, sizes, strides)
+            return
+        one = (*sizes[:dim], 1, *sizes[dim + 1 :])
+        run, every = _span(one, strides), strides[dim]
+        if run < self._exact_below and self._widest_gap(one) < self._unit:
+            packed = (*strides[:dim], run, *strides[dim + 1 :])
+            yield Piece(start, run, offsets, sizes, packed, sizes[dim], every)
+            return
+        for at in range(sizes[dim]):
+            yield from self.cut(start + at * every, (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]), one)
+
+    def _widest_gap(self, sizes: tuple[int, ...]) -> int:
+        """Elements between two neighbours of any dimension."""
+        widest, inner = 0, 1
+        for size, stride in zip(sizes[::-1], self._strides[::-1], strict=True):
+            if size > 1:
+                widest = max(widest, stride - inner)
+                inner += (size - 1) * stride
+        return widest
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:

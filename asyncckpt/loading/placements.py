@@ -54,28 +54,24 @@ def wanted_ranges(
     for rank, chunk in saved.chunks:
         if not overlaps(chunk, region):
             continue
-        file = (rank, chunk.part)
-        for piece in pieces_to_read(
-            chunk,
-            region,
-            itemsize=itemsize,
-            block_nbytes=contents.ranks[rank].index.block_nbytes,
-            verify=verify,
-        ):
-            aligned = chunk.offset_bytes % itemsize == 0
+        file, block_nbytes = (rank, chunk.part), contents.ranks[rank].index.block_nbytes
+        for piece in pieces_to_read(chunk, region, itemsize=itemsize, block_nbytes=block_nbytes, verify=verify):
             nbytes = piece.length * itemsize
             start = _place(piece, shape) if direct else None
             sink: int | Sink
             if start is None:
-                sink = BoxSink(target, piece.offsets, piece.sizes, dtype, nbytes, piece.strides, aligned=aligned)
+                aligned = piece.times > 1 or chunk.offset_bytes % itemsize == 0
+                total = nbytes * piece.times
+                sink = BoxSink(target, piece.offsets, piece.sizes, dtype, total, piece.strides, aligned=aligned)
             else:
                 sink = target.data_ptr() + start * itemsize
-            yield file, Wanted(chunk.offset_bytes + piece.start * itemsize, nbytes, saved.fqn, sink)
+            at = chunk.offset_bytes + piece.start * itemsize
+            yield file, Wanted(at, nbytes, saved.fqn, sink, piece.times, piece.every * itemsize)
 
 
 def _place(piece: Piece, shape: tuple[int, ...]) -> int | None:
     """Return the number of a piece's first element in a row-major tensor, if it is one run there; else None."""
-    if piece.length != math.prod(piece.sizes):
+    if piece.length * piece.times != math.prod(piece.sizes):
         return None
     return flat_start(piece.offsets, piece.sizes, shape)
 

@@ -19,9 +19,9 @@ from asyncckpt.loading.boxes import row_major
 from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
+from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.process_group import Circle, GroupMeeting, find_exchange
-from asyncckpt.storage.block_reader import copy_bytes
 
 ARRIVE_TIMEOUT_S = 60.0
 """For the last rank to call `load`; as `plan_timeout_s` has it."""

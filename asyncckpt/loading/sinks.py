@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Iterator
 
 import torch
 
-from asyncckpt.storage.block_reader import copy_bytes
+from asyncckpt.memory.copying import copy_bytes
 
 _HUGE_PAGES_FROM_NBYTES = 4 << 20
 """Tensors of this size hold at least one aligned 2 MiB page inside."""
+
+_GRAIN = 32768
+"""From so many elements on, torch would call its own threads for a copy (at::internal::GRAIN_SIZE)."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -118,10 +122,25 @@ class BoxSink:
 
     def _take(self, first: int, elements: torch.Tensor) -> None:
         """Take the elements of the range from number `first` on."""
-        for start, offsets, sizes in boxes_within(
-            self._sizes, self._strides, self._offsets, first, first + elements.numel()
-        ):
-            fill_box(self._target, offsets, elements.as_strided(sizes, self._strides, start - first))
+        end, strides, on_cpu = first + elements.numel(), self._strides, self._target.device.type == "cpu"
+        for box in boxes_within(self._sizes, strides, self._offsets, first, end):
+            for start, offsets, sizes in _slabs(strides, *box) if on_cpu else [box]:
+                fill_box(self._target, offsets, elements.as_strided(sizes, strides, start - first))
+
+
+def _slabs(
+    strides: tuple[int, ...], start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into such that torch copies each in this thread: the readers are as many as there should be."""
+    dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
+    n = sizes[dim] if sizes else 0
+    step = max(1, (_GRAIN - 1) * n // max(1, math.prod(sizes)))
+    if step >= n:
+        yield start, offsets, sizes
+        return
+    for at in range(0, n, step):
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        yield start + at * strides[dim], moved, (*sizes[:dim], min(step, n - at), *sizes[dim + 1 :])
 
 
 def _elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,10 @@ STEP_NBYTES = 1 << 20
 """One read from the page cache, and the piece that is verified and copied at once: half of a usual L2 cache."""
 
 
+EXACT_BELOW_NBYTES = 128 << 10
+"""Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
+
+
 class Sink(Protocol):
     """Takes the verified bytes of one wanted range, in pieces, in any order, from several threads."""
 
@@ -28,12 +32,18 @@ class Sink(Protocol):
 
 
 class Wanted(NamedTuple):
-    """A byte range of a shard file, whose it is, and where it goes: an address, a `Sink`, or None to verify only."""
+    """A byte range of a shard file, whose it is, and where it goes: an address, a `Sink`, or None to verify only.
+
+    With `times` there are as many ranges of `nbytes`, `every` bytes apart; they go to the sink one behind the other.
+    Such are not verified.
+    """
 
     offset: int
     nbytes: int
     fqn: str
     sink: int | Sink | None
+    times: int = 1
+    every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +53,29 @@ class ShardRequest:
     shard: ShardRecord
     block_nbytes: int
     wanted: Sequence[Wanted]
+
+
+class Batch(NamedTuple):
+    """Some of the ranges of one `Wanted`: `times` of them from the `first` on."""
+
+    wanted: Wanted
+    first: int
+    times: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.times * self.wanted.nbytes
+
+
+def plan_batches(request: ShardRequest) -> list[Batch]:
+    """Cut what is wanted in several ranges into batches of about `STEP_NBYTES`."""
+    batches = []
+    for w in request.wanted:
+        if w.times > 1 and w.nbytes:
+            size = max(1, STEP_NBYTES // w.nbytes)
+            batches += [Batch(w, first, min(size, w.times - first)) for first in range(0, w.times, size)]
+    return batches
 
 
 class Step(NamedTuple):
@@ -66,7 +99,8 @@ def plan_extents(
         extent_nbytes: No extent is longer, unless a step is.
 
     Returns:
-        Extents of consecutive steps. No byte is read twice; no unit is read that nobody wants.
+        Extents of consecutive steps, of all that is wanted in one range each. No byte is read twice; no unit is read
+        that nobody wants.
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
     steps = _steps(request, unit, step_nbytes, exact_below)
@@ -98,7 +132,7 @@ def _runs(wanted: Sequence[Wanted], unit: int, exact_below: int) -> list[tuple[i
 
 
 def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int) -> list[Step]:
-    wanted = sorted((w for w in request.wanted if w.nbytes), key=lambda w: w.offset)
+    wanted = sorted((w for w in request.wanted if w.nbytes and w.times == 1), key=lambda w: w.offset)
     steps: list[Step] = []
     for start, end in _runs(wanted, unit, exact_below):
         stop = min(end, request.shard.nbytes)

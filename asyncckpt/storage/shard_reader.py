@@ -126,6 +126,23 @@ class ShardReader:
                 raise self._corrupt("it ends early", offset=offset + done, nbytes=nbytes - done)
             done += count
 
+    def read_ranges(self, buffer: memoryview, offset: int, nbytes: int, count: int, every: int) -> None:
+        """Fill `buffer` with `count` ranges of `nbytes`, the first at `offset`, the others `every` bytes apart.
+
+        Raises:
+            CorruptCheckpointError: The file ends early.
+            OSError: A read failed.
+        """
+        preadv, fd, at = self._files.preadv, self._fd, offset
+        try:
+            for start in range(0, count * nbytes, nbytes):
+                with buffer[start : start + nbytes] as view:
+                    if preadv(fd, [view], at) != nbytes:
+                        self.read(view, at, nbytes)  # a short read, which says why
+                at += every
+        except OSError as error:
+            raise named(error, self._path, f"reading bytes {at} to {at + nbytes}") from error
+
     def _read_direct(self, buffer: memoryview, offset: int, nbytes: int) -> int:
         """Read whole pages by O_DIRECT; return how many bytes are good, 0 where it does not work."""
         fd = self._open_direct()
