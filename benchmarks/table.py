@@ -1,4 +1,4 @@
-"""Writes the README's table of figures from the result file.
+"""Writes the README's tables of figures from the result files.
 
 python -m benchmarks.table           rewrite README.md
 python -m benchmarks.table --check   say whether it is up to date
@@ -7,18 +7,21 @@ python -m benchmarks.table --check   say whether it is up to date
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import overlap
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
 README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- save_load -->\n", "<!-- end -->"
+END = "<!-- end -->"
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the Markdown between the README's markers."""
+def save_load_table(result: dict[str, Any]) -> str:
+    """Return the figures of `benchmarks.save_load` as Markdown."""
     found, rounds, machine = summary(result), result["rounds"], result["machine"]
 
     def spread(values: list[float]) -> str:
@@ -39,7 +42,6 @@ def table(result: dict[str, Any]) -> str:
             f"{found[ratio]:.2f} | {TARGETS[ratio]} |"
         )
     memory, warm = found["memory over the state"], spread([r["load_warm_s"] for r in rounds])
-    size, ram = f"{result['nbytes'] / 1e9:.2f} GB", f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
     lines += [
         f"| load, page cache warm, verified | {found['load warm s']:.3f} | {warm} | | | |",
         "",
@@ -47,20 +49,58 @@ def table(result: dict[str, Any]) -> str:
         f"{found['worker ready s']:.2f} s, {found['worker rss MB']:.0f} MB without slots.",
         f"First save of the run: `save()` took {found['first save stall s']:.2f} s.",
         "",
-        f"{size}, {len(rounds)} interleaved rounds of {SAVES_PER_ROUND} saves, nothing else running;",
-        f"{machine['cpu']}, {machine['cores']} cores, {ram}, {machine['file_system']}, Linux {machine['kernel']},",
-        f"torch {machine['versions']['torch']}, {machine['date'][:10]}.",
-        "",
+        *_where(result, f"{len(rounds)} interleaved rounds of {SAVES_PER_ROUND} saves", machine),
     ]
     return "\n".join(lines)
 
 
+def overlap_table(result: dict[str, Any]) -> str:
+    """Return the figures of `benchmarks.overlap` as Markdown."""
+    found, rounds = overlap.summary(result), result["rounds"]
+    rows: list[tuple[str, str, Callable[[dict[str, Any], float], float]]] = [
+        ("stall of a save, and of the step that waits", "stall, {}, ms", lambda s, _: s["save_s"] + s["wait_s"]),
+        ("time lost until it is written", "lost, {}, ms", overlap.lost_s),
+        ("a step meanwhile", "step while saving, {}, ms", lambda s, _: statistics.median(s["steps_s"])),
+        ("on disk, committed", "written, {}, ms", lambda s, _: s["phases_s"]["total"]),
+    ]
+    lines = ["| ms | behind the training | spread | in front of it | spread |", "|---|---|---|---|---|"]
+    for name, key, value in rows:
+        cells = []
+        for kind in overlap.KINDS:
+            values = [1e3 * value(save, statistics.median(row["quiet_step_s"])) for row in rounds for save in row[kind]]
+            cells += [f"{found[key.format(kind)]:.0f}", f"{min(values):.0f} to {max(values):.0f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"A step without a save: {found['quiet step, ms']:.0f} ms. First `save()` after `prepare()`: "
+        f"{found['first save after prepare(), overlap, ms']:.0f} ms behind the training.",
+        "",
+        *_where(result, f"{len(rounds)} rounds of {overlap.SAVES_PER_ROUND} saves of either kind", result["machine"]),
+    ]
+    return "\n".join(lines)
+
+
+def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list[str]:
+    ram = f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
+    return [
+        f"{result['nbytes'] / 1e9:.2f} GB, {rounds}, nothing else running;",
+        f"{machine['cpu']}, {machine['cores']} cores, {ram}, {machine['file_system']}, Linux {machine['kernel']},",
+        f"torch {machine['versions']['torch']}, {machine['date'][:10]}.",
+        "",
+    ]
+
+
+TABLES = {"save_load": ("save_load-gpt.json", save_load_table), "overlap": ("overlap-gpt.json", overlap_table)}
+"""Marker in the README -> result file, and what makes a table of it."""
+
+
 def rendered(text: str) -> str:
-    """Return the README with its table made anew."""
-    result = json.loads((RESULTS / "save_load-gpt.json").read_text())
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + table(result) + END + tail
+    """Return the README with its tables made anew."""
+    for name, (file, table) in TABLES.items():
+        head, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, _, tail = rest.partition(END)
+        text = head + begin + table(json.loads((RESULTS / file).read_text())) + END + tail
+    return text
 
 
 def main() -> int:
