@@ -43,7 +43,10 @@ class Net(torch.nn.Module):
 
 
 class Job(NamedTuple):
-    """A model in training. `wrapped` runs forward; `model` is what is saved; `shares_gradients`: all but the experts'."""
+    """A model in training.
+
+    `wrapped` runs forward; `model` is what is saved; `shares_gradients`: all but those of the experts.
+    """
 
     model: torch.nn.Module
     wrapped: torch.nn.Module
