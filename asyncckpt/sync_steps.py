@@ -59,7 +59,10 @@ class SyncSteps:
     ) -> None:
         self.config, self.ranks, self.hooks = config, ranks, hooks
         self.plans = PlanCache(
-            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+            files_per_rank=config.files_per_rank,
+            rank=ranks.rank.rank,
+            allow_pickle=config.allow_pickle,
+            max_shard_nbytes=config.max_shard_bytes,
         )
         self._files = files or Files()
         self._memory: Memory | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from operator import add
 from typing import NamedTuple
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.planning.agreement import Agreement
-from asyncckpt.planning.assignment import box_of_rows
+from asyncckpt.planning.assignment import box_of_rows, row_dimension
 from asyncckpt.planning.contributions import TensorKey
 from asyncckpt.planning.plan import Box, SharedTensor
 from asyncckpt.planning.shard_book import BoxDuty, ShardDuty
@@ -65,3 +67,28 @@ def box_name(fqn: str, box: grid.Box) -> str:
     """Return what a box of a tensor is called where ranks compare it: `FQN [first:end,...]`."""
     offsets, sizes = box
     return f"{fqn} [{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
+
+
+def cut_to_size(order: Order, max_nbytes: int) -> Order:
+    """Return `order` with boxes of at most `max_nbytes` where cuts between rows, and inside of them, can do that."""
+    itemsize = DTYPES[order.key[1]].itemsize
+    if all(math.prod(box.sizes) * itemsize <= max_nbytes for box in order.boxes):
+        return order
+    boxes, origins = [], []
+    for n, box in enumerate(order.boxes):
+        pieces = list(_cuts(box, max(1, max_nbytes // itemsize)))
+        boxes += pieces
+        origins += order.origins[n : n + 1] * len(pieces)
+    return order._replace(boxes=tuple(boxes), origins=tuple(origins))
+
+
+def _cuts(box: Box, max_elements: int) -> Iterator[Box]:
+    n_elements, dimension = math.prod(box.sizes), row_dimension(box.sizes)
+    if n_elements <= max_elements or dimension is None:
+        yield box
+        return
+    n_rows = box.sizes[dimension]
+    step = max(1, max_elements * n_rows // n_elements)
+    for first in range(0, n_rows, step):
+        offsets, sizes = box_of_rows(box.sizes, first, min(step, n_rows - first))
+        yield from _cuts(Box(box.number, tuple(map(add, box.offsets, offsets)), sizes), max_elements)

@@ -12,6 +12,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.layout import BoxSpec, build_layout
 from asyncckpt.format.names import is_reserved, per_rank_name
+from asyncckpt.format.packing import room_for
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.agreement import Agreement, DutyKind
@@ -20,7 +21,7 @@ from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.keys import check_keys
 from asyncckpt.planning.match import match
-from asyncckpt.planning.orders import Order, shard_order
+from asyncckpt.planning.orders import Order, cut_to_size, shard_order
 from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
 from asyncckpt.planning.sampling import Turn
 from asyncckpt.planning.state_dict import flatten
@@ -53,7 +54,13 @@ def contribution_of(flat: Flattened) -> Contribution:
 
 
 def make_plan(
-    flat: Flattened, signature: Signature, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None
+    flat: Flattened,
+    signature: Signature,
+    *,
+    files_per_rank: int,
+    rank: int = 0,
+    agreement: Agreement | None = None,
+    max_shard_nbytes: int | None = None,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -63,8 +70,10 @@ def make_plan(
         files_per_rank: Shard files to spread over.
         rank: Of this process.
         agreement: With the other ranks; None: there are none.
+        max_shard_nbytes: No shard file is larger; None: as large as it gets.
 
     Raises:
+        ConfigError: No number of files is enough for `max_shard_nbytes`.
         DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
         UnsupportedLeafError: A key that the index cannot hold.
         RanksDisagreeError, OverlappingShardsError: What the ranks have said of a shard.
@@ -78,9 +87,11 @@ def make_plan(
         else _order(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))
     ]
+    if max_shard_nbytes is not None:
+        orders = [cut_to_size(order, room_for(order.stored, len(order.key[2]), max_shard_nbytes)) for order in orders]
     boxes = [box for order in orders for box in order.boxes]
     specs = [_spec(order, n) for order in orders for n in range(len(order.boxes))]
-    layout = build_layout(specs, n_parts=files_per_rank)
+    layout = build_layout(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
     chunks = iter(layout.chunks)
     structure = Structure(
         tree=flat.tree,
@@ -176,10 +187,16 @@ class PlanCache:
     """Chosen, not measured: full state, weights only, a second model, and room."""
 
     def __init__(
-        self, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None, allow_pickle: bool = False
+        self,
+        *,
+        files_per_rank: int,
+        rank: int = 0,
+        agreement: Agreement | None = None,
+        allow_pickle: bool = False,
+        max_shard_nbytes: int | None = None,
     ) -> None:
         self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._max_shard_nbytes = allow_pickle, max_shard_nbytes
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
 
@@ -221,7 +238,12 @@ class PlanCache:
         found = self._plans.get(key)
         if found is None or found.signature != signature:
             found = make_plan(
-                flat, signature, files_per_rank=self._files_per_rank, rank=self._rank, agreement=self._agreement
+                flat,
+                signature,
+                files_per_rank=self._files_per_rank,
+                rank=self._rank,
+                agreement=self._agreement,
+                max_shard_nbytes=self._max_shard_nbytes,
             )
             self.made += 1
             self._plans[key] = found

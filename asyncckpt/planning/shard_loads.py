@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -34,28 +36,35 @@ def _held(grid: Grid, shape: tuple[int, ...], itemsize: int) -> list[int]:
     """
     sharded = sorted({placement[0] for placement in grid.placements if placement})
     fixed = itemsize * math.prod(length for d, length in enumerate(shape) if d not in sharded)
-    mesh_dims = {d: [m for m, p in enumerate(grid.placements) if p and p[0] == d] for d in sharded}
-    lengths = {d: _lengths(grid, shape[d], mesh_dims[d]) for d in sharded}
-    if len(sharded) == 1 and len(mesh_dims[sharded[0]]) == len(grid.mesh):
-        return [fixed * n for n in lengths[sharded[0]]]
+    held = [fixed] * len(grid.ranks)
+    for d in sharded:
+        mesh_dims = tuple(m for m, placement in enumerate(grid.placements) if placement and placement[0] == d)
+        lengths = _lengths(grid, shape[d], mesh_dims)
+        if len(lengths) == len(held) and len(sharded) == 1:  # in the order of the mesh
+            return [fixed * n for n in lengths]
+        held = [nbytes * lengths[n] for nbytes, n in zip(held, _numbers(grid.mesh, mesh_dims), strict=True)]
+    return held
+
+
+@functools.lru_cache(64)
+def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each position of a mesh which combination of coordinates in those dimensions it has, row-major."""
     found = []
-    for position in range(len(grid.ranks)):
-        at, nbytes = grid.coordinate(position), fixed
-        for d in sharded:
-            number = 0
-            for m in mesh_dims[d]:
-                number = number * grid.mesh[m] + at[m]
-            nbytes *= lengths[d][number]
-        found.append(nbytes)
-    return found
+    for at in itertools.product(*map(range, mesh)):
+        number = 0
+        for m in mesh_dims:
+            number = number * mesh[m] + at[m]
+        found.append(number)
+    return tuple(found)
 
 
 def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
     """Return how long a dimension is at each combination of coordinates in those mesh dimensions, row-major."""
     if len(mesh_dims) == 1 and len(grid.placements[mesh_dims[0]]) == 1:
         n = grid.mesh[mesh_dims[0]]
-        chunk = -(-length // n)
-        return [min(chunk, max(0, length - chunk * at)) for at in range(n)]
+        chunk = -(-length // n) or 1
+        full, rest = divmod(length, chunk)
+        return ([chunk] * full + [rest] + [0] * n)[:n]
     found = []
     for number in range(math.prod(grid.mesh[m] for m in mesh_dims)):
         shards = []

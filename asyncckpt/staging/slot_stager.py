@@ -68,7 +68,10 @@ class SlotStager(CheckpointStager):
     ) -> None:
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
         self.plans = PlanCache(
-            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+            files_per_rank=config.files_per_rank,
+            rank=ranks.rank.rank,
+            allow_pickle=config.allow_pickle,
+            max_shard_nbytes=config.max_shard_bytes,
         )
         self.overlap = Overlap(config)
         self._told: SavePlan | None = None

@@ -260,3 +260,23 @@ def test_a_shard_inside_per_rank_is_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match="PerRank") as caught:
         flatten({"a": {"b": PerRank({"c": tp(whole(4, 2), 0, 2)})}})
     assert caught.value.leaf == "a.b.c"
+
+
+def test_loads_of_grids_are_what_their_boxes_say() -> None:
+    from math import prod
+
+    from asyncckpt.planning.shard_lies import Lie
+    from asyncckpt.planning.shard_loads import add_grid_loads
+
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(200):
+        world_size = rng.choice([1, 2, 4, 6, 8])
+        shape = tuple(rng.choice([0, 1, 3, 8, 13]) for _ in range(rng.randint(1, 3)))
+        grid = random_grid(rng, world_size, len(shape))
+        totals: dict[int, int] = {}
+        add_grid_loads(totals, [Lie(grid, shape, 4)])
+        for at, rank in enumerate(grid.ranks):
+            held = sum(prod(sizes) * 4 for _, sizes in grid.boxes(shape, grid.coordinate(at)))
+            assert totals.get(rank, 0) == held // grid.n_replicas
