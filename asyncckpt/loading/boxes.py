@@ -7,8 +7,9 @@ read as one range, since no unit lies between them; so their number is bounded b
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import ConfigError
@@ -151,6 +152,9 @@ def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes:
         block_nbytes: The chunk's unit of checksum.
         verify: Whole blocks are read; else runs less than a page apart go into one, as no storage reads less.
     """
+    whole = inside(chunk, region)
+    if whole is not None:
+        return [whole] if whole.length else []
     if not verify:
         exact = pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES)
         found = list(itertools.islice(exact, MAX_RANGES + 1))
@@ -159,14 +163,31 @@ def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes:
     return list(pieces_of(chunk, region, itemsize=itemsize, unit=block_nbytes))
 
 
-def overlaps(chunk: Chunk, region: Region) -> bool:
-    """Whether the box around a region, which has elements, shares one with a chunk. Quick: asked of every chunk."""
-    return all(
-        o < c + size and c <= o + (count - 1) * step
-        for o, count, step, c, size in zip(
-            region.offsets, region.counts, region.steps, chunk.offsets, chunk.sizes, strict=True
-        )
-    )
+def near(chunks: Iterable[tuple[int, Chunk]], region: Region, shape: tuple[int, ...]) -> Iterable[tuple[int, Chunk]]:
+    """Return those of a tensor's (rank, chunk) that lie beside a region in its narrowest dimension, by far the fewest.
+
+    Quick, since each of a thousand tensors may have thousands of chunks.
+    """
+    if not shape or 0 in region.counts:
+        return chunks
+    dim = max(range(len(shape)), key=lambda d: shape[d] / region.counts[d])
+    low = region.offsets[dim]
+    end = low + (region.counts[dim] - 1) * region.steps[dim] + 1
+    if low == 0 and end == shape[dim]:
+        return chunks
+    return [c for c in chunks if c[1].offsets[dim] < end and c[1].offsets[dim] + c[1].sizes[dim] > low]
+
+
+def inside(chunk: Chunk, region: Region) -> Piece | None:
+    """Return all of a chunk as one piece if it lies in a region without steps; else None."""
+    offsets = []
+    for o, count, step, c, size in zip(
+        region.offsets, region.counts, region.steps, chunk.offsets, chunk.sizes, strict=True
+    ):
+        if step != 1 or c < o or c + size > o + count:
+            return None
+        offsets.append(c - o)
+    return Piece(0, math.prod(chunk.sizes), tuple(offsets), chunk.sizes, row_major(chunk.sizes))
 
 
 def whole_region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.loading.boxes import Piece, Region, overlaps, pieces_to_read, whole_region
+from asyncckpt.loading.boxes import Piece, Region, near, pieces_to_read, whole_region
 from asyncckpt.loading.sinks import BoxSink, flat_start, takes_bytes
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor
@@ -51,9 +51,7 @@ def wanted_ranges(
         return
     direct = takes_bytes(target, dtype)
     shape, itemsize = tuple(target.shape), dtype.itemsize
-    for rank, chunk in saved.chunks:
-        if not overlaps(chunk, region):
-            continue
+    for rank, chunk in near(saved.chunks, region, saved.global_shape):
         file, block_nbytes = (rank, chunk.part), contents.ranks[rank].index.block_nbytes
         for piece in pieces_to_read(chunk, region, itemsize=itemsize, block_nbytes=block_nbytes, verify=verify):
             nbytes = piece.length * itemsize
