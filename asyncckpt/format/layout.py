@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from asyncckpt.dtypes import DTYPES, stored_as
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.names import MAX_PARTS, SaveId
-from asyncckpt.format.packing import PAGE_NBYTES as PAGE_NBYTES
+from asyncckpt.format.packing import PAGE_NBYTES as _PAGE_NBYTES
 from asyncckpt.format.packing import packed
 from asyncckpt.format.structure import Chunk
 
+PAGE_NBYTES = _PAGE_NBYTES
 MAX_HEADER_NBYTES = 100_000_000
 """safetensors refuses larger headers (safetensors 0.8, `MAX_HEADER_SIZE`); more parts are used instead."""
 

@@ -74,7 +74,8 @@ def cut_to_size(order: Order, max_nbytes: int) -> Order:
     itemsize = DTYPES[order.key[1]].itemsize
     if all(math.prod(box.sizes) * itemsize <= max_nbytes for box in order.boxes):
         return order
-    boxes, origins = [], []
+    boxes: list[Box] = []
+    origins: list[tuple[int, ...]] = []
     for n, box in enumerate(order.boxes):
         pieces = list(_cuts(box, max(1, max_nbytes // itemsize)))
         boxes += pieces

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -278,6 +280,59 @@ def test_stages_and_experts_with_keys_of_their_own_make_one_checkpoint(
     assert torch.equal(found["dense"], torch.arange(30.0).view(5, 6))
     assert [float(found[f"stage.{n}"]["w"].mean()) for n in (0, 1)] == [0.0, 1.0]
     assert [float(found["expert"][n][0]) for n in (0, 1)] == [0.0, 1.0]
+
+
+def odd_meshes(rank: int, root: str) -> dict[str, Any]:
+    """Every kind of placement on meshes of one to three dimensions, uneven and empty shards, and the legacy type."""
+    from torch.distributed._shard.sharded_tensor import Shard as OldShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    meshes = [(mesh_of(4), 1), (mesh_of(2, 2), 2), (mesh_of(2, 1, 2), 3)]
+    kinds = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)]
+    state: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    for n, (rows, columns) in enumerate([(7, 3), (1, 2), (0, 5), (13, 4)]):
+        for mesh, n_dims in meshes:
+            for placements in itertools.product(kinds, repeat=n_dims):
+                name = f"{n}.{n_dims}." + "".join(str(kinds.index(p)) for p in placements)
+                whole[name] = torch.arange(float(rows * columns)).view(rows, columns)
+                if any(type(p) is _StridedShard for p in placements):
+                    local = whole[name]
+                    for d, placement in enumerate(placements):
+                        if type(placement) is not Replicate:
+                            split = placement._split_tensor(local, mesh.size(d), with_padding=False)[0]
+                            local = split[mesh.get_coordinate()[d]]
+                    size = {"shape": whole[name].shape, "stride": whole[name].stride()}
+                    state[name] = DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, **size)
+                else:
+                    state[name] = distribute_tensor(whole[name], mesh, placements)
+    old = OldShard.from_tensor_and_offsets(torch.full((2, 3), float(rank)), [2 * rank, 0], rank)
+    state["old"], whole["old"] = init_from_local_shards([old], 8, 3), torch.arange(4.0).repeat_interleave(6).view(8, 3)
+    with AsyncCheckpointer() as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(state, f"{root}/step-{step}").written.exception(DEADLINE_S) is None
+    return whole
+
+
+def test_every_placement_on_every_mesh_is_stored_once(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    whole = run(shared_worker, 4, odd_meshes, str(tmp_path))[0]
+    for step in (1, 2):
+        found = asyncckpt.load(tmp_path / f"step-{step}")
+        assert set(found) == set(whole)
+        assert [name for name, tensor in whole.items() if not torch.equal(found[name], tensor)] == []
+        assert stored_nbytes(tmp_path / f"step-{step}") == whole_nbytes(whole)
+
+
+def test_whoever_has_no_shards_does_not_import_dtensor() -> None:
+    code = "import asyncckpt, torch; asyncckpt.ShardedSlice; from asyncckpt.planning.state_dict import flatten; "
+    code += "import sys; before = set(sys.modules); flatten({'w': torch.ones(2), 'x': ()}); "
+    code += "print([n for n in set(sys.modules) - before if 'distributed' in n])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[]"
 
 
 def whole_nbytes(state: Any) -> int:

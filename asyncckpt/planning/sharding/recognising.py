@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.planning.sharding import dtensor
 from asyncckpt.planning.sharding.shards import (
     FlatShard,
@@ -96,7 +96,7 @@ def _of_registered(kind: type, value: Any) -> Sharded | torch.Tensor:
     try:
         global_shape, parts = found
         return of_parts(name, tuple(int(n) for n in global_shape), [tuple(part) for part in parts])
-    except (UnsupportedLeafError, OverlappingShardsError):
+    except AsyncCkptError:
         raise
     except (TypeError, ValueError, IndexError) as error:
         raise refused(name, f"to_shards() returned something else than (global shape, parts): {error}") from error
