@@ -9,12 +9,12 @@ import time
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncckpt import __version__, ends
 from asyncckpt.checkpointer import refuse_unknown
 from asyncckpt.client import WorkerProcess
-from asyncckpt.config import CheckpointerConfig, endpoint_from_environment
+from asyncckpt.config import CheckpointerConfig, endpoint_from_environment, refuse_positional
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     CheckpointerClosedError,
@@ -52,7 +52,7 @@ class AsyncCheckpointer(Overlapping):
 
     Raises:
         WorkerUnavailableError: A given endpoint cannot be reached.
-        ConfigError: An impossible setting.
+        ConfigError: An impossible setting, or an argument without its name.
         UnsupportedPlatformError: Elsewhere than Linux.
 
     Not thread-safe: one thread saves. Futures may be used from any.
@@ -60,7 +60,7 @@ class AsyncCheckpointer(Overlapping):
 
     def __init__(
         self,
-        *,
+        *given: NoReturn,
         endpoint: str | None = None,
         config: CheckpointerConfig | None = None,
         checkpoint_stager: CheckpointStager | None = None,
@@ -69,6 +69,7 @@ class AsyncCheckpointer(Overlapping):
         commit_hook: Any | None = None,
         **fields: Any,
     ) -> None:
+        refuse_positional(given, "AsyncCheckpointer")
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:

@@ -167,6 +167,7 @@ class Coordination:
             "step": step,
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
+            "overwrite": self._config.overwrite,
             "worker": self._place(),
         }
 

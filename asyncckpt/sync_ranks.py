@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -152,8 +153,10 @@ def _store(
     differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
     holes = uncovered([found["structure"] for found in everybody])
     if differing or holes:  # known to all ranks alike, so that the next save works
-        steps.ranks.store_per_rank(sorted({found[0] for found in differing} | {found[0] for found in holes}))
-    for fqn, _, groups in differing:
+        whole = {found[0] for found in differing if not BOX.search(found[0])}
+        steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))
+    for name, _, groups in differing:
+        fqn = BOX.sub("", name)
         raise ReplicaMismatchError(
             f"save {save_id} to {path}: tensor {fqn!r} was taken for a replica but differs between ranks {groups}; "
             f"nothing was published. {WHAT_NEXT}",
@@ -166,6 +169,9 @@ def _store(
         raise hole_error(holes, save_id, path)
     return [_result_of(found["result"]) for found in everybody]
 
+
+BOX = re.compile(r" \[[0-9:,]*\]\Z")
+"""What follows the FQN in the name of a sample that is of a shard: its box."""
 
 WHAT_NEXT = (
     "A whole tensor is stored for each rank from the next save on; a shard must be the same on all ranks that hold it, "

@@ -16,6 +16,7 @@ from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysErro
 from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
+from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.slicing import read_tensor
@@ -23,7 +24,7 @@ from asyncckpt.paths import absolute_path
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
-from asyncckpt.storage.contents import Contents, SavedTensor, read_contents
+from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 
 
@@ -242,4 +243,5 @@ def open_checkpoint(
     """
     files = Files()
     reader = find_rank_info(rank_info)
-    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files, allow_pickle=allow_pickle)
+    contents = read_of_one_save(absolute_path(path), files, lambda found: found)
+    return OpenCheckpoint(contents, reader, files, allow_pickle=allow_pickle)

@@ -14,6 +14,7 @@ from asyncckpt.planning.contributions import TensorKey
 from asyncckpt.planning.plan import Box, SharedTensor
 from asyncckpt.planning.shard_book import BoxDuty, ShardDuty
 from asyncckpt.planning.shard_leaves import ShardLeaf
+from asyncckpt.planning.shard_lies import disagreement
 from asyncckpt.planning.sharding import grid
 
 
@@ -48,7 +49,11 @@ def shard_order(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
         duties = tuple(BoxDuty(((0, -1),)) for _ in leaf.boxes)
         duty = ShardDuty(duties, None, False)
     else:
-        duty = agreement.shards.duty(rank, leaf.claim(fqn, dtype), is_first=leaf.is_first)
+        claim = leaf.claim(fqn, dtype)
+        if claim.of_rank(rank) != leaf.boxes:
+            text = f"rank {rank} of the checkpointer holds another shard of {fqn!r} than rank {rank} of its mesh"
+            raise disagreement(text + "; number the ranks as torch.distributed does", [rank])
+        duty = agreement.shards.duty(rank, claim, is_first=leaf.is_first)
     boxes, origins, shared = [], [], []
     for box, source, told in zip(leaf.boxes, leaf.sources, duty.boxes, strict=True):
         offsets, sizes = box

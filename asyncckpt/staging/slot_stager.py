@@ -262,6 +262,7 @@ class SlotStager(CheckpointStager):
             n_tensors=plan.n_tensors,
             metadata=json.dumps(kw.get("metadata") or {}, allow_nan=False),
             fsync=self._config.fsync,
+            overwrite=self._config.overwrite,
             umask=umask,
             write_threads=self._config.write_threads or 0,
             package=self._package,

@@ -36,8 +36,11 @@ def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...]) -> boo
     Where no box lies on both sides of a cut through the region, both sides are looked at by themselves: sorting is all
     that thousands of boxes cost, which come from meshes, and from rows of what meshes have cut.
     """
-    if len(boxes) < 2:
+    if len(boxes) < 2 or not region:
         return [tuple((o, o + s) for o, s in zip(*box, strict=True)) for box in boxes] == [region]
+    others = (tuple(start for start, _ in region[1:]), tuple(end - start for start, end in region[1:]))
+    if all((offsets[1:], sizes[1:]) == others for offsets, sizes in boxes):  # rows: by far the most
+        return _are_joined(sorted((offsets[0], sizes[0]) for offsets, sizes in boxes), *region[0])
     for d, (start, end) in enumerate(region):
         slabs: list[list[Box]] = []
         bounds = [start]
@@ -59,6 +62,14 @@ def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...]) -> boo
             parts = zip(slabs, itertools.pairwise(bounds), strict=True)
             return all(_fits_together(slab, (*region[:d], part, *region[d + 1 :])) for slab, part in parts)
     return False
+
+
+def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    for first, n in runs:
+        if first != start:
+            return False
+        start += n
+    return start == end
 
 
 def _overlapping(boxes: Sequence[Box], n_dims: int) -> tuple[Box, Box] | None:

@@ -280,3 +280,69 @@ def test_loads_of_grids_are_what_their_boxes_say() -> None:
         for at, rank in enumerate(grid.ranks):
             held = sum(prod(sizes) * 4 for _, sizes in grid.boxes(shape, grid.coordinate(at)))
             assert totals.get(rank, 0) == held // grid.n_replicas
+
+
+@pytest.mark.usefixtures("grids")
+def test_a_rank_whose_number_is_not_that_of_its_mesh_is_told_so() -> None:
+    held = {"w": OnGrid(whole(4, 4), grid_of((2,), 0), 0)}
+    with pytest.raises(RanksDisagreeError, match="another shard of 'w'"):
+        PlanCache(files_per_rank=1, rank=1, agreement=Ranks(2).agreement).take(held)
+
+
+@pytest.mark.usefixtures("grids")
+def test_a_mesh_of_ranks_that_do_not_save_is_refused() -> None:
+    held = [{"w": OnGrid(whole(4, 4), grid_of((3,), 0), rank)} for rank in range(2)]
+    with pytest.raises(RanksDisagreeError, match="mesh with rank 2"):
+        Ranks(2).exchange(held)
+
+
+@pytest.mark.usefixtures("grids")
+def test_a_mesh_of_which_a_rank_says_nothing_leaves_a_hole_and_is_no_news_for_ever() -> None:
+    held: list[Any] = [{"w": OnGrid(whole(4, 4), grid_of((2,), 0), 0)}, {"other": whole(2, 2)}]
+    ranks = Ranks(2)
+    ranks.exchange(held)
+    made = [plans.take(state)[0] for plans, state in zip(ranks.plans, held, strict=True)]
+    assert uncovered([plan.structure for plan in made]) == [("w", "8 of 16 elements are stored")]
+    assert not made[0].news
+
+
+def test_a_stager_in_host_memory_gives_slices() -> None:
+    from asyncckpt import FlatShard
+    from asyncckpt.staging.host_stager import HostStager
+
+    state = {
+        "s": tp(whole(4, 2), 1, 2),
+        "f": FlatShard(torch.arange(4.0), (3, 3), 2),
+        "e": FlatShard(torch.ones(0), (2,), 0),
+    }
+    found = HostStager().stage(state)
+    assert isinstance(found["s"], ShardedSlice) and found["s"].offsets == (2, 0)
+    assert torch.equal(found["s"].tensor, state["s"].tensor) and found["s"].tensor is not state["s"].tensor
+    assert [part.offsets for part in found["f"]] == [(0, 2), (1, 0)] and found["e"] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nonsense_in_a_claim_is_refused(seed: int) -> None:
+    from asyncckpt.planning.claims import ShardClaim, decode_claims, encode_claims
+
+    rng = random.Random(seed)
+    grids = [
+        grid_of((2, 3), None, 0, ranks=[4, 2, 9, 0, 1, 3]),
+        grid_of((2, 2), 0, (1, 2)),
+        grid_of((4,), 0, ranks=[1, 3, 5, 7]),
+    ]
+    claims = tuple(ShardClaim(f"w{n}", "float32", (5, 6), grid, ()) for n, grid in enumerate(grids))
+    claims += (ShardClaim("b", "int8", (5, 6), None, (((0, 0), (2, 6)), ((2, 0), (3, 1)))),)
+    data = encode_claims(claims)
+    assert decode_claims(data) == claims
+    for _ in range(300):
+        broken = bytearray(data)
+        broken[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            found = decode_claims(bytes(broken))
+        except Exception as error:
+            assert isinstance(error, (ValueError, TypeError, IndexError, KeyError, OverflowError)), repr(error)
+        else:
+            for claim in found:
+                for rank in range(10):
+                    claim.of_rank(rank)

@@ -98,10 +98,9 @@ def runs_of(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[Run, .
 
 
 def _chunks(length: int, n_chunks: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each of `torch.chunk`'s pieces: as many elements each, but the last ones."""
+    """Yield start and end of each of `torch.chunk`'s pieces that has elements: as many each, but the last one."""
     size = -(-length // n_chunks)
-    for n in range(n_chunks):
-        start = min(n * size, length)
+    for start in range(0, length, size or 1):
         yield start, min(start + size, length)
 
 
