@@ -50,7 +50,8 @@ def load(
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
-        verify: False reads only the bytes that are needed and checks no checksum of them.
+        verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
+            checksum.
         threads: Reading threads; None takes 4.
         low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
             into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,

@@ -85,36 +85,38 @@ class DefaultReader(CheckpointReader):
         Returns:
             The state dict that was filled, or a new one; and the missing keys, as the target names them.
         """
-        if kw:
-            raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
-        options = _Options(
-            map_location=map_location,
-            keys=key_list(keys),
-            strict=strict,
-            verify=verify,
-            threads=thread_count(threads),
-            low_memory=low_memory,
-            key_map=key_map,
-            allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
-        )
-        if type(low_memory) is not bool:
-            raise ConfigError(f"low_memory={low_memory!r}: expected True or False", field="low_memory")
-        if type(options.allow_pickle) is not bool:  # what lets code in is not guessed
-            raise ConfigError(f"allow_pickle={allow_pickle!r}: expected True or False", field="allow_pickle")
-        if key_map is not None and state_dict is None:
-            raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
         reader = find_rank_info(self._rank_info)
-        directory = absolute_path(path)
         touched: set[str] = set()
 
         def load(contents: Contents) -> tuple[Any, list[str]]:
             one = _Load(contents, options, self._files, reader, touched, shared)
             return one.new() if state_dict is None else one.into(state_dict)
 
-        with _shared(redundant_reads, reader) as shared, collector_paused():
+        with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
+            if kw:
+                raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
+            if key_map is not None and state_dict is None:
+                raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
+            options = _Options(
+                map_location=map_location,
+                keys=key_list(keys),
+                strict=strict,
+                verify=verify,
+                threads=thread_count(threads),
+                low_memory=_flag("low_memory", low_memory),
+                key_map=key_map,
+                allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
+            )
+            directory = absolute_path(path)
             if shared is not None:  # all ranks would have to begin again together
                 return load(read_contents(directory, self._files))
             return read_of_one_save(directory, self._files, load)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:  # what lets code in is not guessed
+        raise ConfigError(f"{name}={value!r}: expected True or False", field=name)
+    return value
 
 
 def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:

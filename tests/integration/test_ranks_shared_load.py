@@ -122,10 +122,10 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
     target: Any = {"model": target_of(rank, 2)["model"]}
     if how == "strict" and rank == 1:
         target["nowhere"], options["strict"] = torch.zeros(1), True
+    if how == "argument" and rank == 1:
+        options["threads"] = 0
     if how == "absent" and rank == 1:
         return "absent", None, "", 0.0
-    if how == "late":
-        shared_reads.ARRIVE_TIMEOUT_S = 60.0
     if how == "absent":
         shared_reads.ARRIVE_TIMEOUT_S = 1.5
     if how == "receiving" and rank == 1:
@@ -158,10 +158,15 @@ def test_damage_that_one_rank_finds_ends_the_load_on_all(tmp_path: Path) -> None
     )
 
 
-def test_a_rank_that_refuses_its_target_tells_the_others_why(saved: str) -> None:
-    found = rank_processes.run(3, _fails, saved, "strict")
-    assert [kind for kind, _, _, _ in found] == ["SharedLoadError", "MissingKeysError", "SharedLoadError"]
-    assert found[0][1] == found[2][1] == 1 and "nowhere" in found[0][2]
+@pytest.mark.parametrize(
+    ("how", "error", "word"), [("strict", "MissingKeysError", "nowhere"), ("argument", "ConfigError", "threads=0")]
+)
+def test_a_rank_that_refuses_its_target_or_arguments_tells_the_others_why(
+    saved: str, how: str, error: str, word: str
+) -> None:
+    found = rank_processes.run(3, _fails, saved, how)
+    assert [kind for kind, _, _, _ in found] == ["SharedLoadError", error, "SharedLoadError"]
+    assert found[0][1] == found[2][1] == 1 and word in found[0][2]
     assert max(taken for _, _, _, taken in found) < 20
 
 
