@@ -122,10 +122,22 @@ class BoxSink:
 
     def _take(self, first: int, elements: torch.Tensor) -> None:
         """Take the elements of the range from number `first` on."""
-        end, strides, on_cpu = first + elements.numel(), self._strides, self._target.device.type == "cpu"
-        for box in boxes_within(self._sizes, strides, self._offsets, first, end):
-            for start, offsets, sizes in _slabs(strides, *box) if on_cpu else [box]:
-                fill_box(self._target, offsets, elements.as_strided(sizes, strides, start - first))
+        target, end, strides = self._target, first + elements.numel(), self._strides
+        boxes = boxes_within(self._sizes, strides, self._offsets, first, end)
+        if target.device.type != "cpu" or _is_lazy(target):
+            for start, offsets, sizes in boxes:
+                fill_box(target, offsets, elements.as_strided(sizes, strides, start - first))
+            return
+        places, origin = target.stride(), target.storage_offset()
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            into, out = [], []
+            for box in boxes:
+                for start, offsets, sizes in _slabs(strides, *box):
+                    at = origin + sum(o * stride for o, stride in zip(offsets, places, strict=True))
+                    into.append(target.as_strided(sizes, places, at))
+                    out.append(elements.as_strided(sizes, strides, start - first))
+            if into:
+                torch._foreach_copy_(into, out)  # one call into torch, and out of the interpreter's lock
 
 
 def _slabs(
@@ -181,10 +193,10 @@ def boxes_within(
 
     if whole:
         yield part(whole.start, len(whole))
-    for at in touched:
-        if at not in whole:
-            first, moved, shape = part(at, 1)
-            yield from boxes_within(shape, strides, moved, low, high, first)
+    edges = (*range(touched.start, whole.start), *range(whole.stop, touched.stop)) if whole else touched
+    for at in edges:
+        first, moved, shape = part(at, 1)
+        yield from boxes_within(shape, strides, moved, low, high, first)
 
 
 def fill_box(
