@@ -62,7 +62,7 @@ class Coordination:
         self._met: set[int] = set()
         self._doubted = self._waited_in_vain = False
         self.knows_run = False
-        self._answers, self._preparations = itertools.count(), itertools.count()
+        self._answers, self.preparations = itertools.count(), itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
@@ -101,6 +101,8 @@ class Coordination:
     def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
         """Agree on a structure before its first save: a collective, that consumes no save id.
 
+        A failure, wherever, leaves all ranks without an agreement: their next save meets again.
+
         Args:
             contributed: Returns this rank's state and what is in it; where it raises, the other ranks are told.
 
@@ -109,10 +111,11 @@ class Coordination:
 
         Blocks: up to `plan_timeout_s` for the other ranks.
         """
-        name = f"prepare/{next(self._preparations)}"
+        name = f"prepare/{next(self.preparations)}"
         try:
             flat, contribution = contributed()
         except BaseException as error:
+            self.agreement = None  # as on the ranks that are told
             self.refuse_meeting(name, repr(error))
             raise
         self._meet_and_settle(name, flat, contribution, "", 0)
@@ -190,8 +193,9 @@ class Coordination:
         agreement = self.agreement or Agreement.start(self.rank.world_size)
         settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
         change = Change(contributions=settled)
-        self.agreement = agreement.extended(change, change.encode())
-        self.agreement.shards.check()
+        agreement = agreement.extended(change, change.encode())
+        agreement.shards.check()
+        self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
         """From now on each rank stores its own of these tensors. Called on all ranks alike."""
@@ -236,6 +240,8 @@ class Coordination:
             if self.agreement is not None:
                 change = Change.decode(raw)
                 self.agreement = self.agreement.extended(change, raw)
+                if self.agreement.shards.conflicts:  # known to all ranks: they meet until it is settled
+                    self.forget()
                 if change.per_rank:
                     _log.warning(
                         "from this save on each rank stores its own of %d tensors that were found to differ between "

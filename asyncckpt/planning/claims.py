@@ -24,6 +24,7 @@ class ShardClaim(NamedTuple):
         fqn, dtype, shape: As of a `TensorKey`; the shape is the global one.
         grid: Says which parts; then `boxes` is empty.
         boxes: The parts one by one, where there is no grid.
+        is_first: False: another rank is said to hold the same boxes, and to come before this one.
     """
 
     fqn: str
@@ -31,6 +32,7 @@ class ShardClaim(NamedTuple):
     shape: tuple[int, ...]
     grid: Grid | None
     boxes: tuple[Box, ...]
+    is_first: bool = True
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
         """Return what `rank` holds."""
@@ -54,7 +56,10 @@ def position_in(grid: Grid, rank: int) -> int | None:
 
 
 def encode_claims(claims: Sequence[ShardClaim]) -> bytes:
-    """Return claims as msgpack: [grids, claims], a claim being [FQN, dtype, shape, number of its grid, or boxes]."""
+    """Return claims as msgpack: [grids, claims].
+
+    A claim is [FQN, dtype, shape, number of its grid or list of boxes, whether this rank comes first].
+    """
     grids: dict[Grid, int] = {}
     numbers: dict[int, int] = {}  # hashing a grid takes as long as it has ranks
     rows = []
@@ -65,7 +70,7 @@ def encode_claims(claims: Sequence[ShardClaim]) -> bytes:
             if number is None:
                 number = numbers[id(claim.grid)] = grids.setdefault(claim.grid, len(grids))
             where = number
-        rows.append((claim.fqn, claim.dtype, claim.shape, where))
+        rows.append((claim.fqn, claim.dtype, claim.shape, where, claim.is_first))
     return bytes(msgpack.packb([[(g.mesh, _packed(g), g.placements) for g in grids], rows]))
 
 
@@ -94,7 +99,7 @@ def decode_claims(data: bytes) -> tuple[ShardClaim, ...]:
     if len(rows) > MAX_TENSORS:
         raise ValueError("too many shards")
     found, seen = [], set()
-    for fqn, dtype, shape, where in rows:
+    for fqn, dtype, shape, where, is_first in rows:
         if type(fqn) is not str or fqn in seen or type(dtype) is not str or dtype not in DTYPES:
             raise ValueError(f"shards of {fqn!r}, of dtype {dtype!r}, are none, or occur twice")
         if not _are_lengths(shape) or len(shape) > MAX_DIMS:
@@ -106,7 +111,8 @@ def decode_claims(data: bytes) -> tuple[ShardClaim, ...]:
                 raise ValueError(f"shards of {fqn!r} lie on no grid")
             found.append(ShardClaim(fqn, dtype, shape, grid, ()))
         else:
-            found.append(ShardClaim(fqn, dtype, shape, None, tuple(_box(fqn, shape, box) for box in where)))
+            boxes = tuple(_box(fqn, shape, box) for box in where)
+            found.append(ShardClaim(fqn, dtype, shape, None, boxes, bool(is_first)))
     return tuple(found)
 
 

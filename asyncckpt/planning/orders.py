@@ -53,7 +53,7 @@ def shard_order(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
         if claim.of_rank(rank) != leaf.boxes:
             text = f"rank {rank} of the checkpointer holds another shard of {fqn!r} than rank {rank} of its mesh"
             raise disagreement(text + "; number the ranks as torch.distributed does", [rank])
-        duty = agreement.shards.duty(rank, claim, is_first=leaf.is_first)
+        duty = agreement.shards.duty(rank, claim)
     boxes, origins, shared = [], [], []
     for box, source, told in zip(leaf.boxes, leaf.sources, duty.boxes, strict=True):
         offsets, sizes = box

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import add
 from typing import Any
 
@@ -61,6 +62,7 @@ def make_plan(
     rank: int = 0,
     agreement: Agreement | None = None,
     max_shard_nbytes: int | None = None,
+    known: SavePlan | None = None,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -71,6 +73,7 @@ def make_plan(
         rank: Of this process.
         agreement: With the other ranks; None: there are none.
         max_shard_nbytes: No shard file is larger; None: as large as it gets.
+        known: A plan of that structure under an earlier agreement; its very layout is kept where it is still the same.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
@@ -89,8 +92,12 @@ def make_plan(
     ]
     if max_shard_nbytes is not None:
         orders = [cut_to_size(order, room_for(order.stored, len(order.key[2]), max_shard_nbytes)) for order in orders]
-    boxes = [box for order in orders for box in order.boxes]
-    specs = [_spec(order, n) for order in orders for n in range(len(order.boxes))]
+    boxes, names = tuple(box for order in orders for box in order.boxes), tuple(order.stored for order in orders)
+    news = tuple(number for number, order in enumerate(orders) if order.is_news)
+    shared = _by_turn(shared for order in orders for shared in order.shared)
+    specs = tuple(_spec(order, n) for order in orders for n in range(len(order.boxes)))
+    if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
+        return replace(known, agreement=agreement, news=news, shared=shared)
     layout = build_layout(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
     chunks = iter(layout.chunks)
     structure = Structure(
@@ -110,13 +117,15 @@ def make_plan(
     return SavePlan(
         signature=signature,
         layout=layout,
-        boxes=tuple(boxes),
+        boxes=boxes,
+        specs=specs,
+        names=names,
         structure=encode_structure(structure),
         n_tensors=sum(not any(spec.offsets) for spec in specs),
         tensor_nbytes=sum(s.nbytes for s in specs),
         agreement=agreement,
-        news=tuple(number for number, order in enumerate(orders) if order.is_news),
-        shared=_by_turn(shared for order in orders for shared in order.shared),
+        news=news,
+        shared=shared,
     )
 
 
@@ -202,13 +211,12 @@ class PlanCache:
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the other ranks; setting another one drops all plans."""
+        """With the other ranks; after another one is set, each plan is looked through when it is next taken."""
         return self._agreement
 
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self._agreement = agreement
-        self._plans.clear()
 
     def flatten(self, state_dict: Any) -> Flattened:
         """Take `state_dict` apart as `take` does, without a plan.
@@ -230,24 +238,33 @@ class PlanCache:
             plan = self._plans[key]
             flat = match(*plan.signature, state_dict, openings, allow_pickle=self._allow_pickle)
             if flat is not None:
+                if plan.agreement is not self._agreement:
+                    plan = self._make(flat, plan.signature, plan)
+                    self._plans[key] = plan
                 self._plans.move_to_end(key)
                 return plan, flat
         flat = flatten(state_dict, openings, allow_pickle=self._allow_pickle)
         signature = signature_of(flat)
         key = hash(signature)
         found = self._plans.get(key)
-        if found is None or found.signature != signature:
-            found = make_plan(
-                flat,
-                signature,
-                files_per_rank=self._files_per_rank,
-                rank=self._rank,
-                agreement=self._agreement,
-                max_shard_nbytes=self._max_shard_nbytes,
-            )
-            self.made += 1
+        if found is None or found.signature != signature or found.agreement is not self._agreement:
+            known = found if found is not None and found.signature == signature else None
+            found = self._make(flat, signature, known)
             self._plans[key] = found
             if len(self._plans) > self.MAX_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return found, flat
+
+    def _make(self, flat: Flattened, signature: Signature, known: SavePlan | None) -> SavePlan:
+        made = make_plan(
+            flat,
+            signature,
+            files_per_rank=self._files_per_rank,
+            rank=self._rank,
+            agreement=self._agreement,
+            max_shard_nbytes=self._max_shard_nbytes,
+            known=known,
+        )
+        self.made += known is None or made.layout is not known.layout
+        return made

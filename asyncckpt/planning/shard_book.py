@@ -107,7 +107,7 @@ class ShardBook:
         """What anything was said of."""
         return self._given.keys()
 
-    def duty(self, rank: int, claim: ShardClaim, *, is_first: bool) -> ShardDuty:
+    def duty(self, rank: int, claim: ShardClaim) -> ShardDuty:
         """Return what `rank` writes of a tensor of which it holds shards.
 
         Raises:
@@ -119,11 +119,34 @@ class ShardBook:
         lie = self._lies.get(claim.fqn)
         boxes = claim.of_rank(rank)
         if not said or lie is None or (isinstance(lie, Scattered) and not lie.knows(rank, boxes)):
-            return ShardDuty(tuple(_unagreed(rank, claim, box, is_first) for box in boxes), None, not said)
+            return ShardDuty(tuple(self._unagreed(rank, claim, box) for box in boxes), None, not said)
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
         duties = self._duties(rank)
         return ShardDuty(tuple(duties[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
+
+    def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
+        """What is written of a box that not all ranks have agreed upon: all that can be known without them.
+
+        Whoever holds a box of a mesh is known. Of other boxes it is supposed that the ranks hold it which hold the same
+        one of another tensor of that shape: so it is with an optimizer's state, which comes after the first save.
+        """
+        at = None if claim.grid is None else position_in(claim.grid, rank)
+        if claim.grid is None or at is None:
+            writer = self._writers.get((claim.shape, box), rank)
+            return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
+        holders = claim.grid.replicas(at)
+        return BoxDuty(_even_share(claim, box, holders.index(rank), len(holders)))
+
+    @cached_property
+    def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
+        """Who comes first of those that hold a box; None where that differs from tensor to tensor."""
+        found: dict[tuple[tuple[int, ...], Box], int | None] = {}
+        for lie in self._lies.values():
+            if isinstance(lie, Scattered):
+                for box, first in lie.firsts.items():
+                    found[lie.shape, box] = first if found.get((lie.shape, box), first) == first else None
+        return found
 
     def _said(self, rank: int, claim: ShardClaim) -> bool:
         return any(given.claim == claim and rank in given.ranks for given in self._given.get(claim.fqn, ()))
@@ -242,15 +265,10 @@ def _duty_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxDuty:
     return BoxDuty(tuple((first, n) for owner, first, n in pieces if owner == rank), True, len(pieces) > 1)
 
 
-def _unagreed(rank: int, claim: ShardClaim, box: Box, is_first: bool) -> BoxDuty:
-    """What is written of a box that not all ranks have agreed upon: all that can be known without them."""
-    at = None if claim.grid is None else position_in(claim.grid, rank)
-    if claim.grid is None or at is None:
-        return BoxDuty(_rows(box) if is_first else ())
-    holders = claim.grid.replicas(at)
-    mine, count = holders.index(rank), len(holders)
+def _even_share(claim: ShardClaim, box: Box, mine: int, count: int) -> Rows:
+    """Return what one of `count` ranks that hold a box writes of it, if each knows of nothing else."""
     nbytes, n_rows = replica_of(box[1], DTYPES[claim.dtype].itemsize)
     if nbytes <= CUT_NBYTES or n_rows < count:  # whole, by one of them
-        return BoxDuty(_rows(box) if zlib.crc32(claim.fqn.encode()) % count == mine else ())
+        return _rows(box) if zlib.crc32(claim.fqn.encode()) % count == mine else ()
     first, end = n_rows * mine // count, n_rows * (mine + 1) // count
-    return BoxDuty(((first, end - first),))
+    return ((first, end - first),)

@@ -31,7 +31,8 @@ class ShardLeaf(NamedTuple):
 
     def claim(self, fqn: str, dtype: str) -> ShardClaim:
         """Return what the other ranks are told."""
-        return ShardClaim(fqn, dtype, self.global_shape, self.grid, () if self.grid is not None else self.boxes)
+        boxes = () if self.grid is not None else self.boxes
+        return ShardClaim(fqn, dtype, self.global_shape, self.grid, boxes, self.is_first)
 
 
 def boxes_of(found: Sharded) -> tuple[Box, ...]:

@@ -33,9 +33,11 @@ class Lie(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """A tensor in boxes: which ranks hold each, ascending."""
+    """A tensor in boxes: which ranks hold each, ascending, and the first of those that call themselves first."""
 
     holders: dict[Box, tuple[int, ...]]
+    firsts: dict[Box, int]
+    shape: tuple[int, ...]
     itemsize: int
 
     @property
@@ -88,13 +90,17 @@ def _joined(grids: Sequence[Grid]) -> Grid | None:
 
 def _scattered(given: Sequence[Given], itemsize: int) -> Scattered | OverlappingShardsError:
     holders: dict[Box, list[int]] = {}
+    firsts: dict[Box, int] = {}
     for ranks, claim in given:
         for rank in ranks:
             for box in claim.of_rank(rank):
                 holders.setdefault(box, []).append(rank)
+                if claim.is_first:
+                    firsts[box] = min(rank, firsts.get(box, rank))
     twice = overlapping(list(holders))
     if twice is None:
-        return Scattered({box: tuple(sorted(set(holders[box]))) for box in holders}, itemsize)
+        ordered = {box: tuple(sorted(set(holders[box]))) for box in holders}
+        return Scattered(ordered, firsts, given[0].claim.shape, itemsize)
     one, other = (f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}" for box in twice)
     fqn = given[0].claim.fqn
     return OverlappingShardsError(

@@ -258,6 +258,30 @@ def test_a_replica_of_a_mesh_that_diverges_fails_its_save_and_says_what_to_do(
         assert second.startswith(f"{ReplicaMismatchError.__name__} w ") and "synchronise it" in second
 
 
+def overlaps_later(rank: int, root: str) -> list[str]:
+    """Add slices that overlap after the first save, and correct them in the end."""
+    whole, found = torch.arange(12.0).view(6, 2), []
+    with AsyncCheckpointer() as checkpointer:
+        for step in range(14):
+            state: dict[str, Any] = {"w": whole}
+            first = 0 if rank == 0 else 2 if 0 < step < 10 else 3
+            if step:
+                state["s"] = ShardedSlice(whole[first : first + 3], (6, 2), (first, 0))
+            error = checkpointer.save(state, f"{root}/step-{step}").written.exception(DEADLINE_S)
+            found.append("" if error is None else f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_slices_that_come_to_overlap_fail_by_name_until_they_are_corrected(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    for texts in run(shared_worker, 2, overlaps_later, str(tmp_path)):
+        assert texts[0] == "" and all("'s'" in text for text in texts[1:10])
+        assert texts[9].startswith("OverlappingShardsError") and "offsets [2, 0]" in texts[9] and "rank 1" in texts[9]
+        assert texts[10:] == [""] * 4
+    assert torch.equal(asyncckpt.load(tmp_path / "step-13")["s"], torch.arange(12.0).view(6, 2))
+
+
 def stages(rank: int, root: str) -> str:
     """Pipeline stages: other keys on each rank, and an expert of each beside shared dense weights."""
     from torch.distributed.tensor import Shard, distribute_tensor

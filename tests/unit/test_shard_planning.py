@@ -13,6 +13,7 @@ from simulated_ranks import Ranks
 
 from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
+from asyncckpt.planning.contributions import Change
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.storage.proof import uncovered
@@ -160,6 +161,21 @@ def test_new_slices_that_all_call_themselves_first_are_found_to_be_stored_twice(
     assert fqn == "l" and "twice" in why
 
 
+@pytest.mark.parametrize("ids", [(0, 0), (0, 1), (1, 0)])
+def test_an_optimizer_s_slices_that_come_after_the_first_save_lie_as_its_weights_do(ids: tuple[int, int]) -> None:
+    weight, moment = whole(2048, 600), whole(2048, 600, seed=1)
+    ranks = Ranks(4)
+    held = [{"w": tp(weight, rank % 2, 2, ids[rank // 2])} for rank in range(4)]
+    ranks.exchange(held)
+    more = [{**held[rank], "moment": tp(moment, rank % 2, 2, ids[rank // 2])} for rank in range(4)]
+    found = ranks.save(more)
+    assert states.bits_of(found["moment"]) == states.bits_of(moment)
+    assert all(plan.news for plan in ranks.made)
+    ranks.apply(Change(contributions=ranks.news(more)))
+    assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
+    assert max(loads_of(ranks)) < moment.nbytes * 0.6
+
+
 def test_a_hole_is_found() -> None:
     plan, _ = PlanCache(files_per_rank=1).take({"w": ShardedSlice(whole(3, 4), (4, 4), (0, 0))})
     ((fqn, why),) = uncovered([plan.structure])
@@ -230,8 +246,6 @@ def test_a_tensor_that_comes_later_is_stored_at_once_and_agreed_upon_then() -> N
     held = [{"one": OnGrid(one, grid, rank), "two": OnGrid(two, grid, rank)} for rank in range(4)]
     assert states.bits_of(ranks.save(held)["two"]) == states.bits_of(two)
     assert all(plan.news for plan in ranks.made)
-    from asyncckpt.planning.contributions import Change
-
     ranks.apply(Change(contributions=ranks.news(held)))
     assert states.bits_of(ranks.save(held)["two"]) == states.bits_of(two)
     assert not any(plan.news for plan in ranks.made)

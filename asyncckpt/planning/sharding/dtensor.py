@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ def _placement(placement: Any) -> tuple[int, ...]:
         return (int(placement.dim),)
     if kind == "_StridedShard":
         return (int(placement.dim), int(placement.split_factor))
-    raise refused("DTensor", f"its placement {placement}; only shards and replicas are elements that can be stored")
+    text = f"its placement {placement!r} is neither a shard nor a replica; redistribute() it first"
+    raise refused("DTensor", text)
 
 
 def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -147,6 +149,6 @@ def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> 
     return local if type(local) is torch.Tensor and value.shape == global_shape else None
 
 
-def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return `tensors` with the local tensor in the place of each DTensor."""
     return [t if type(t) in _PLAIN else getattr(t, "_local_tensor", t) for t in tensors]

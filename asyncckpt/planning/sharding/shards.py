@@ -54,9 +54,11 @@ class ShardedSlice:
         tensor: What this process holds; its shape is the box's sizes.
         global_shape: Of the whole tensor, in elements.
         offsets: Where the box begins in it, in elements.
-        replica_id: Of equal boxes on several ranks, which one this is. A box that is new and not agreed upon by the
-            ranks yet is written by those with 0 only, so give others to copies; whatever it is, equal boxes are
-            written once from the ranks' agreement on.
+        replica_id: Of equal boxes on several ranks, which one this is. A box that comes after the first save is
+            written by those with 0 until the ranks have heard of each other's, a few saves later, so give others to
+            copies. Without, it is taken to lie as an equal box of an equal shape does that is known, as an optimizer's
+            state does; else the saves until then fail (`coverage`). From then on equal boxes are written once,
+            whatever it is.
 
     Raises:
         UnsupportedLeafError: The box does not lie in the shape.
