@@ -183,7 +183,7 @@ def test_a_hole_is_found() -> None:
 
 
 def test_slices_that_overlap_on_two_ranks_are_refused_with_both_boxes() -> None:
-    held = [{"w": ShardedSlice(whole(3, 4), (5, 4), (rank, 0))} for rank in range(2)]
+    held = [{"w": ShardedSlice(whole(3, 4), global_shape=(5, 4), offsets=(rank, 0))} for rank in range(2)]
     with pytest.raises(OverlappingShardsError, match=r"offsets \[0, 0\].*rank 0; offsets \[1, 0\].*rank 1") as caught:
         Ranks(2).exchange(held)
     assert caught.value.fqn == "w" and len(caught.value.boxes) == 2

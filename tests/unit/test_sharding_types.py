@@ -92,7 +92,7 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
         start = rng.randint(0, n_elements)
         stop = rng.randint(start, n_elements)
         local = whole[start:stop].clone()
-        found = sharded(FlatShard(local, shape, start))
+        found = sharded(FlatShard(local, global_shape=shape, start=start))
         assert isinstance(found, Sharded) and len(found.shards) <= max(1, 2 * len(shape) - 1)
         target = torch.full(shape, -1)
         for tensor, offsets in found.shards:
