@@ -45,6 +45,7 @@
     +-- PickledLeafError             (ValueError)         a pickle that may not be unpickled, or does not unpickle
     +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
     +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
+    +-- SharedLoadError              (RuntimeError)       redundant_reads="broadcast": another rank failed: rank, detail
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
 `fields` are attributes of the instance; one that was not given is None.
@@ -242,3 +243,7 @@ class PerRankUnavailableError(
     AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
 ):
     """Values of other ranks than the reader; `keys` lists all. `saved`, `wanted`: the world sizes of both."""
+
+
+class SharedLoadError(AsyncCkptError, RuntimeError, code="shared_load", fields=("path", "rank", "detail")):
+    """A load with `redundant_reads="broadcast"` failed on another rank, `rank`, or the ranks lost each other (None)."""
