@@ -19,9 +19,11 @@ PREFIX = "ASYNCCKPT_"
 MAX_WRITE_THREADS = 64
 MAX_FILES_PER_RANK = 256
 MAX_SLOTS = 16
+MIN_SHARD_NBYTES = 64 * 1024
+"""Of `max_shard_bytes`: a header takes pages of it. Chosen, far below what anybody wants."""
 
 _OTHER_VARIABLES = ("ENDPOINT", "JOB", "ADVERTISE")
-"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE`, `protocol.endpoint.JOB_VARIABLES`, and the worker's own."""
+"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE`, `protocol.endpoint.JOB_VARIABLES`, the worker's."""
 
 _TESTS = "TEST_"
 _log = logging.getLogger("asyncckpt")
@@ -56,6 +58,8 @@ class CheckpointerConfig:
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
+        max_shard_bytes: No shard file is larger: more files are written, and larger tensors are cut between rows; None:
+            no limit.
         use_pinned_memory: Pins the memory that tensors of GPUs are copied into, once. False: the copies are slower, and
             those behind the training are made by a thread, for which `step()` waits as it does on the CPU.
         use_non_blocking_copy: Copies of GPUs run while the CPU goes on, and `step()` waits on the GPU. False: one after
@@ -87,6 +91,7 @@ class CheckpointerConfig:
     overwrite: bool = False
     fsync: bool = True
     files_per_rank: int = 1
+    max_shard_bytes: int | None = None
     use_pinned_memory: bool = True
     use_non_blocking_copy: bool = True
     allow_pickle: bool = False
@@ -211,9 +216,10 @@ _INTEGERS = {
     "slots": (1, MAX_SLOTS),
     "arena_limit_bytes": (1, 1 << 60),
     "files_per_rank": (1, MAX_FILES_PER_RANK),
+    "max_shard_bytes": (MIN_SHARD_NBYTES, 1 << 60),
     "write_threads": (2, MAX_WRITE_THREADS),
 }
-_OPTIONAL = ("arena_limit_bytes", "write_threads")
+_OPTIONAL = ("arena_limit_bytes", "max_shard_bytes", "write_threads")
 _SECONDS = (
     "slot_timeout_s",
     "plan_timeout_s",

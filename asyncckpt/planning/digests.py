@@ -16,10 +16,10 @@ import xxhash
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.planning.assignment import row_dimension
 from asyncckpt.planning.contributions import Contribution, as_claim
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
-from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.samples import encode_samples
 
 MAX_THREADS = 4
@@ -75,6 +75,25 @@ def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
     return _digests([flat.tensors[common[position]] for position in positions])
 
 
+def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]]) -> bytes:
+    """Return 8 bytes for each of `ShardBook.compared`'s positions of `contribution_of(flat).shards`.
+
+    Blocks for reading them.
+
+    Raises:
+        RuntimeError: From torch, when one cannot be read.
+    """
+    leaves = list(flat.shards.values())
+    sources = [leaves[at].sources if box is None else (leaves[at].sources[box],) for at, box in compared]
+    raw = _digests([flat.tensors[source] for part in sources for source in part], tensor_digest)
+    found, begin = [], 0
+    for part in sources:
+        end = begin + DIGEST_NBYTES * len(part)
+        found.append(raw[begin:end] if len(part) == 1 else block_digest(raw[begin:end]))
+        begin = end
+    return b"".join(found)
+
+
 def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contribution:
     """Return the contribution that goes with a save whose plan has news, with digests of what is new.
 
@@ -91,8 +110,9 @@ def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contrib
     contribution = contribution_of(flat)
     if not compare:
         return contribution
-    raw = _digests([flat.tensors[number] for number in plan.news])
-    found = {n: raw[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)] for i, n in enumerate(plan.news)}
+    news = [number for number in plan.news if number not in flat.shards]  # those are declared, and sampled later
+    raw = _digests([flat.tensors[number] for number in news])
+    found = {n: raw[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)] for i, n in enumerate(news)}
     return replace(contribution, digests=tuple(found.get(number, b"") for number in flat.common))
 
 
@@ -171,13 +191,13 @@ def _as_initialised(tensor: torch.Tensor) -> bool:
         return bool((few == first).all()) and bool((bits == first).all())
 
 
-def _digests(tensors: Sequence[torch.Tensor]) -> bytes:
+def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], bytes] = claim_digest) -> bytes:
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if nbytes < THREADED_NBYTES or threads < 2 or len(tensors) < 2:
-        return b"".join(map(claim_digest, tensors))
+        return b"".join(map(digest, tensors))
     with ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-digest") as pool:
-        return b"".join(pool.map(claim_digest, tensors))
+        return b"".join(pool.map(digest, tensors))
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:

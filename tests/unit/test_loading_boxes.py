@@ -14,13 +14,17 @@ from storage_samples import SAVE_ID, RecordingFiles, manifest_of
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Chunk, Structure, TensorEntry, encode_structure
+from asyncckpt.loading.boxes import inside, near, region_of, whole_region
 from asyncckpt.loading.loader import load
+from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.planning.sharding.shards import FlatShard, ShardedSlice
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
@@ -192,3 +196,94 @@ def test_trees_of_several_ranks_are_joined_and_objects_are_the_lowest_ranks(tmp_
     saved = SavedTree(read_contents(path, FILES), RankInfo(0, 1))
     assert list(saved.leaves) == ["top.a", "top.object0", "top.b"]
     assert saved.containers == {"top"}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_random_boxes_fill_random_boxes_and_flat_ranges(
+    tmp_path: Path, rng: random.Random, verify: bool, low_memory: bool
+) -> None:
+    tensors, boxes = {}, {}
+    for n in range(20):
+        shape = tuple(rng.choice([1, 2, 5, 9, 40]) for _ in range(rng.randrange(0, 4)))
+        if n == 0:
+            shape = (300, 3000)  # more than a block, rows of more than a page
+        tensors[f"t{n}"] = torch.randn(shape)
+        by_rank: Boxes = {}
+        for box in cut(rng, (0,) * len(shape), shape, 3):
+            by_rank.setdefault(rng.randrange(3), []).append(box)
+        boxes[f"t{n}"] = by_rank
+    path = save_boxes(tmp_path / "c", tensors, boxes, 3)
+    for _ in range(4):
+        target: dict[str, Any] = {}
+        for fqn, value in tensors.items():
+            shape = tuple(value.shape)
+            if rng.random() < 0.3:
+                start = rng.randrange(value.numel())
+                length = rng.randrange(value.numel() - start + 1)
+                target[fqn] = FlatShard(torch.zeros(length), shape, start)
+                continue
+            offsets, sizes = rng.choice(cut(rng, (0,) * len(shape), shape, 3))
+            mine = torch.zeros(sizes, dtype=rng.choice([torch.float32, torch.float64]))
+            if mine.dim() > 1 and rng.random() < 0.3:
+                mine = torch.zeros((*sizes[1:], sizes[0])).movedim(-1, 0)
+            target[fqn] = ShardedSlice(mine, shape, offsets)
+        load(path, {"top": target}, strict=True, verify=verify, low_memory=low_memory, threads=rng.choice([1, 3]))
+        for fqn, found in target.items():
+            value = tensors[fqn]
+            if isinstance(found, FlatShard):
+                wanted = value.flatten()[found.start : found.start + found.tensor.numel()]
+            else:
+                wanted = value[tuple(slice(o, o + s) for o, s in zip(found.offsets, found.tensor.shape, strict=True))]
+            assert torch.equal(found.tensor.float(), wanted)
+
+
+def test_a_part_of_thousands_of_chunks_is_found_without_looking_closely_at_each() -> None:
+    chunks = [(n, Chunk(part=0, offset_bytes=4096, nbytes=16, offsets=(n * 2, 0), sizes=(2, 2))) for n in range(5000)]
+    region = whole_region((100, 0), (4, 2))
+    assert [n for n, _ in near(chunks, region, (10_000, 2))] == [50, 51]
+    assert list(near(chunks, whole_region((0, 0), (10_000, 2)), (10_000, 2))) == chunks
+    chunk = chunks[50][1]
+    assert inside(chunk, region) == (0, 4, (0, 0), (2, 2), (2, 1), 1, 0)
+    assert (
+        inside(chunks[49][1], region) is None
+        and inside(chunk, region_of((slice(100, 104, 2),), (10_000, 2), "w")) is None
+    )
+
+
+ROWS, COLUMNS = 512, 8192
+MESHES: dict[str, list[Box]] = {
+    "Shard(0)": [((n * ROWS // 4, 0), (ROWS // 4, COLUMNS)) for n in range(4)],
+    "Shard(1)": [((0, n * COLUMNS // 4), (ROWS, COLUMNS // 4)) for n in range(4)],
+    "2 x 2": [((a * ROWS // 2, b * COLUMNS // 2), (ROWS // 2, COLUMNS // 2)) for a in range(2) for b in range(2)],
+}
+
+
+@pytest.mark.parametrize("saved", MESHES)
+def test_a_rank_of_another_mesh_reads_at_most_a_tenth_more_than_it_needs(tmp_path: Path, saved: str) -> None:
+    value = torch.randn(ROWS, COLUMNS)
+    by_rank: Boxes = {rank: [box] for rank, box in enumerate(MESHES[saved])}
+    path = save_boxes(tmp_path / "c", {"w": value}, {"w": by_rank}, 4)
+    for cuts in MESHES.values():
+        for offsets, sizes in (cuts[0], cuts[2]):
+            for verify in (True, False):
+                mine, files = torch.zeros(sizes), RecordingFiles()
+                target = {"top": {"w": ShardedSlice(mine, (ROWS, COLUMNS), offsets)}}
+                DefaultReader(files).read(path, target, verify=verify)
+                rows, columns = (slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                assert torch.equal(mine, value[rows, columns])
+                limit = touched_nbytes(path, offsets, sizes) if verify else mine.numel() * 4
+                assert sum(n for at, n in files.read_ranges if n > SAVE_ID_NBYTES) <= 1.1 * limit
+
+
+def touched_nbytes(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Return the bytes of the blocks that hold a box of the tensor w."""
+    contents, found = read_contents(path, FILES), set()
+    for rank, chunk in contents.tensors["w"].chunks:
+        (r, c), (height, width) = chunk.offsets, chunk.sizes
+        low, high = max(c, offsets[1]), min(c + width, offsets[1] + sizes[1])
+        for row in range(max(r, offsets[0]), min(r + height, offsets[0] + sizes[0])) if low < high else ():
+            start = chunk.offset_bytes + ((row - r) * width + low - c) * 4
+            end = start + (high - low) * 4
+            found |= {(rank, block) for block in range(start // BLOCK_NBYTES, (end - 1) // BLOCK_NBYTES + 1)}
+    return len(found) * BLOCK_NBYTES
