@@ -23,6 +23,8 @@ import real_worker
 import torch
 from rank_processes import talk
 from real_worker import DEADLINE_S, manifest_of, wait_until
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, SaveHandle
@@ -387,3 +389,21 @@ def test_ranks_of_several_nodes_without_a_process_group_are_told_to_make_one(
     arguments = endpoints(workers), str(tmp_path)
     for text in rank_processes.run(2, without_a_group, *arguments, group=False, environ=environ):
         assert "init_process_group" in text
+
+
+def shards(rank: int, places: tuple[str, ...], path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(7 * 300, dtype=torch.float32).reshape(7, 300)
+    with checkpointer_of(rank, places, overwrite=True) as checkpointer:
+        for factor in (1, 2):
+            state = {"w": distribute_tensor(whole * factor, mesh, [Shard(0)])}
+            assert ended(checkpointer.save(state, path)) is None
+
+
+def test_shards_of_two_workers_are_one_tensor_and_a_newer_save_replaces_an_older_one(
+    tmp_path: pathlib.Path, workers: Workers
+) -> None:
+    path = tmp_path / "newest"
+    rank_processes.run(2, shards, endpoints(workers), str(path))
+    assert torch.equal(asyncckpt.load(path)["w"], torch.arange(7 * 300, dtype=torch.float32).reshape(7, 300) * 2)
+    assert len({name.split(".")[1] for name in os.listdir(path) if name.startswith("rank-")}) == 1, "one save's files"
