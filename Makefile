@@ -60,6 +60,7 @@ test-matrix: .venv/.dev
 
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault
+	ASYNCCKPT_TEST_SCHEDULES=300 .venv/bin/python -m pytest --timeout 900 tests/unit/test_workers_simulation.py
 
 test-nodes: .venv/.dev
 	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py

@@ -59,6 +59,7 @@ class Links:
         self._rank, self._worker, self._timeout_s = rank, worker, timeout_s
         self.leader, self.follows = "", False
         self._again: Callable[[], Build] | None = None
+        self._server_public = ""
         self._attempts = itertools.count(1)
         self._keys: dict[str, tuple[str, str]] = {}
 
@@ -106,6 +107,7 @@ class Links:
         leading = self._worker.call(build, self._timeout_s)
         assert isinstance(leading, messages.Leading)
         port = int(leading.address.rpartition(":")[2])
+        self._server_public = leading.server_public
         again = partial(_lead, run_id, client_public, port, leading.server_secret)
         self._again = lambda: again
         return bytes(msgpack.packb([leading.address, leading.server_public, client_public, client_secret]))
@@ -128,7 +130,19 @@ class Links:
             return
         asked = send(self._again())
         if asked is not None:
-            asked.add_done_callback(_log_refusal)
+            asked.add_done_callback(self._linked_again)
+
+    def _linked_again(self, done: Future[messages.Message]) -> None:
+        error = done.exception()
+        if error is not None:
+            _log.warning("this worker cannot be linked with those of the other nodes: %s", error)
+            return
+        reply = done.result()
+        if isinstance(reply, messages.Leading) and reply.server_public != self._server_public:
+            _log.warning(
+                "this worker leads another run with other keys, and the workers of the other nodes cannot find it: no "
+                "save will succeed until the job is started again"
+            )
 
 
 def _lead(run_id: str, client_public: str, port: int, secret: str, number: int) -> messages.Message:
@@ -148,9 +162,3 @@ def _follow(
         attempt=attempt,
         timeout_s=FOLLOW_TIMEOUT_S,
     )
-
-
-def _log_refusal(done: Future[messages.Message]) -> None:
-    error = done.exception()
-    if error is not None:
-        _log.warning("this worker cannot be linked with those of the other nodes: %s", error)

@@ -32,6 +32,9 @@ example:
 
 Trainers find a worker without --endpoint by themselves, and one with it by ASYNCCKPT_ENDPOINT. SIGTERM drains: saves
 that were submitted are finished, then the worker exits with 0; a second SIGINT ends it at once.
+
+On several nodes, one on each, with --advertise a name or address of that node that the others reach:
+  srun --ntasks-per-node=1 sh -c 'asyncckpt-worker --advertise $(hostname) --port 7400'
 """
 
 

@@ -15,7 +15,7 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     found: tuple[float, RankSave | None] = (float("inf"), None)
     if save.missing:
         found = (since + save.timeout_s, None)
-    for entry in save.ranks.values():
+    for entry in save.ranks.values() if t.heard else ():  # only with followers
         if entry.link and entry.phase in (SUBMITTED, WRITING):
             heard = t.heard.get(entry.link, since)
             found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
