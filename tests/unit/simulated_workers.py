@@ -22,6 +22,7 @@ from asyncckpt.storage.rank_files import RankResult
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.ending import BrainConfig
+from asyncckpt_worker.leading import FORGET_S
 from asyncckpt_worker.records import Save
 from asyncckpt_worker.state import Brain
 
@@ -449,8 +450,9 @@ class Workers:
         """The network heals; nobody begins anything; all that was sealed everywhere is committed."""
         self.cut.clear()
         self.chaos = 0.0
-        for _ in range(int(3 * COMMIT_TIMEOUT_S)):
-            self.now += 0.5
+        lost = any(node.gone for node in self.nodes)  # what it alone has begun ends when it is forgotten
+        for _ in range(int(3 * COMMIT_TIMEOUT_S) + int(FORGET_S) * lost):
+            self.now += 1.0 if lost else 0.5
             for rank in [r for r in self.ranks if r.alive]:
                 if any(state in ("begun", "asked") for state in rank.open.values()):
                     self.act(rank)
