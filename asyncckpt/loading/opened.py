@@ -13,6 +13,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
+from asyncckpt.foreign.kinds import OURS, read_any
 from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
@@ -23,7 +24,7 @@ from asyncckpt.paths import absolute_path
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
-from asyncckpt.storage.contents import Contents, SavedTensor, read_contents
+from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 
 
@@ -44,11 +45,12 @@ class OpenCheckpoint:
     threads. A context manager, for those who like to see where it ends.
 
     Attributes:
-        path: Its directory.
-        step: The training step, as the user counts.
-        save_id: Of the save, as text.
-        world_size: Ranks that saved it.
-        metadata: The JSON that was given to `save`.
+        path: Its directory, or file.
+        kind: `asyncckpt`; or of another format `dcp`, `torch`, `safetensors`, `hf`.
+        step: The training step, as the user counts; of another format its leaf `step`, -1 without one.
+        save_id: Of the save, as text; zeros for another format.
+        world_size: Ranks that saved it; 1 for another format.
+        metadata: The JSON that was given to `save`, or what the format keeps beside its tensors.
     """
 
     def __init__(self, contents: Contents, reader: RankInfo, files: Files, *, allow_pickle: bool = False) -> None:
@@ -56,6 +58,7 @@ class OpenCheckpoint:
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
         self.save_id = str(manifest.save_id)
         self.metadata: dict[str, Any] = dict(manifest.metadata)
+        self.kind = contents.source.kind if contents.source is not None else OURS
         self._contents, self._reader, self._files = contents, reader, files
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
@@ -242,4 +245,4 @@ def open_checkpoint(
     """
     files = Files()
     reader = find_rank_info(rank_info)
-    return OpenCheckpoint(read_contents(absolute_path(path), files), reader, files, allow_pickle=allow_pickle)
+    return OpenCheckpoint(read_any(absolute_path(path), files), reader, files, allow_pickle=allow_pickle)

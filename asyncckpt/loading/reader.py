@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import Node
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import fill_tensors, thread_count
@@ -27,7 +28,7 @@ from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 
 _logger = logging.getLogger("asyncckpt.loading")
@@ -47,7 +48,9 @@ class _Options:
 
 
 class DefaultReader(CheckpointReader):
-    """Reads checkpoints in asyncckpt's own format. Has no state; safe to use from several threads.
+    """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.foreign` knows.
+
+    Has no state; safe to use from several threads.
 
     Args:
         files: The storage seam.
@@ -98,7 +101,7 @@ class DefaultReader(CheckpointReader):
         reader = find_rank_info(self._rank_info)
         directory = absolute_path(path)
         with collector_paused():
-            load = _Load(read_contents(directory, self._files), options, self._files, reader)
+            load = _Load(read_any(directory, self._files), options, self._files, reader)
             return load.new() if state_dict is None else load.into(state_dict)
 
 

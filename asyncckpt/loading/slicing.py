@@ -57,7 +57,7 @@ def _ranges(
 ) -> Iterator[tuple[tuple[int, int], Wanted]]:
     for rank, chunk in saved.chunks:
         block_nbytes = contents.ranks[rank].index.block_nbytes
-        pieces = _pieces(chunk, region, target.itemsize, block_nbytes, verify)
+        pieces = _pieces(chunk, region, target.itemsize, block_nbytes, verify and contents.source is None)
         yield from wanted_pieces(saved, rank, chunk, pieces, target)
 
 
