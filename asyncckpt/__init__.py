@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
+    from asyncckpt.conversion.converter import ConversionReport as ConversionReport
+    from asyncckpt.conversion.converter import convert as convert
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.factories import make_async_checkpointer as make_async_checkpointer
     from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
@@ -44,6 +46,7 @@ _WHERE = {
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
     "CommitHook": "parts",
+    "ConversionReport": "conversion.converter",
     "LoadPlan": "loading.load_plan",
     "OpenCheckpoint": "loading.opened",
     "PerRank": "per_rank",
@@ -51,6 +54,7 @@ _WHERE = {
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "SyncCheckpointer": "sync_checkpointer",
+    "convert": "conversion.converter",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
     "make_async_checkpointer": "factories",
@@ -69,6 +73,7 @@ __all__ = [
     "Checkpointer",
     "CheckpointerConfig",
     "CommitHook",
+    "ConversionReport",
     "LoadPlan",
     "OpenCheckpoint",
     "PerRank",
@@ -77,6 +82,7 @@ __all__ = [
     "SaveReport",
     "SyncCheckpointer",
     "__version__",
+    "convert",
     "latest_checkpoint",
     "load",
     "make_async_checkpointer",

@@ -26,6 +26,9 @@ _NUMPY = {
 }
 
 
+_SCALARS = frozenset({int, float, bool, str, type(None), complex})
+
+
 class Growth:
     """The values of one checkpoint.
 
@@ -65,7 +68,7 @@ class Growth:
             metadata = getattr(value, "_metadata", None)
             at = None if metadata is None else self._object(metadata, (*path, "_metadata"))[1]
             return ("o", members, at)
-        if kind in (list, tuple):
+        if kind in (list, tuple) and not self._is_flat(value, path):
             children = tuple(self.node_of(child, (*path, n), locate) for n, child in enumerate(value))
             return ("l" if kind is list else "t", children)
         if kind is Record and value.kind == "numpy.ndarray":
@@ -97,6 +100,16 @@ class Growth:
         self._n_nodes += 1
         if self._n_nodes > MAX_TENSORS:
             raise self._assembly.unsupported(f"more than {MAX_TENSORS} values, at {fqn_of(path)[:200]!r}")
+
+    def _is_flat(self, value: Any, path: Path, depth: int = 0) -> bool:
+        """Whether a list or tuple holds scalars only, or flat ones of them: one leaf, as in a checkpoint of ours."""
+        self._count(path)
+        return depth <= MAX_DEPTH // 2 and all(
+            type(v) in _SCALARS
+            or (type(v) in (list, tuple) and self._is_flat(v, path, depth + 1))
+            or (type(v) is Opaque and v.tag == "numpy.scalar")
+            for v in value
+        )
 
     def _plain(self, value: Any, path: Path, depth: int = 0) -> Any:
         """Return an object leaf with plain dicts in place of OrderedDicts; counts what is in it."""

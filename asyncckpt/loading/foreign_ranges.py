@@ -66,10 +66,14 @@ def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Fil
 def _gather(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
     dtype = _CARRIERS[place.itemsize]
     span = new_tensor((place.nbytes // place.itemsize,), dtype, torch.device("cpu"))
-    whole = Wanted(place.offset, place.nbytes, wanted[0].fqn, span.data_ptr())
-    _read(contents, {place.part: [whole]}, files, threads)
+    read_span(contents, place, span.data_ptr(), wanted[0].fqn, files, threads=threads)
     rows = span.as_strided(place.sizes, place.strides).contiguous()
     _hand_on_from(wanted, rows.data_ptr())
+
+
+def read_span(contents: Contents, place: Strided, address: int, fqn: str, files: Files, *, threads: int) -> None:
+    """Read the range of a file that holds the elements of a tensor that is not row-major, to `address`."""
+    _read(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
 
 
 def _hand_on(wanted: Sequence[Wanted], buffer: ctypes.Array[ctypes.c_char]) -> None:
