@@ -37,6 +37,7 @@ class ForeignSource:
     objects: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     places: list[Lazy | Strided | Inline | None] = field(default_factory=list)
+    archives: list[tuple[str, int, int]] = field(default_factory=list)
 
     def place(self, part: int, files: Files) -> Located | Strided | Inline:
         """Say where the elements of a part begin."""

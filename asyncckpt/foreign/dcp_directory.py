@@ -46,6 +46,7 @@ class _Directory:
     def __init__(self, path: str, files: Files) -> None:
         self._path, self._files = path, files
         self._assembly = Assembly("dcp", path, path, files)
+        self._tied: dict[Any, Node] = {}
         self._growth = Growth(self._assembly)
         self._items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
 
@@ -72,6 +73,7 @@ class _Directory:
         return assembly.contents(tree, "torch.distributed.checkpoint")
 
     def _read_storage(self, storage: dict[Any, Any]) -> None:
+        archives: dict[tuple[str, int, int], None] = {}
         for index, info in storage.items():
             if not isinstance(index, Record) or not isinstance(info, Record) or info.kind != "_StorageInfo":
                 raise ValueError("an item's place is no place in a file")
@@ -86,7 +88,9 @@ class _Directory:
             if offset + length > self._assembly.shards[part].nbytes:
                 raise self._assembly.corrupt("it was cut short", file=name, fqn=str(index.get("fqn")))
             at = index.get("offset")
+            archives[name, offset, length] = None
             self._items[str(index.get("fqn")), None if at is None else size_of(at)] = (part, offset, length)
+        self._assembly.source.archives += archives
 
     def _leaf(self, fqn: str, path: Path, entry: Any) -> Node:
         kind = entry.kind if isinstance(entry, Record) else ""
@@ -101,9 +105,15 @@ class _Directory:
         if not isinstance(properties, Record) or not isinstance(chunks, list):
             raise ValueError(f"tensor {fqn!r} lacks its properties")
         dtype = dtype_of(properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype"))
+        size = size_of(entry.get("size"))
         boxes = {(size_of(c.get("offsets")), size_of(c.get("sizes"))) for c in chunks if isinstance(c, Record)}
+        items = tuple((self._items.get((fqn, box[0])) or self._items.get((fqn, None)), box) for box in sorted(boxes))
+        key = (dtype, size, items)
+        if items and key in self._tied:
+            return self._tied[key]
         found = [self._chunk(fqn, dtype, offsets, sizes) for offsets, sizes in sorted(boxes)]
-        return self._assembly.tensor(fqn, dtype, size_of(entry.get("size")), found)
+        self._tied[key] = self._assembly.tensor(fqn, dtype, size, found)
+        return self._tied[key]
 
     def _chunk(self, fqn: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
         item = self._items.get((fqn, offsets)) or self._items.get((fqn, None))

@@ -117,6 +117,7 @@ def read_torch_file(path: str, files: Files) -> Contents:
                 archive = TorchArchive(read_at, nbytes)
                 value, start_of = archive.value(), archive.storage
                 writer = "torch.save"
+                assembly.source.archives.append((name, 0, nbytes))
             starts: dict[str, int] = {}
 
             def locate(ref: TensorRef) -> tuple[int, int] | Strided:

@@ -58,6 +58,10 @@ class Source(Protocol):
     def metadata(self) -> dict[str, Any]:
         """What the format keeps beside the leaves, such as a safetensors file's `__metadata__`."""
 
+    @property
+    def archives(self) -> Sequence[tuple[str, int, int]]:
+        """The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length)."""
+
     def place(self, part: int, files: Files) -> Located | Strided | Inline:
         """Say where the elements of part `part` begin.
 
