@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 
@@ -31,7 +32,7 @@ def kind_at(path: str, files: Files) -> str:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"there is no checkpoint at {path}: nothing is there", path=path) from error
     if stat.S_ISDIR(found.st_mode):
-        return _directory_kind(files.listdir(path))
+        return _directory_kind(path, files)
     if not stat.S_ISREG(found.st_mode):
         raise UnsupportedFormatError(f"{path} is neither a file nor a directory", path=path)
     with opened(files, path, os.O_RDONLY) as fd:
@@ -47,8 +48,15 @@ def kind_at(path: str, files: Files) -> str:
     )
 
 
-def _directory_kind(names: list[str]) -> str:
-    if MANIFEST_NAME in names or any(owner_of(name) for name in names):
+def _directory_kind(path: str, files: Files) -> str:
+    with contextlib.suppress(OSError):
+        files.lstat(os.path.join(path, MANIFEST_NAME))
+        return OURS
+    try:
+        names = files.listdir(path)
+    except PermissionError:  # one that may be searched and not listed; whoever reads the manifest says the rest
+        return OURS
+    if any(owner_of(name) for name in names):
         return OURS
     if METADATA_NAME in names:
         return "dcp"
