@@ -65,7 +65,11 @@ def _containers(node: Node, path: Path) -> set[Path]:
 
 
 class _Branch(dict[Any, Any]):
-    """A dict of the tree while it is changed; `shape`: its node's kind and what follows its members."""
+    """A dict of the tree while it is changed.
+
+    `shape`: its node's kind, what follows its members, and `emptied` where all its leaves are moved: it stays for those
+    that may come, and goes if none does.
+    """
 
     shape: tuple[Any, ...] = ("d",)
 
@@ -78,18 +82,14 @@ def _opened(node: Node, path: Path, moved: dict[Path, str]) -> Any:
             opened = _opened(child, (*path, key), moved)
             if opened is not None:
                 branch[key] = opened
-        return branch if branch or not node[1] or not path else _emptied(branch)
+        if path and node[1] and all(map(_is_gone, branch.values())):
+            branch.shape = (*branch.shape, "emptied")
+        return branch
     if node[0] in ("l", "t"):
         children = [_opened(child, (*path, n), moved) for n, child in enumerate(node[1])]
         kept = [child for child in children if child is not None]
         return (node[0], kept) if kept or not node[1] else None
     return None if path in moved else node
-
-
-def _emptied(branch: _Branch) -> _Branch:
-    """A dict all of whose leaves are moved stays for those that may come; it goes if none does."""
-    branch.shape = (*branch.shape, "emptied")
-    return branch
 
 
 def _branches(value: Any, path: Path) -> list[tuple[Path, _Branch]]:
