@@ -11,16 +11,22 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.format.layout import round_up
 from asyncckpt.loading.fetching import read_ranges, tensor_for
 from asyncckpt.loading.foreign_ranges import read_span
-from asyncckpt.loading.sinks import wanted_ranges
 from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.storage.source import Strided
 
 SLAB_NBYTES = 32 << 20
-"""Two are in flight. With their reading buffers they stay below 256 MB of memory. Chosen, not measured."""
+"""Two are in flight, in memory that is used again and again. With the readers' buffers they stay below 256 MB of memory.
+Chosen, not measured."""
+
+_ALIGNMENT = 64
+_SLACK_NBYTES = 4096
+"""What a slab may have beyond: alignment, and a single element of the widest dtype."""
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -53,9 +59,10 @@ def slabs(
         UnsupportedLeafError: This torch lacks a dtype.
         OSError: The files cannot be read.
     """
+    rooms = [torch.empty(SLAB_NBYTES + _SLACK_NBYTES, dtype=torch.uint8) for _ in range(2)]
 
-    def read(batch: _Batch) -> list[Slab]:
-        return _read(contents, tensors, batch, files, threads)
+    def read(batch: _Batch, room: torch.Tensor) -> list[Slab]:
+        return _read(contents, tensors, batch, files, threads, room)
 
     with ThreadPoolExecutor(1, "asyncckpt-convert") as pool:
         pending = None
@@ -66,7 +73,8 @@ def slabs(
                     pending = None
                 yield from _strided(contents, tensors[batch], batch, files, threads)
                 continue
-            ahead = pool.submit(read, batch)
+            ahead = pool.submit(read, batch, rooms[0])
+            rooms.reverse()
             try:
                 if pending is not None:
                     yield from pending.result()
@@ -85,13 +93,13 @@ def _batches(
     held = 0
     for number in order:
         saved = tensors[number]
-        nbytes = math.prod(saved.global_shape) * DTYPES[saved.dtype].itemsize
-        if gathered and held + nbytes > SLAB_NBYTES:
+        nbytes = _nbytes(saved)
+        if gathered and held + round_up(nbytes, _ALIGNMENT) > SLAB_NBYTES:
             yield _Batch(gathered)
             gathered, held = [], 0
         if nbytes <= SLAB_NBYTES:
             gathered.append(number)
-            held += nbytes
+            held += round_up(nbytes, _ALIGNMENT)
         elif _place(contents, saved, files) is not None:
             yield number
         else:
@@ -117,15 +125,38 @@ def slab_slices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]
                 yield (slice(n, n + 1), *inner)
 
 
-def _read(contents: Contents, tensors: Sequence[SavedTensor], batch: _Batch, files: Files, threads: int) -> list[Slab]:
+def _read(
+    contents: Contents,
+    tensors: Sequence[SavedTensor],
+    batch: _Batch,
+    files: Files,
+    threads: int,
+    room: torch.Tensor,
+) -> list[Slab]:
+    """Read a batch into `room`."""
     if batch.slices is not None:
         (number,) = batch.tensors
-        found = read_tensor(contents, tensors[number], batch.slices, files, threads=threads, verify=True)
+        found = read_tensor(contents, tensors[number], batch.slices, files, threads=threads, verify=True, room=room)
         return [Slab(number, _bytes_of(found), batch.is_last)]
-    pairs = [(tensors[n], tensor_for(tensors[n], contents.path)) for n in batch.tensors]
-    ranges = (found for saved, target in pairs for found in wanted_ranges(saved, target))
+    found: list[Slab] = []
+    ranges: list[tuple[tuple[int, int], Wanted]] = []
+    at = 0
+    for number in batch.tensors:
+        saved, nbytes = tensors[number], _nbytes(tensors[number])
+        place = room[at : at + nbytes]
+        at += round_up(nbytes, _ALIGNMENT)
+        rank, chunk = saved.chunks[0] if saved.chunks else (0, None)
+        if chunk is not None and chunk.sizes == saved.global_shape:
+            ranges.append(((rank, chunk.part), Wanted(chunk.offset_bytes, nbytes, saved.fqn, place.data_ptr())))
+        else:
+            read_tensor(contents, saved, None, files, threads=threads, verify=True, room=place)
+        found.append(Slab(number, _bytes_of(place), True))
     read_ranges(contents, ranges, files, threads=threads, verify=True)
-    return [Slab(n, _bytes_of(target), True) for n, (_, target) in zip(batch.tensors, pairs, strict=True)]
+    return found
+
+
+def _nbytes(saved: SavedTensor) -> int:
+    return math.prod(saved.global_shape) * DTYPES[saved.dtype].itemsize
 
 
 def _place(contents: Contents, saved: SavedTensor, files: Files) -> Strided | None:

@@ -1,4 +1,4 @@
-"""Any kind of checkpoint into any other: bits, types, names, and what is refused by name. The readers are stock tools."""
+"""Any kind of checkpoint into any other: bits, types, names, and what is refused. The readers are stock tools."""
 
 from __future__ import annotations
 
