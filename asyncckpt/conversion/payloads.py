@@ -21,7 +21,7 @@ from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.storage.source import Strided
 
 SLAB_NBYTES = 32 << 20
-"""Two are in flight, in memory that is used again and again. With the readers' buffers they stay below 256 MB of memory.
+"""Two are in flight, in memory that is used again and again. With the readers' buffers that is less than 256 MB.
 Chosen, not measured."""
 
 _ALIGNMENT = 64
@@ -136,8 +136,8 @@ def _read(
     """Read a batch into `room`."""
     if batch.slices is not None:
         (number,) = batch.tensors
-        found = read_tensor(contents, tensors[number], batch.slices, files, threads=threads, verify=True, room=room)
-        return [Slab(number, _bytes_of(found), batch.is_last)]
+        part = read_tensor(contents, tensors[number], batch.slices, files, threads=threads, verify=True, room=room)
+        return [Slab(number, _bytes_of(part), batch.is_last)]
     found: list[Slab] = []
     ranges: list[tuple[tuple[int, int], Wanted]] = []
     at = 0
