@@ -9,12 +9,12 @@ import time
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncckpt import __version__, ends
 from asyncckpt.checkpointer import refuse_unknown
 from asyncckpt.client import WorkerProcess
-from asyncckpt.config import CheckpointerConfig, endpoint_from_environment
+from asyncckpt.config import CheckpointerConfig, endpoint_from_environment, refuse_positional
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     CheckpointerClosedError,
@@ -33,7 +33,10 @@ from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStage
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
-from asyncckpt.wiring import reach_worker
+from asyncckpt.wiring import reach_worker, refuse_misplaced
+
+STAGED_SHARE = 0.9
+"""How much of the time to leave in is for what is still being copied. Telling the worker takes milliseconds; chosen."""
 
 _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
@@ -52,7 +55,7 @@ class AsyncCheckpointer(Overlapping):
 
     Raises:
         WorkerUnavailableError: A given endpoint cannot be reached.
-        ConfigError: An impossible setting.
+        ConfigError: An impossible setting, one of a part that was replaced, or an argument without its name.
         UnsupportedPlatformError: Elsewhere than Linux.
 
     Not thread-safe: one thread saves. Futures may be used from any.
@@ -60,7 +63,7 @@ class AsyncCheckpointer(Overlapping):
 
     def __init__(
         self,
-        *,
+        *given: NoReturn,
         endpoint: str | None = None,
         config: CheckpointerConfig | None = None,
         checkpoint_stager: CheckpointStager | None = None,
@@ -69,7 +72,9 @@ class AsyncCheckpointer(Overlapping):
         commit_hook: Any | None = None,
         **fields: Any,
     ) -> None:
+        refuse_positional(given, "AsyncCheckpointer")
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
+        refuse_misplaced(fields, own_stager=checkpoint_stager is not None, own_process=checkpoint_process is not None)
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
@@ -169,7 +174,11 @@ class AsyncCheckpointer(Overlapping):
                 handle.fail(error)
                 return handle
             self._tracker.add(handle)
-            hand_over(self._process, handle, result, arguments, kw)
+            try:
+                hand_over(self._process, handle, result, arguments, kw)
+            except Exception as error:
+                self._decline(save_id, error)
+                handle.fail(error)
             return handle
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
@@ -249,7 +258,7 @@ class AsyncCheckpointer(Overlapping):
         self._closed = True
         deadline = time.monotonic() + timeout_s
         if isinstance(self._stager, SlotStager):
-            self._stager.overlap.leave(timeout_s / 2)
+            self._stager.overlap.leave(timeout_s * STAGED_SHARE, join_s=timeout_s * (1 - STAGED_SHARE) / 2)
         if isinstance(self._process, WorkerProcess):
             self._process.flush((deadline - time.monotonic()) / 2)
             self._process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)
@@ -263,10 +272,12 @@ class AsyncCheckpointer(Overlapping):
             )
             self._closed = True
             # A collector may run this in any thread, under any lock: nothing here waits.
-            if isinstance(self._process, WorkerProcess):
-                self._process.abandon()
-            else:
+            if not isinstance(self._process, WorkerProcess):
                 self._close_parts()
+            elif isinstance(self._stager, SlotStager):  # what is still being copied is submitted first
+                self._stager.overlap.copier.when_idle(self._process.abandon)
+            else:
+                self._process.abandon()
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""

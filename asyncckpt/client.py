@@ -151,6 +151,7 @@ class WorkerProcess(CheckpointProcess):
                 nbytes=nbytes,
                 umask=umask,
                 fsync=self.config.fsync,
+                overwrite=self.config.overwrite,
                 commit_timeout_s=self.config.commit_timeout_s,
             ),
             SUBMIT_TIMEOUT_S,

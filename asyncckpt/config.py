@@ -5,8 +5,10 @@ Precedence: arguments, then `ASYNCCKPT_<FIELD>` from the environment, then the d
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +19,13 @@ PREFIX = "ASYNCCKPT_"
 MAX_WRITE_THREADS = 64
 MAX_FILES_PER_RANK = 256
 MAX_SLOTS = 16
+
+_OTHER_VARIABLES = ("ENDPOINT", "JOB")
+"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE` and `protocol.endpoint.JOB_VARIABLES`."""
+
+_TESTS = "TEST_"
+_log = logging.getLogger("asyncckpt")
+_warned: set[str] = set()
 
 
 class RankInfo(NamedTuple):
@@ -43,6 +52,8 @@ class CheckpointerConfig:
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
         on_worker_loss: "fail": saves that were pending when the worker died fail with `WorkerUnavailableError`.
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
+        overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
+            so that one of the two is there at every instant (without `fsync`: but for a power cut).
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
         allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
@@ -69,6 +80,7 @@ class CheckpointerConfig:
     arena_limit_bytes: int | None = None
     on_worker_loss: str = "fail"
     on_error: str = "warn"
+    overwrite: bool = False
     fsync: bool = True
     files_per_rank: int = 1
     allow_pickle: bool = False
@@ -138,11 +150,41 @@ class CheckpointerConfig:
             raise ConfigError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(names))}", field=unknown[0])
         if config is None:
             environ = os.environ if environ is None else environ
+            _warn_of_unknown(environ, names)
             found = {n: text for n in names if (text := environ.get(PREFIX + n.upper()))}
             config = cls(**{name: _parse(name, text) for name, text in found.items()})
         elif not isinstance(config, cls):
             raise ConfigError(f"config is a {type(config).__name__}, expected CheckpointerConfig", field="config")
         return replace(config, **arguments) if arguments else config
+
+
+def _warn_of_unknown(environ: Mapping[str, str], names: set[str]) -> None:
+    """Log each variable that looks like one of ours and is none, once in a process: it may be misspelt."""
+    known = [*(n.upper() for n in sorted(names)), *_OTHER_VARIABLES]
+    for name in sorted(n.removeprefix(PREFIX) for n in environ if n.startswith(PREFIX)):
+        if name not in known and name not in _warned and not name.startswith(_TESTS):
+            _warned.add(name)
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
+            _log.warning("environment variable %s%s has no meaning to asyncckpt and is ignored%s", PREFIX, name, hint)
+
+
+def refuse_positional(given: Sequence[object], what: str) -> None:
+    """Refuse arguments without a name, where Python itself would say only how many it had expected.
+
+    Raises:
+        ConfigError: Saying under which name the first one belongs, if that can be told.
+    """
+    if not given:
+        return
+    names = {CheckpointerConfig: "config", str: "endpoint"}
+    name = next((name for kind, name in names.items() if isinstance(given[0], kind)), None)
+    hint = f"write {what}({name}=...)" if name else f"as in {what}(config=...) or {what}(slots=1)"
+    raise ConfigError(
+        f"{what} takes arguments by name only, and was given a {type(given[0]).__name__} without one: {hint}",
+        field=name or "",
+        value=repr(given[0]),
+    )
 
 
 def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str | None:
@@ -175,7 +217,7 @@ _SECONDS = (
     "worker_start_timeout_s",
     "worker_shutdown_timeout_s",
 )
-_SWITCHES = ("fsync", "allow_pickle")
+_SWITCHES = ("overwrite", "fsync", "allow_pickle")
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

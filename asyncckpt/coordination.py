@@ -68,7 +68,7 @@ class Coordination:
         self._met: set[int] = set()
         self._doubted = self._waited_in_vain = False
         self.knows_run = False
-        self._answers, self._preparations = itertools.count(), itertools.count()
+        self._answers, self.preparations = itertools.count(), itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
@@ -107,6 +107,8 @@ class Coordination:
     def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
         """Agree on a structure before its first save: a collective, that consumes no save id.
 
+        A failure, wherever, leaves all ranks without an agreement: their next save meets again.
+
         Args:
             contributed: Returns this rank's state and what is in it; where it raises, the other ranks are told.
 
@@ -115,10 +117,11 @@ class Coordination:
 
         Blocks: up to `plan_timeout_s` for the other ranks.
         """
-        name = f"prepare/{next(self._preparations)}"
+        name = f"prepare/{next(self.preparations)}"
         try:
             flat, contribution = contributed()
         except BaseException as error:
+            self.agreement = None  # as on the ranks that are told
             self.refuse_meeting(name, repr(error))
             raise
         self._meet_and_settle(name, flat, contribution, "", 0)
@@ -173,6 +176,7 @@ class Coordination:
             "step": step,
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
+            "overwrite": self._config.overwrite,
             "worker": self._place(),
         }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from asyncckpt.errors import AsyncCkptError, ConfigError
+from asyncckpt.errors import AsyncCkptError, ConfigError, StagingError
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import StagedSnapshot
@@ -19,10 +20,13 @@ def hand_over(
 
     Args:
         process: Writes it.
-        handle: Its futures are completed; whatever goes wrong is set on them.
+        handle: Its futures are completed, by whatever goes wrong with `process`, or with a copy, once it is begun.
         result: A stager's.
         arguments: `path`, `step`, `save_id`, `metadata` of the save.
         kw: The extra arguments of `save()`.
+
+    Raises:
+        StagingError: The rest of the copy could not be begun; the save is the caller's to take back.
     """
     if not isinstance(result, StagedSnapshot) or result.rest is None:
         _write(process, handle, result, arguments, kw)
@@ -32,11 +36,23 @@ def hand_over(
     def copied(error: AsyncCkptError | None) -> None:
         if error is not None:
             handle.fail(error)
-        else:
+            return
+        try:
             _write(process, handle, result, arguments, kw)
+        except BaseException as caught:  # nobody else hears of it: this is the copier's thread
+            handle.fail(caught)
+            raise
 
     rest, result.rest = result.rest, None
-    rest(handle.staged, copied)
+    try:
+        rest(handle.staged, copied)
+    except Exception as error:
+        raise StagingError(
+            f"step {result.step}: the copy behind the training could not be begun: {error!r}",
+            save_id=str(result.save_id),
+            step=result.step,
+            path=result.path,
+        ) from error
 
 
 def _write(
@@ -53,10 +69,12 @@ def _write(
     except Exception as error:
         handle.fail(error)
         return
-    if not handle.staged.done():  # an interrupt in `save()` may have failed it meanwhile
-        handle.staged.set_result(report)
-    if isinstance(future, Future):
-        handle.follow(future)
-    else:
-        kind = type(future).__name__
-        handle.fail(ConfigError(f"write() returned a {kind}, expected a Future", field="checkpoint_process"))
+    try:
+        with contextlib.suppress(InvalidStateError):  # an interrupt in `save()`, or `close()`, has failed it meanwhile
+            handle.staged.set_result(report)
+    finally:  # also after an exit by a callback of `staged`
+        if isinstance(future, Future):
+            handle.follow(future)
+        else:
+            kind = type(future).__name__
+            handle.fail(ConfigError(f"write() returned a {kind}, expected a Future", field="checkpoint_process"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +125,7 @@ class SaveHandle:
         _log.debug("save %s failed", self.save_id, exc_info=error)
         _drop_frames(error)
         for future in self.futures():
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # it has completed
                 future.set_exception(error)
 
     def follow(self, written: Future[Any]) -> None:
@@ -147,8 +148,10 @@ def _drop_frames(error: BaseException) -> None:
 
 def _copy_to(target: SaveFuture) -> Callable[[Future[Any]], None]:
     def copy(done: Future[Any]) -> None:
-        if target.done():
-            return
+        with contextlib.suppress(InvalidStateError):  # it has completed
+            complete(done)
+
+    def complete(done: Future[Any]) -> None:
         if done.cancelled():
             target.set_exception(SaveFailedError("the process cancelled this save", code="cancelled"))
             return

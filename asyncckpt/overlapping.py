@@ -41,7 +41,8 @@ class Overlapping(Checkpointer):
                 not kept alive.
 
         Raises:
-            ConfigError: Something else; or the stager is the user's own.
+            ConfigError: Something else, or an optimizer whose `step()` calls no hooks because it only wraps another
+                one: attach that; or the stager is the user's own.
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
@@ -96,9 +97,14 @@ class Overlapping(Checkpointer):
         self._check_usable()
         if not isinstance(self._stager, SlotStager):
             raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
-        self._refuse_in_callback("prepare()")
+        try:
+            self._refuse_in_callback("prepare()")
+        except ReentrantCallError:
+            self._stager.skip_preparation()  # telling the other ranks would wait for this very thread
+            raise
         if not self._saving.acquire(blocking=False):
-            raise ReentrantCallError("prepare() was called while save() runs")
+            refused = ReentrantCallError("prepare() was called while save() runs")
+            return self._stager.prepare(state_dict, refused=refused)
         try:
             self._stager.prepare(state_dict)
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
-from asyncckpt.config import CheckpointerConfig
+from asyncckpt.config import CheckpointerConfig, refuse_positional
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import ConfigError
 from asyncckpt.exchange import Exchange
@@ -59,6 +59,8 @@ class SyncCheckpointer(Checkpointer):
         commit_hook: Any | None = None,
         **fields: Any,
     ) -> None:
+        if isinstance(writer, CheckpointerConfig):
+            refuse_positional([writer], "SyncCheckpointer")
         misplaced = sorted(set(fields) & _WORKER_FIELDS)
         if misplaced:
             raise ConfigError(

@@ -33,6 +33,7 @@ from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
@@ -62,6 +63,7 @@ class SyncSteps:
             files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
         )
         self._files = files or Files()
+        self._made: list[str] = []
         self._memory: Memory | None = None
         self._image: SlotImage | None = None
         self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, files=self._files))
@@ -98,7 +100,14 @@ class SyncSteps:
         began = time.perf_counter()
         with self.failures(save_id, path, step):
             umask = current_umask()
-            commit.prepare_directory(path, files=self._files, umask=umask, fsync=self.config.fsync)
+            self._made = prepare_directory(
+                path,
+                save_id=save_id,
+                files=self._files,
+                umask=umask,
+                fsync=self.config.fsync,
+                overwrite=self.config.overwrite,
+            )
             image = self._image_for(plan)
             try:
                 image.fill(flat.tensors, save_id)
@@ -147,12 +156,18 @@ class SyncSteps:
             metadata=json.dumps(kw.get("metadata") or {}),
             package=__version__,
         )
-        commit.publish(path, manifest, files=self._files, umask=current_umask())
+        commit.publish(path, manifest, files=self._files, umask=current_umask(), overwrite=self.config.overwrite)
+        self._made = []
 
     def remove(self, path: str, save_id: SaveId) -> None:
-        """Remove the files of a save that has failed; what cannot be removed goes with the next one there."""
+        """Remove the files of a save that has failed, and directories that it made for them; what cannot be removed
+        goes with the next one there.
+        """
         with contextlib.suppress(OSError):
             commit.remove_files_of(path, save_id, files=self._files)
+            if self.ranks.alone:  # else any rank may have made them
+                remove_made(self._made, self._files)
+        self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
         """Remove what other attempts left; the checkpoint stands whether that works or not."""
@@ -194,6 +209,7 @@ class SyncSteps:
             objects=objects,
             n_tensors=plan.n_tensors,
             fsync=self.config.fsync,
+            overwrite=self.config.overwrite,
             umask=umask,
             threads=self.config.write_threads or 0,
         )

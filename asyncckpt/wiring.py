@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 from asyncckpt import __version__
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.coordination import Coordination
-from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.errors import ConfigError, WorkerUnavailableError
 from asyncckpt.hooks import HookRunner
 from asyncckpt.process_group import find_exchange
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+
+_STAGER_FIELDS = frozenset({"staging", "overlap_check", "files_per_rank", "fsync", "write_threads"})
+_KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info"})
+"""What an own process leaves to the checkpointer, its reader, and the stager that copies for it."""
+
+
+def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: bool) -> None:
+    """Refuse fields, given by name, of parts that were replaced: nobody would heed them.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    for name in sorted(given):
+        if own_process and name not in _KEPT_FIELDS:
+            raise ConfigError(f"{name} is about the worker, which checkpoint_process replaces", field=name)
+        if own_stager and name in _STAGER_FIELDS:
+            raise ConfigError(f"{name} is about the default stager, which checkpoint_stager replaces", field=name)
 
 
 def reach_worker(

@@ -1,6 +1,6 @@
 """What saving costs a training loop that goes on: stall, lost time and step time, copies behind it and in front of it.
 
-    python -m benchmarks.overlap [--rounds 5] [--dir D]
+    python -m benchmarks.overlap [--rounds 5] [--dir D] [--behind threads=1,piece_nbytes=1048576,nice=10,batch=1]
 
 A GPT-2 of 124 M parameters trains with AdamW: 1.49 GB of state. In each round, steps without a save, then saves of
 either kind, one at a time, with steps until each is written. Nothing else should run.
@@ -26,6 +26,8 @@ from torch import nn
 from torch.nn import functional
 
 import asyncckpt
+from asyncckpt.staging import deferred
+from asyncckpt.staging.copy_cpu import Pace
 from benchmarks import machine, states
 
 SAVES_PER_ROUND = 6
@@ -109,18 +111,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    parser.add_argument("--behind", type=_pace, help="how copies behind the training work: fields of `Pace`")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overlap-gpt.json", help="the result file")
     args = parser.parse_args()
+    if args.behind is not None:
+        deferred.BEHIND = args.behind
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     try:
         result = {"benchmark": "overlap", "state": "gpt", "machine": machine.describe(directory)}
+        result["behind"] = deferred.BEHIND._asdict()
         result |= measure(directory, args.rounds)
     finally:
         subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
         shutil.rmtree(directory)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "overlap-gpt.json").write_text(json.dumps(result, indent=1) + "\n")
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     report(result)
+
+
+def _pace(text: str) -> Pace:
+    return Pace(**{name: int(value) for name, value in (part.split("=") for part in text.split(","))})  # type: ignore[arg-type]
 
 
 def measure(directory: Path, rounds: int) -> dict[str, Any]:

@@ -29,11 +29,11 @@ class Gate:
         self.reached, self.waited, self._open = threading.Event(), threading.Event(), threading.Event()
         copy, wait = SlotImage.copy, Copier.wait
 
-        def held(image: SlotImage, tensors: Sequence[torch.Tensor], share: Share) -> None:
+        def held(image: SlotImage, tensors: Sequence[torch.Tensor], share: Share, *pace: Any) -> None:
             if threading.current_thread().name == COPIER:
                 self.reached.set()
                 assert self._open.wait(DEADLINE_S)
-            copy(image, tensors, share)
+            copy(image, tensors, share, *pace)
 
         def noted(copier: Copier, timeout_s: float) -> Any:
             self.waited.set()

@@ -16,7 +16,8 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.storage.commit import prepare_directory, publish
+from asyncckpt.storage.commit import publish
+from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
 
@@ -93,9 +94,10 @@ class Snapshot:
         """Write and commit this snapshot at `path`."""
         files = files or Files()
         fsync = changes.get("fsync", True)
-        prepare_directory(path, files=files, umask=0o022, fsync=fsync)
+        overwrite = changes.get("overwrite", False)
+        prepare_directory(path, save_id=self.save_id, files=files, umask=0o022, fsync=fsync, overwrite=overwrite)
         manifest = manifest_of(self.write(path, files, **changes), step=step, save_id=self.save_id, fsync=fsync)
-        publish(path, manifest, files=files, umask=0o022)
+        publish(path, manifest, files=files, umask=0o022, overwrite=overwrite)
         return manifest
 
     def __enter__(self) -> Snapshot:

@@ -102,7 +102,7 @@ class Snapshot:
             parts.append(PartRange(offset=offset, nbytes=len(image)))
             offset += layout.round_up(len(image))
         fields: dict[str, Any] = {
-            "metadata": "{}", "fsync": True, "umask": 0o022, "write_threads": 0, "package": "test",
+            "metadata": "{}", "fsync": True, "overwrite": False, "umask": 0o022, "write_threads": 0, "package": "test",
             "commit_timeout_s": 60.0, "hook_timeout_s": 0, "plan": "", "samples": b"", "contribution": b"", **rest,
         }  # fmt: skip
         return encode_request(
@@ -242,6 +242,7 @@ class Client:
         nbytes: int,
         umask: int = 0o022,
         fsync: bool = True,
+        overwrite: bool = False,
         commit_timeout_s: float = 60.0,
     ) -> None:
         """Open the next generation of `slot` and announce the save."""
@@ -256,6 +257,7 @@ class Client:
             nbytes=nbytes,
             umask=umask,
             fsync=fsync,
+            overwrite=overwrite,
             commit_timeout_s=commit_timeout_s,
         )
         self.call(message)
@@ -268,7 +270,7 @@ class Client:
         self, slot: ClientSlot, snapshot: Snapshot, save_id: SaveId, path: str, *, step: int = 0, **rest: Any
     ) -> None:
         """Begin, fill and seal; the doorbell is left to the caller."""
-        begun = {name: rest[name] for name in ("fsync", "commit_timeout_s") if name in rest}
+        begun = {name: rest[name] for name in ("fsync", "overwrite", "commit_timeout_s") if name in rest}
         self.begin(slot, save_id, path, step=step, nbytes=snapshot.nbytes, **begun)
         snapshot.fill(slot.memory, save_id)
         self.seal(slot, snapshot, save_id, path, step=step, **rest)

@@ -77,6 +77,7 @@ class Prepare:
     nbytes: int
     umask: int
     fsync: bool
+    overwrite: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.records import RankSave, Save, Slot
-from asyncckpt_worker.verdicts import SAME_CALLS, SAME_PLANS
+from asyncckpt_worker.verdicts import SAME_CALLS, SAME_PLANS, SAME_SETTINGS
 
 
 def own_contradiction(entry: RankSave, slot: Slot) -> str:
@@ -13,6 +13,7 @@ def own_contradiction(entry: RankSave, slot: Slot) -> str:
     request = entry.request
     assert request is not None
     wanted = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step}
+    wanted["overwrite"] = entry.overwrite
     for name, value in wanted.items():
         if getattr(request, name) != value:
             return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
@@ -25,6 +26,9 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
         if (other.path, other.step) != (entry.path, entry.step):
             text = f"rank {entry.rank} saves step {entry.step} to {entry.path}, "
             return text + f"rank {other.rank} step {other.step} to {other.path}", other.rank, SAME_CALLS
+        if other.overwrite != entry.overwrite:
+            text = f"rank {entry.rank} saves with overwrite={entry.overwrite}, "
+            return text + f"rank {other.rank} with overwrite={other.overwrite}", other.rank, SAME_SETTINGS
         if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
             text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
             text += f"rank {other.rank} {_plan(other.request) or 'none'}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from asyncckpt.errors import EndpointError
 from asyncckpt.protocol.endpoint import acquire_lock, make_directory
+from asyncckpt_worker.old_endpoints import forget_dead
 
 ALREADY_SERVED = "is already served by a running worker"
 """`asyncckpt.launcher` looks for these words."""
 
 
 def claim(endpoint: str) -> tuple[str, int]:
-    """Make the endpoint's directory and take its lock, which is held as long as the fd, or a fork's copy, is open.
+    """Make the endpoint's directory, take its lock, and tidy up beside it. The lock is held as long as the fd, or
+    a fork's copy, is open.
 
     Returns:
         The socket's path, and the lock's fd.
@@ -31,4 +33,5 @@ def claim(endpoint: str) -> tuple[str, int]:
             path=path,
             detail="taken",
         )
+    forget_dead(path)
     return path, fd

@@ -19,6 +19,7 @@ def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
         step=m.step,
         nbytes=m.nbytes,
         umask=m.umask,
+        overwrite=m.overwrite,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
     )
@@ -35,6 +36,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         step=request.step,
         nbytes=sum(p.nbytes for p in request.parts),
         umask=request.umask,
+        overwrite=request.overwrite,
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
     )
@@ -49,4 +51,5 @@ def prepare_of(save_id: str, entry: RankSave, *, fsync: bool) -> Prepare:
         nbytes=entry.nbytes,
         umask=entry.umask,
         fsync=fsync,
+        overwrite=entry.overwrite,
     )

@@ -174,7 +174,7 @@ class Intake:
         other = None if entry.ended else rival(entry.path, save.save_id, self._t.saves)
         if other is None:
             return None
-        error = failed(save, entry, "path_in_use", f"save {other.save_id} to the same path has not ended")
+        error = failed(save, entry, "path_in_use", f"save {other.save_id} to the same path has not ended; wait for it")
         self._saves.end(save, FAILED, error)
         return error
 

@@ -106,6 +106,7 @@ class RankSave:
     step: int
     nbytes: int
     umask: int
+    overwrite: bool
     begun_at: float
     commit_timeout_s: float
     phase: str = BEGUN

@@ -59,6 +59,7 @@ def withdrawn(save_id: str, rank: int, reason: str, *, skipped: bool) -> Wire:
 
 SAME_CALLS = "all ranks must call save() as often and in the same order, with the same path and step"
 SAME_WORLD = "the ranks of one run must be of one world"
+SAME_SETTINGS = "all ranks must save with the same settings"
 SAME_PLANS = "a change of the state reached them at different saves; the next ones agree again"
 
 

@@ -17,7 +17,8 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.catalog import next_epoch_beside
-from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
@@ -57,15 +58,26 @@ class Writer:
         """Make the directory and look for what would make the save fail.
 
         Raises:
-            CheckpointExistsError: A manifest is there.
+            CheckpointExistsError: A manifest is there that is not to be replaced, or above it.
             SaveFailedError: Outside the roots, no room, or the directory cannot be made.
         """
         save_id, rank = job.key
 
         def run() -> None:
             check_root(job.path, self._roots)
-            prepare_directory(job.path, files=self._files, umask=job.umask, fsync=job.fsync)
-            check_disk(job.path, job.nbytes, self._files)
+            made = prepare_directory(
+                job.path,
+                save_id=SaveId.parse(save_id),
+                files=self._files,
+                umask=job.umask,
+                fsync=job.fsync,
+                overwrite=job.overwrite,
+            )
+            try:
+                check_disk(job.path, job.nbytes, self._files)
+            except OSError:
+                remove_made(made, self._files)
+                raise
 
         self._wrapped(run, save_id, rank, job.step, job.path)
 
@@ -105,18 +117,19 @@ class Writer:
             objects=request.objects,
             n_tensors=request.n_tensors,
             fsync=request.fsync,
+            overwrite=request.overwrite,
             umask=request.umask,
             threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
         )
 
     def commit(self, job: Commit) -> dict[str, Any]:
-        """Publish the manifest, then remove other attempts' leftovers.
+        """Publish the manifest, then remove what earlier attempts and a replaced checkpoint left.
 
         Returns:
             The report's figures of this phase.
 
         Raises:
-            CheckpointExistsError: Another save's manifest is there; nothing was changed.
+            CheckpointExistsError: Another save's manifest is there, and not to be replaced; nothing was changed.
             CommitUnknownError: Nobody knows whether the manifest stands.
             SaveFailedError: Nothing was published.
         """
@@ -133,7 +146,7 @@ class Writer:
                 metadata=request.metadata,
                 package=__version__,
             )
-            publish(request.path, manifest, files=self._files, umask=request.umask)
+            publish(request.path, manifest, files=self._files, umask=request.umask, overwrite=request.overwrite)
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun

@@ -6,6 +6,9 @@ import re
 from typing import NamedTuple
 
 MANIFEST_NAME = "manifest.json"
+LOCK_NAME = "manifest.overwrite.lock"
+"""Held by who replaces a manifest; empty, and removed by its holder."""
+
 MAX_RANKS = 100_000
 MAX_PARTS = 1_000
 MAX_EPOCH = 999_999

@@ -41,7 +41,8 @@ def load(
             saved under their name, whole; a module's tensors are filled in place before that, in the bare module, and
             what it has and the checkpoint lacks counts as missing. Without a target, nesting, key types, aliases and
             objects come back as saved, states of modules and optimizers as dicts.
-        keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything.
+        keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
+            not one selects anything are an error, `strict` or not.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
@@ -60,7 +61,8 @@ def load(
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
         UnsupportedFormatError: Written by a newer version.
-        MissingKeysError: `strict` and keys are missing; lists all of them.
+        MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them. Or the
+            checkpoint was overwritten meanwhile, by one that lacks what had been read.
         ShapeMismatchError: A tensor was saved with another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another

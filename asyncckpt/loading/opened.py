@@ -13,12 +13,13 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
-from asyncckpt.foreign.kinds import OURS, read_any
+from asyncckpt.foreign.kinds import OURS
 from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
 from asyncckpt.loading.mapped import mapped_tensor
+from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.slicing import read_tensor
@@ -263,4 +264,5 @@ def open_checkpoint(
     """
     files = Files()
     reader = find_rank_info(rank_info)
-    return OpenCheckpoint(read_any(absolute_path(path), files), reader, files, allow_pickle=allow_pickle)
+    contents = read_of_one_save(absolute_path(path), files, lambda found: found)
+    return OpenCheckpoint(contents, reader, files, allow_pickle=allow_pickle)

@@ -14,13 +14,13 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError
-from asyncckpt.foreign.kinds import read_any
-from asyncckpt.format.tree import Node
+from asyncckpt.format.tree import Node, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import fill_tensors, thread_count
 from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
+from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
@@ -100,9 +100,14 @@ class DefaultReader(CheckpointReader):
             raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
         reader = find_rank_info(self._rank_info)
         directory = absolute_path(path)
+        touched: set[str] = set()
+
+        def load(contents: Contents) -> tuple[Any, list[str]]:
+            one = _Load(contents, options, self._files, reader, touched)
+            return one.new() if state_dict is None else one.into(state_dict)
+
         with collector_paused():
-            load = _Load(read_any(directory, self._files), options, self._files, reader)
-            return load.new() if state_dict is None else load.into(state_dict)
+            return read_of_one_save(directory, self._files, load)
 
 
 @contextlib.contextmanager
@@ -119,11 +124,13 @@ def collector_paused() -> Iterator[None]:
 
 
 class _Load:
-    """One load of one checkpoint."""
+    """One load of one checkpoint. `touched`: FQNs of the target that hold values of another one by now; added to."""
 
-    def __init__(self, contents: Contents, options: _Options, files: Files, reader: RankInfo) -> None:
+    def __init__(
+        self, contents: Contents, options: _Options, files: Files, reader: RankInfo, touched: set[str]
+    ) -> None:
         self._contents, self._options, self._files, self._reader = contents, options, files, reader
-        self._path = contents.path
+        self._path, self._touched = contents.path, touched
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
         check_lengths(contents, files)
@@ -136,7 +143,8 @@ class _Load:
             state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
         )
         self._refuse_unavailable(matches.unavailable)
-        self._report_missing(matches.missing)
+        self._refuse_mix(matches)
+        self._report_missing(matches.missing, in_vain=selection.in_vain)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
         fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
@@ -158,12 +166,24 @@ class _Load:
         # At equal world size, what only other ranks have is left out, unless it was asked for by name.
         wanted = Selection(missing if self._saved.own is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
-        self._report_missing(missing)
+        self._report_missing(missing, in_vain=selection.in_vain)
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
         self._read(fresh.pairs)
         return fresh.build(tree), missing
+
+    def _refuse_mix(self, matches: Matches) -> None:
+        """What was read before another checkpoint took the place must be read again, or the target is of two saves."""
+        mixed = sorted(self._touched.intersection(matches.missing))
+        if mixed:
+            raise MissingKeysError(
+                f"{self._path} was overwritten while it was read, by a checkpoint without {mixed[0]!r}: the target now "
+                "holds values of both; load again, into a fresh state",
+                path=self._path,
+                keys=mixed,
+            )
+        self._touched |= {fqn_of(path) for path in matches.filled}
 
     def _fresh(self, nodes: list[Node], standing: Mapping[int, torch.Tensor]) -> Fresh:
         return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
@@ -180,11 +200,12 @@ class _Load:
         if not self._saved.is_plain:
             report_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _report_missing(self, missing: list[str]) -> None:
+    def _report_missing(self, missing: list[str], *, in_vain: bool) -> None:
+        """`in_vain`: not one of the keys that were asked for is there, which nobody can have meant."""
         if not missing:
             return
         hint = prefix_hint(missing, self._saved.leaves)
-        if self._options.strict:
+        if self._options.strict or in_vain:
             names = "\n  ".join(missing)
             raise MissingKeysError(
                 f"{self._path}: {len(missing)} keys are not in the checkpoint{hint}; nothing was changed:\n  {names}",

@@ -55,6 +55,11 @@ class Selection:
         return self._keys is not None and any(key.startswith(fqn + ".") for key in self._keys)
 
     @property
+    def in_vain(self) -> bool:
+        """Whether there are keys, and none of them has selected anything so far."""
+        return bool(self._keys) and not self._used
+
+    @property
     def everything(self) -> bool:
         """Whether nothing was left out."""
         return self._keys is None

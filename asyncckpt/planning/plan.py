@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from asyncckpt.format.layout import PAGE_NBYTES, Layout
+from asyncckpt.format.layout import PAGE_NBYTES, BoxSpec, Layout
 from asyncckpt.format.tree import Node
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.sampling import Turn
@@ -43,6 +43,8 @@ class SavePlan:
         signature: What the plan was made for.
         layout: Parts and chunks.
         boxes: Aligned with the layout's chunks: what goes where.
+        specs: Aligned with `boxes`: what each is of the stored tensor.
+        names: Of every tensor, as it is stored.
         structure: `format.structure.encode_structure`'s bytes.
         n_tensors: Tensors whose first element this rank writes, for reports: over all ranks, every stored tensor once.
         tensor_nbytes: What this rank writes.
@@ -54,6 +56,8 @@ class SavePlan:
     signature: Signature
     layout: Layout
     boxes: tuple[Box, ...]
+    specs: tuple[BoxSpec, ...]
+    names: tuple[str, ...]
     structure: bytes
     n_tensors: int
     tensor_nbytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
@@ -48,7 +49,13 @@ def contribution_of(flat: Flattened) -> Contribution:
 
 
 def make_plan(
-    flat: Flattened, signature: Signature, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None
+    flat: Flattened,
+    signature: Signature,
+    *,
+    files_per_rank: int,
+    rank: int = 0,
+    agreement: Agreement | None = None,
+    known: SavePlan | None = None,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -58,6 +65,7 @@ def make_plan(
         files_per_rank: Shard files to spread over.
         rank: Of this process.
         agreement: With the other ranks; None: there are none.
+        known: A plan of that structure under an earlier agreement; its very layout is kept where it is still the same.
 
     Raises:
         DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
@@ -70,8 +78,12 @@ def make_plan(
         _order(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))
     ]
-    boxes = [box for order in orders for box in order.boxes]
-    specs = [_spec(orders[box.number], box) for box in boxes]
+    boxes, names = tuple(box for order in orders for box in order.boxes), tuple(order.stored for order in orders)
+    news = tuple(number for number, order in enumerate(orders) if order.is_news)
+    shared = _by_turn(order.shared for order in orders if order.shared is not None)
+    specs = tuple(_spec(orders[box.number], box) for box in boxes)
+    if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
+        return replace(known, agreement=agreement, news=news, shared=shared)
     layout = build_layout(specs, n_parts=files_per_rank)
     chunks = iter(layout.chunks)
     structure = Structure(
@@ -91,13 +103,15 @@ def make_plan(
     return SavePlan(
         signature=signature,
         layout=layout,
-        boxes=tuple(boxes),
+        boxes=boxes,
+        specs=specs,
+        names=names,
         structure=encode_structure(structure),
         n_tensors=sum(not any(box.offsets) for box in boxes),
         tensor_nbytes=sum(s.nbytes for s in specs),
         agreement=agreement,
-        news=tuple(number for number, order in enumerate(orders) if order.is_news),
-        shared=_by_turn(order.shared for order in orders if order.shared is not None),
+        news=news,
+        shared=shared,
     )
 
 
@@ -183,13 +197,12 @@ class PlanCache:
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the other ranks; setting another one drops all plans."""
+        """With the other ranks; after another one is set, each plan is looked through when it is next taken."""
         return self._agreement
 
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self._agreement = agreement
-        self._plans.clear()
 
     def flatten(self, state_dict: Any) -> Flattened:
         """Take `state_dict` apart as `take` does, without a plan.
@@ -211,19 +224,32 @@ class PlanCache:
             plan = self._plans[key]
             flat = match(*plan.signature, state_dict, openings, allow_pickle=self._allow_pickle)
             if flat is not None:
+                if plan.agreement is not self._agreement:
+                    plan = self._make(flat, plan.signature, plan)
+                    self._plans[key] = plan
                 self._plans.move_to_end(key)
                 return plan, flat
         flat = flatten(state_dict, openings, allow_pickle=self._allow_pickle)
         signature = signature_of(flat)
         key = hash(signature)
         found = self._plans.get(key)
-        if found is None or found.signature != signature:
-            found = make_plan(
-                flat, signature, files_per_rank=self._files_per_rank, rank=self._rank, agreement=self._agreement
-            )
-            self.made += 1
+        if found is None or found.signature != signature or found.agreement is not self._agreement:
+            known = found if found is not None and found.signature == signature else None
+            found = self._make(flat, signature, known)
             self._plans[key] = found
             if len(self._plans) > self.MAX_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return found, flat
+
+    def _make(self, flat: Flattened, signature: Signature, known: SavePlan | None) -> SavePlan:
+        made = make_plan(
+            flat,
+            signature,
+            files_per_rank=self._files_per_rank,
+            rank=self._rank,
+            agreement=self._agreement,
+            known=known,
+        )
+        self.made += known is None or made.layout is not known.layout
+        return made

@@ -17,6 +17,10 @@ SCHEME = "ipc://"
 MAX_SOCKET_PATH_BYTES = 100
 """sun_path holds 107 bytes (unix(7)); a few are left for libzmq's own use."""
 
+_LOCK_ATTEMPTS = 10
+"""A lock that is taken, and whose file is gone each time: whoever does that is a living worker. Chosen."""
+
+_RUNTIME_NAME = "asyncckpt"
 JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
@@ -67,12 +71,21 @@ def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str
     return _in_users_directory(f"run-{token}", environ, uid)
 
 
+def is_users_directory(directory: str, uid: int) -> bool:
+    """Whether endpoints that were made up lie in `directory`: nobody else has a use for it."""
+    return os.path.basename(directory) in (_RUNTIME_NAME, _temporary_name(uid))
+
+
+def _temporary_name(uid: int) -> str:
+    return f"asyncckpt-{uid}"
+
+
 def _in_users_directory(name: str, environ: Mapping[str, str], uid: int) -> str:
     candidates = [environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
     for base in candidates:
         if not base.startswith("/"):
             continue
-        directory = "asyncckpt" if base == environ.get("XDG_RUNTIME_DIR") else f"asyncckpt-{uid}"
+        directory = _RUNTIME_NAME if base == environ.get("XDG_RUNTIME_DIR") else _temporary_name(uid)
         path = os.path.join(base, directory, f"{name}.sock")
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES and os.path.isdir(base):
             return SCHEME + path
@@ -129,13 +142,26 @@ def acquire_lock(path: str) -> int | None:
     Raises:
         OSError: The lock file cannot be made.
     """
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    for _ in range(_LOCK_ATTEMPTS):
+        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # IMPORTANT: who held it may have removed the file; the next to come would lock another one.
+            if _is_at(fd, f"{path}.lock"):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    return None
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether `path` is the name of the open file."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -124,6 +124,7 @@ class Begin(Message):
     nbytes: int
     umask: int
     fsync: bool
+    overwrite: bool
     commit_timeout_s: float
     name: ClassVar[str] = "begin"
     checks: ClassVar[dict[str, Check]] = {
@@ -136,6 +137,7 @@ class Begin(Message):
         "nbytes": check.uint,
         "umask": check.umask,
         "fsync": check.flag,
+        "overwrite": check.flag,
         "commit_timeout_s": check.timeout,
     }
 

@@ -47,6 +47,7 @@ class SaveRequest:
         n_tensors: For reports.
         metadata: The user's JSON as text.
         fsync: False skips every fsync; the manifest then says so.
+        overwrite: Whether an older checkpoint at `path` is replaced.
         umask: The trainer's, for the modes of files and directories.
         write_threads: Threads to write with; 0 leaves the choice to the worker.
         package: The trainer's asyncckpt version.
@@ -68,6 +69,7 @@ class SaveRequest:
     n_tensors: int
     metadata: str
     fsync: bool
+    overwrite: bool
     umask: int
     write_threads: int
     package: str
@@ -146,6 +148,7 @@ _CHECKS: dict[str, check.Check] = {
     "n_tensors": check.uint,
     "metadata": lambda value: type(value) is str,
     "fsync": check.flag,
+    "overwrite": check.flag,
     "umask": check.umask,
     "write_threads": lambda value: check.uint(value) and value <= MAX_THREADS,
     "package": check.text,

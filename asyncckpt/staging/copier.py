@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ class Copier:
         self._copies: list[DeferredCopy] = []
         self._queue: deque[DeferredCopy] = deque()
         self._thread: threading.Thread | None = None
+        self._when_idle: list[Callable[[], None]] = []
 
     @property
     def busy(self) -> bool:
@@ -33,20 +35,22 @@ class Copier:
     def take(self, copy: DeferredCopy, staged: Future[Any], on_end: OnEnd) -> None:
         """Run `copy` when those before it have ended. Does not wait; where no thread can be started, runs it here.
 
+        An interrupt that comes to a copy that runs here fails its save, and is raised when it has ended.
+
         Args:
             copy: The rest of a save.
             staged: Done, by `on_end`, when the tensors may be changed: who waits for the copy waits for this.
             on_end: See `OnEnd`; called in the copier's thread.
         """
         copy.staged, copy.on_end = staged, on_end
-        disown = copy.entrust()
         try:
+            copy.entrust()
             self._take(copy)
         except BaseException as error:  # an interrupt
             if copy in self._copies:
                 copy.give_up(error)
-            else:
-                disown()
+            elif not copy.ended:
+                copy.disown()
             raise
 
     def _take(self, copy: DeferredCopy) -> None:
@@ -66,22 +70,43 @@ class Copier:
                         self._copies.remove(copy)
                         self._queue.remove(copy)
                 if isinstance(error, RuntimeError):  # can't start new thread
-                    self._run()
+                    interrupt = self._run()
+                    if interrupt is not None:
+                        raise interrupt from None
                     return
             raise
 
-    def _run(self) -> None:
+    def _run(self) -> BaseException | None:
+        """Run what is queued; returns the last interrupt that came meanwhile. A thread has nobody to raise it to."""
+        interrupt: BaseException | None = None
         while True:
             with self._lock:
                 if not self._queue:
                     self._thread = None
-                    return
+                    calls, self._when_idle = self._when_idle, []
+                    break
                 copy = self._queue.popleft()
             try:
-                copy.run()
+                interrupt = copy.run() or interrupt
             finally:
                 with self._lock:
                     self._copies.remove(copy)
+
+        for call in calls:
+            call()
+        return interrupt
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Call `call` once no copy runs: now, or in the copier's thread. Does not wait."""
+        with self._lock:
+            if self._thread is not None:
+                self._when_idle.append(call)
+                return
+        call()
+
+    def places(self) -> set[int]:
+        """Return the addresses of the storages that copies still read from."""
+        return {place for copy in list(self._copies) for place in copy.places() if place}
 
     def wait(self, timeout_s: float) -> list[DeferredCopy]:
         """Wait until the copies that there are have ended; returns those that have not within `timeout_s`."""

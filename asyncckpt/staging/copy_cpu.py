@@ -7,6 +7,7 @@ copy meets at an OpenMP barrier after every tensor: on cores that a data loader 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -42,6 +43,23 @@ _AS_INTEGERS = {
 }
 _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
+
+
+class Pace(NamedTuple):
+    """How hard a copy works: one behind the training shares the cores with it.
+
+    `threads`: so many move at most. `piece_nbytes`: one move. `nice`: above 0, threads with this niceness move, and the
+    caller only waits for them; `batch`: these with the policy SCHED_BATCH, which wakes them late and runs them long.
+    """
+
+    threads: int = MAX_THREADS
+    piece_nbytes: int = PIECE_NBYTES
+    nice: int = 0
+    batch: bool = False
+
+
+FULL = Pace()
+"""As fast as it goes: somebody waits for the copy."""
 
 
 class Share(NamedTuple):
@@ -137,8 +155,13 @@ class SlotImage:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
         self.copy(tensors, self._all if share is None else share)
 
-    def copy(self, tensors: Sequence[torch.Tensor], share: Share) -> None:
+    def copy(self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL) -> None:
         """Copy the boxes of `share` out of `tensors`, by number. Blocks until that is done.
+
+        Args:
+            tensors: The state's.
+            share: What to copy.
+            pace: How.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
@@ -148,13 +171,16 @@ class SlotImage:
             tensor = tensors[self._numbers[n]]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 source = tensor.data_ptr() + skipped
-                for at in range(0, nbytes, PIECE_NBYTES):
-                    self._moves.append((target + at, source + at, min(PIECE_NBYTES, nbytes - at)))
+                for at in range(0, nbytes, pace.piece_nbytes):
+                    self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
             else:
                 others.append(n)
         try:
-            self._start_movers()
+            self._start_movers(pace)
             self._copy_by_torch(tensors, others)
+            if pace.nice:
+                for mover in self._movers:
+                    mover.join()
             _move(self._moves)
         finally:
             self.settle()
@@ -187,12 +213,12 @@ class SlotImage:
         if interrupt is not None:
             raise interrupt
 
-    def _start_movers(self) -> None:
+    def _start_movers(self, pace: Pace) -> None:
         """Start threads that help with the moves; fewer, or none, when no more can be started."""
         nbytes = sum(m[2] for m in self._moves)
-        wanted = min(MAX_THREADS, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
-        for _ in range(wanted - 1):
-            mover = threading.Thread(target=_move, args=(self._moves,), name="asyncckpt-copy", daemon=True)
+        wanted = min(pace.threads, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
+        for _ in range(wanted if pace.nice else wanted - 1):
+            mover = threading.Thread(target=_move, args=(self._moves, pace), name="asyncckpt-copy", daemon=True)
             self._movers.append(mover)
             try:
                 mover.start()
@@ -216,13 +242,25 @@ class SlotImage:
             torch._foreach_copy_(targets, sources)
 
 
-def _move(moves: deque[tuple[int, int, int]]) -> None:
+def _move(moves: deque[tuple[int, int, int]], pace: Pace = FULL) -> None:
+    if pace.nice:
+        _yield_to_others(pace)
     move, take = ctypes.memmove, moves.popleft
     try:
         while True:
             move(*take())
     except IndexError:  # none left
         pass
+
+
+def _yield_to_others(pace: Pace) -> None:
+    """Lower this thread's priority. Linux keeps one for each thread; it cannot be raised again without privilege."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, pace.nice)
+    if pace.batch:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _skipped_nbytes(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:

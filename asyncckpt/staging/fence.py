@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncckpt.errors import ReentrantCallError, StagingError
 from asyncckpt.staging.copier import Copier
+from asyncckpt.staging.ownership import storages
 
 FENCE_TIMEOUT_S = 60.0
 """A copy that has not ended by then is given up: its save fails, and the training goes on. Chosen: no copy into memory
@@ -33,6 +34,7 @@ class Fence:
         self._copier = copier
         self._owner_pid = os.getpid()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._watched: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def wait(self, timeout_s: float = FENCE_TIMEOUT_S) -> None:
@@ -56,7 +58,7 @@ class Fence:
             )
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let its `step()` and `load_state_dict()` wait, and the `step()` of others that hold parameters of it."""
+        """Let its `step()` and `load_state_dict()` wait, and every `step()` over what is being copied."""
         if not self._watched:
             self._handles.append(register_optimizer_step_pre_hook(self._hook(self._wait_for_sharer)))
         self._watched.append(weakref.ref(optimizer))
@@ -64,16 +66,21 @@ class Fence:
         self._handles.append(optimizer.register_load_state_dict_pre_hook(self._hook()))
 
     def watch_module(self, module: torch.nn.Module) -> None:
-        """Let its `load_state_dict()`, and that of every module in it, wait."""
+        """Let its `load_state_dict()`, and that of every module in it, wait. Those that do already are left alone."""
         for one in module.modules():
-            self._handles.append(one.register_load_state_dict_pre_hook(self._hook()))  # type: ignore[no-untyped-call]
+            if one not in self._modules:
+                self._modules.add(one)
+                handle = one.register_load_state_dict_pre_hook(self._hook())  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def _wait_for_sharer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._copier.busy:
+        """Wait before the step of an optimizer that is not attached: a second one, a shallow copy, one made since."""
+        if os.getpid() != self._owner_pid or not self._copier.busy:
             return
-        watched = [found for reference in self._watched if (found := reference()) is not None]
-        held = {id(p) for one in watched for group in one.param_groups for p in group["params"]}
-        if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+        if any(known() is optimizer for known in self._watched):
+            return  # its own hook waits
+        copied = self._copier.places()
+        if any(place in copied for group in optimizer.param_groups for place in storages(group["params"])):
             self.wait()
 
     def _hook(self, wait: Callable[..., None] | None = None) -> Callable[..., None]:
@@ -93,5 +100,6 @@ class Fence:
     def remove(self) -> None:
         """Take the hooks away."""
         handles, self._handles, self._watched = self._handles, [], []
+        self._modules.clear()
         for handle in handles:
             handle.remove()

@@ -11,7 +11,7 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import CheckpointerClosedError, ConfigError
 from asyncckpt.staging.copier import Copier
 from asyncckpt.staging.fence import Fence
-from asyncckpt.staging.ownership import Owners
+from asyncckpt.staging.ownership import Owners, has_hooks
 
 CLOSE_S = 5.0
 """How long `close` waits for a copy that it has given up: it ends with its piece. Chosen, far above what that takes."""
@@ -32,17 +32,26 @@ class Overlap:
         self.copier = Copier()
         self.fence = Fence(self.copier)
         self._attached = False
+        self._join_s: float | None = None
 
     def attach(self, *attached: Any) -> None:
         """Attach optimizers, and modules whose `load_state_dict()` shall wait as well. What is attached stays so.
 
         Raises:
-            ConfigError: One is neither.
+            ConfigError: One is neither, or an optimizer that cannot be hooked.
         """
         for one in attached:
+            kind = type(one).__name__
             if not isinstance(one, (torch.optim.Optimizer, torch.nn.Module)):
                 raise ConfigError(
-                    f"attach() takes optimizers (torch.optim.Optimizer), and modules; got a {type(one).__name__}",
+                    f"attach() takes optimizers (torch.optim.Optimizer), and modules; got a {kind}",
+                    field="attach",
+                    value=repr(type(one)),
+                )
+            if isinstance(one, torch.optim.Optimizer) and not has_hooks(one):
+                raise ConfigError(
+                    f"attach() got a {kind} that has never run Optimizer.__init__(), so that its step() calls no "
+                    "hooks: a wrapper around another optimizer, it seems; attach the one inside",
                     field="attach",
                     value=repr(type(one)),
                 )
@@ -74,8 +83,14 @@ class Overlap:
         promised = self._mode == "overlap" and not self._attached
         return self._owners.everything(tensors) if promised else (_NOTHING, [])
 
-    def leave(self, timeout_s: float) -> None:
-        """Wait for running copies at most `timeout_s`, give up the rest, and take the hooks away."""
+    def leave(self, timeout_s: float, *, join_s: float | None = None) -> None:
+        """Wait for running copies at most `timeout_s`, give up the rest, and take the hooks away.
+
+        Args:
+            timeout_s: For copies.
+            join_s: How long `close()` may wait for the thread after that; default: `CLOSE_S`.
+        """
+        self._join_s = join_s
         if not self.copier.in_thread():
             self.copier.wait(timeout_s)
         self.copier.give_up(CheckpointerClosedError("the checkpointer was closed while the state was being copied"))
@@ -84,5 +99,5 @@ class Overlap:
 
     def close(self) -> None:
         """Give up what runs, and wait for the copier's thread. Blocks at most `CLOSE_S`. Twice is fine."""
-        self.leave(0.0)
-        self.copier.join(CLOSE_S)
+        self.leave(0.0, join_s=self._join_s)
+        self.copier.join(CLOSE_S if self._join_s is None else self._join_s)

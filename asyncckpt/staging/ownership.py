@@ -21,7 +21,18 @@ MAX_NESTING = 8
 _HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """The code of torch's wrapper around every `step()`, which calls the hooks."""
 
+_NO_STORAGE = (RuntimeError, NotImplementedError, ValueError)
+"""What torch raises when it is asked for the storage of a tensor that has none."""
+
 _log = logging.getLogger("asyncckpt")
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks can be registered; `Optimizer.__init__()` makes their tables, which not every wrapper calls."""
+    return all(
+        isinstance(vars(optimizer).get(table), dict)
+        for table in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
+    )
 
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -74,9 +85,9 @@ class Owners:
             for group in optimizer.param_groups:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
-        places = _storages(own)
+        places = storages(own)
         owned = _ranges(own, places)
-        found = _storages(tensors)
+        found = storages(tensors)
         numbers = [
             n
             for n, place in enumerate(found)
@@ -150,16 +161,16 @@ def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
     return any(first <= start and end <= last for first, last in ranges)
 
 
-def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the address of each one's storage; 0 for tensors without, sparse ones for instance."""
+def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each one's storage; 0 for those without: sparse ones, parameters of lazy modules."""
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    except (RuntimeError, NotImplementedError):
+    except _NO_STORAGE:
         return [_storage(tensor) for tensor in tensors]
 
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except _NO_STORAGE:
         return 0

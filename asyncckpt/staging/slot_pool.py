@@ -69,8 +69,8 @@ class LentSlot:
     orphaned: bool = False
 
     def knows(self, plan: SavePlan) -> bool:
-        """Whether there are views for `plan`."""
-        return any(views is not None and views.plan is plan for views in (self.views, *self.kept))
+        """Whether there are views for `plan`, or for one of the same layout."""
+        return any(views is not None and views.plan.layout is plan.layout for views in (self.views, *self.kept))
 
 
 class SlotPool:

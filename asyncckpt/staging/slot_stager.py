@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,7 +150,8 @@ class SlotStager(CheckpointStager):
             watch,
             seal=seal,
             withdraw=lambda error: self._withdraw(save_id, error, step, path),
-            entrust=partial(self._entrust, save_id.sequence),
+            entrust=partial(self._process.settled.append, save_id.sequence),
+            disown=partial(self._disown, save_id.sequence),
             seconds=seconds,
         )
         return StagedSnapshot(
@@ -176,13 +177,21 @@ class SlotStager(CheckpointStager):
         found.__cause__ = error
         return found
 
-    def _entrust(self, sequence: int) -> Callable[[], None]:
-        """The copier sees to the end of this save: nobody else may free a slot that it copies into."""
-        self._process.settled.append(sequence)
-        return partial(self._process.settled.remove, sequence)
+    def _disown(self, sequence: int) -> None:
+        """The copier does not see to the end of this save after all: `save()` takes it back."""
+        with contextlib.suppress(ValueError):  # it had not begun to
+            self._process.settled.remove(sequence)
 
-    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+    def skip_preparation(self) -> None:
+        """Count a `prepare()` that does not take place: all ranks count alike."""
+        next(self._ranks.preparations)
+
+    def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
         """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
+
+        Args:
+            state_dict: The state.
+            refused: Why this rank cannot: it is raised once the other ranks have been told.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored.
@@ -192,10 +201,16 @@ class SlotStager(CheckpointStager):
         Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
         """
         ranks = self._ranks
-        self._process.connect()
-        if not ranks.alone:
+        if ranks.alone:
+            if refused is not None:
+                raise refused
+            self._process.connect()
+        else:
 
             def contributed() -> tuple[Flattened, Contribution]:
+                if refused is not None:
+                    raise refused
+                self._process.connect()
                 flat = self.plans.flatten(state_dict)
                 encode_leaves(flat)
                 return flat, contribution_of(flat)
@@ -259,6 +274,7 @@ class SlotStager(CheckpointStager):
             n_tensors=plan.n_tensors,
             metadata=json.dumps(kw.get("metadata") or {}, allow_nan=False),
             fsync=self._config.fsync,
+            overwrite=self._config.overwrite,
             umask=umask,
             write_threads=self._config.write_threads or 0,
             package=self._package,

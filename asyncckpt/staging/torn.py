@@ -15,6 +15,7 @@ from asyncckpt.errors import SnapshotTornError
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.digests import tensor_digest
 from asyncckpt.planning.state_dict import Flattened
+from asyncckpt.staging.ownership import storages
 
 Source = tuple[int, torch.Tensor, torch.Tensor]
 """(Number of the state's tensor, what is copied of it, its place in the slot)"""
@@ -67,6 +68,10 @@ class SourceWatch:
                 raise self._torn(number, "a write that bumps no version counter")
             if tensor_digest(tensor) != digest:
                 raise self._torn(number, "a write that bumps no version counter, after its copy,")
+
+    def places(self) -> set[int]:
+        """Return the addresses of the storages that are watched."""
+        return set(storages(self._watched))
 
     def _number(self, watched: int) -> int | None:
         """Return the number of the state's tensor that a watched one is, or shares its storage with."""

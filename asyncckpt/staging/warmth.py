@@ -17,11 +17,14 @@ _numbers = itertools.count()
 
 
 def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
-    """Return the slot's image of `plan`: the one it has, or had when it was last used for that plan, or a new one."""
+    """Return the slot's image of `plan`: the one it has, or had when it was last used for that plan, or a new one.
+
+    Plans of one structure under several agreements share their layout, and with it the image.
+    """
     current = slot.views
-    if isinstance(current, SlotImage) and current.plan is plan:
+    if isinstance(current, SlotImage) and current.plan.layout is plan.layout:
         return current
-    found = next((views for views in slot.kept if views.plan is plan), None)
+    found = next((views for views in slot.kept if views.plan.layout is plan.layout), None)
     if isinstance(found, SlotImage):
         slot.kept.remove(found)
         found.lay_out()

@@ -1,6 +1,7 @@
-"""The commit: a checkpoint's directory before, its manifest last, other attempts' leftovers after.
+"""The commit: a checkpoint's manifest, last of all its files; other attempts' leftovers after it.
 
-IMPORTANT: the manifest is put if absent, after everything that it names is durable. Whoever sees it may load.
+IMPORTANT: the manifest is put if absent, or in the place of an older one, after everything that it names is durable.
+Whoever sees it may load.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CommitUnknownError
+from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import decode_index
-from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, encode_manifest
+from asyncckpt.format.manifest import Manifest, encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
+from asyncckpt.format.steps import lineage_key
 from asyncckpt.storage.files import (
-    MODE_DIRECTORY,
     MODE_FILE,
     Files,
-    apply_mode,
     fsync_directory,
-    opened,
     read_small_file,
     write_new_file,
 )
+from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.standing import exists, overtaken, refuse_standing, standing_at
 
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _SURELY_NOT_DONE = _NO_HARD_LINKS | {
@@ -42,81 +43,6 @@ _SURELY_NOT_DONE = _NO_HARD_LINKS | {
 """Answers of link(2) and renameat2(2) that mean refusal; after any other (EIO, ESTALE, ...) nobody knows."""
 
 _logger = logging.getLogger("asyncckpt.storage")
-
-
-def prepare_directory(path: str, *, files: Files, umask: int, fsync: bool) -> None:
-    """Make the checkpoint's directory and its missing parents, each name flushed.
-
-    Args:
-        path: Absolute path of the checkpoint.
-        files: The storage seam.
-        umask: Of the directories' mode 0777.
-        fsync: Whether to flush.
-
-    Raises:
-        CheckpointExistsError: A manifest is there already.
-        OSError: A part of the path is no directory, or a call failed.
-    """
-    missing: list[str] = []
-    current = path
-    while not _is_directory(files, current):
-        missing.append(current)
-        current = os.path.dirname(current)
-    for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # by another rank at the same time
-            files.mkdir(directory, MODE_DIRECTORY & ~umask)
-            with opened(files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
-                apply_mode(files, fd, MODE_DIRECTORY & ~umask)
-        if not _is_directory(files, directory):
-            raise FileExistsError(errno.EEXIST, "a dangling symbolic link is in the way", directory)
-        if fsync:
-            fsync_directory(files, os.path.dirname(directory))
-    refuse_existing(path, None, files)
-
-
-def _is_directory(files: Files, path: str) -> bool:
-    """Whether `path` is a directory; False when it is absent, an error when it is something else."""
-    try:
-        found = files.stat(path)
-    except FileNotFoundError:
-        if os.path.dirname(path) == path:
-            raise
-        return False
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "a file is where a directory is wanted", path)
-    return True
-
-
-def refuse_existing(path: str, save_id: SaveId | None, files: Files) -> None:
-    """Raise when a manifest stands at `path`; `save_id` is the save that would have been put there.
-
-    Raises:
-        CheckpointExistsError: It does.
-        OSError: It cannot be known.
-    """
-    try:
-        files.lstat(os.path.join(path, MANIFEST_NAME))
-    except FileNotFoundError:
-        return
-    raise _exists(path, save_id, _standing(path, files))
-
-
-def _exists(path: str, save_id: SaveId | None, standing: Manifest | None) -> CheckpointExistsError:
-    what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
-    return CheckpointExistsError(
-        f"{path} already holds a committed checkpoint ({what}); it was left untouched: save to another path",
-        path=path,
-        save_id=str(save_id) if save_id else None,
-        existing_save_id=str(standing.save_id) if standing else None,
-    )
-
-
-def _standing(path: str, files: Files) -> Manifest | None:
-    """Return the manifest that stands at `path`, or None when there is none that can be read."""
-    try:
-        return decode_manifest(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
-    except (OSError, AsyncCkptError):
-        return None
 
 
 def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
@@ -139,23 +65,33 @@ def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
                 raise OSError(errno.EIO, text, os.path.join(path, name))
 
 
-def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
+def publish(path: str, manifest: Manifest, *, files: Files, umask: int, overwrite: bool = False) -> None:
     """Commit: put `manifest` if no manifest is there. Doing it again for the same save succeeds.
+
+    With `overwrite`, it takes the place of an older one, in one step, under a lock that all who overwrite take.
 
     Args:
         path: The checkpoint's directory. Every file that the manifest names must be durable.
         manifest: The commit record; `manifest.fsync` says whether to flush.
         files: The storage seam.
         umask: Of the manifest's mode 0666.
+        overwrite: Whether to replace an older manifest. The old checkpoint's files are then leftovers.
 
     Raises:
-        CheckpointExistsError: Another save's manifest is there; it was left untouched.
+        CheckpointExistsError: Another save's manifest is there, with `overwrite` a newer one; it was left untouched.
         CommitUnknownError: The put failed so that the manifest may or may not be there. Nothing was deleted.
         OSError: Failed before the put; nothing was published.
+
+    Blocks: with `overwrite`, also for another one that publishes at `path`, at most `LOCK_TIMEOUT_S`.
     """
+    with overwrite_lock(path, files=files, umask=umask) if overwrite else contextlib.nullcontext():
+        _publish(path, manifest, files, umask, overwrite=overwrite)
+
+
+def _publish(path: str, manifest: Manifest, files: Files, umask: int, *, overwrite: bool) -> None:
     temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
     try:
-        with overtaken(path, manifest.save_id, files):
+        with overtaken(path, manifest.save_id, files, overwrite=overwrite):
             check_rank_files(path, manifest, files=files)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(temporary)  # of an earlier try of this very save
@@ -163,10 +99,11 @@ def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
         if manifest.fsync:
             fsync_directory(files, path)
             fsync_directory(files, os.path.dirname(path))
+        replaces = overwrite and refuse_standing(path, manifest.save_id, files, overwrite=True) is not None
     except BaseException:
         _unlink_quietly(files, temporary)
         raise
-    _put(path, temporary, manifest, files)
+    _put(path, temporary, manifest, files, replace=replaces)
     if manifest.fsync:
         # IMPORTANT: until the directory is flushed, a power cut may take the manifest away again.
         try:
@@ -176,34 +113,14 @@ def publish(path: str, manifest: Manifest, *, files: Files, umask: int) -> None:
     _unlink_quietly(files, temporary)
 
 
-@contextlib.contextmanager
-def overtaken(path: str, save_id: SaveId, files: Files) -> Iterator[None]:
-    """Say so when another save has won the race to `path`: before the block, and when a file is gone inside it.
-
-    The winner removes the loser's files as leftovers, so that the loser's own calls fail with ENOENT.
-
-    Raises:
-        CheckpointExistsError: Another save's manifest stands.
-    """
-    refuse_existing_other(path, save_id, files)
-    try:
-        yield
-    except FileNotFoundError:
-        refuse_existing_other(path, save_id, files)
-        raise
-
-
-def refuse_existing_other(path: str, save_id: SaveId, files: Files) -> None:
-    """As `refuse_existing`, but the manifest of `save_id` itself is welcome."""
-    standing = _standing(path, files)
-    if standing is None or standing.save_id != save_id:
-        refuse_existing(path, save_id, files)
-
-
-def _put(path: str, temporary: str, manifest: Manifest, files: Files) -> None:
-    """Give the temporary file its final name, unless that name is taken."""
+def _put(path: str, temporary: str, manifest: Manifest, files: Files, *, replace: bool) -> None:
+    """Give the temporary file its final name, unless that name is taken by what is not to be replaced."""
     final = os.path.join(path, MANIFEST_NAME)
     try:
+        if replace:
+            # IMPORTANT: one rename. Without the name for an instant, a crash would leave no checkpoint there at all.
+            files.rename(temporary, final)
+            return
         try:
             files.link(temporary, final)
         except OSError as error:
@@ -211,12 +128,12 @@ def _put(path: str, temporary: str, manifest: Manifest, files: Files) -> None:
                 raise
             files.rename_noreplace(temporary, final)
     except OSError as error:
-        standing = _standing(path, files)
+        standing = standing_at(path, files)
         if standing is not None and standing.save_id == manifest.save_id:
             return
         if error.errno == errno.EEXIST:
             _unlink_quietly(files, temporary)
-            raise _exists(path, manifest.save_id, standing) from error
+            raise exists(path, manifest.save_id, standing, overwrite=False) from error
         if error.errno in _SURELY_NOT_DONE:
             _unlink_quietly(files, temporary)
             raise
@@ -244,9 +161,10 @@ def _unlink_quietly(files: Files, path: str) -> None:
 
 
 def remove_leftovers(path: str, keep: SaveId, *, files: Files) -> list[str]:
-    """Remove the files of other attempts from a committed checkpoint.
+    """Remove the files of earlier attempts, and of a checkpoint that was replaced, from a committed one.
 
-    IMPORTANT: only once a manifest of `keep` stands, because from then on no other attempt can commit here.
+    IMPORTANT: only once a manifest of `keep` stands, because from then on no earlier attempt can commit here; a later
+    one, which overwrites, still can.
 
     Args:
         path: The checkpoint's directory.
@@ -257,10 +175,10 @@ def remove_leftovers(path: str, keep: SaveId, *, files: Files) -> list[str]:
         The names that were removed. Files that are not ours by name, links and directories stay; so does everything
         when the manifest of `keep` is not there.
     """
-    standing = _standing(path, files)
+    standing = standing_at(path, files)
     if standing is None or standing.save_id != keep:
         return []
-    return _remove(path, files, lambda owner: owner != keep)
+    return _remove(path, files, lambda owner: lineage_key(owner) < lineage_key(keep))
 
 
 def remove_files_of(path: str, save_id: SaveId, *, files: Files) -> list[str]:
@@ -276,7 +194,7 @@ def remove_files_of(path: str, save_id: SaveId, *, files: Files) -> list[str]:
     except OSError:
         return []
     else:
-        standing = _standing(path, files)
+        standing = standing_at(path, files)
         if standing is None or standing.save_id == save_id:
             return []
     return _remove(path, files, lambda owner: owner == save_id)

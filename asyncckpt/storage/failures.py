@@ -18,6 +18,8 @@ ADVICE = {
     "ELOOP": "symbolic links lead in a circle: choose another path",
     "EIO": "the storage failed: look at the kernel's log before you trust it again",
     "ESTALE": "the network file system lost the directory: check the mount",
+    "EAGAIN": "another save to this path is being published: wait for its end",
+    "ENOLCK": "overwriting needs file locks: save to another path, or mount the file system with them",
     "EMFILE": "raise the limit of open files of the process that writes (ulimit -n)",
     "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
     "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",

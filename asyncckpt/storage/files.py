@@ -97,6 +97,10 @@ class Files:
         """Make one directory."""
         os.mkdir(path, mode)
 
+    def rmdir(self, path: str) -> None:
+        """Remove one directory, if it is empty."""
+        os.rmdir(path)
+
     def link(self, source: str, target: str) -> None:
         """Hard-link; EEXIST when `target` is there."""
         os.link(source, target, follow_symlinks=False)
@@ -107,6 +111,14 @@ class Files:
         if _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), source, None, target)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename; what is called `target` is replaced in one step."""
+        os.rename(source, target)
+
+    def flock(self, fd: int) -> None:
+        """Lock `fd` for this holder alone, as long as it is open; EWOULDBLOCK when another holds it."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlink(self, path: str) -> None:
         """Remove a file's name."""

@@ -21,9 +21,9 @@ from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
-from asyncckpt.storage.commit import overtaken
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
 from asyncckpt.storage.shard_writer import ShardWriter
+from asyncckpt.storage.standing import overtaken
 
 EXTENT_NBYTES = 16 << 20
 """One write. 4 to 64 MiB reach the same speed on the machines measured so far; whole blocks."""
@@ -47,6 +47,7 @@ class RankJob:
         structure, objects: Bytes to store as they are.
         n_tensors: For the manifest's totals.
         fsync: False leaves flushing to the kernel.
+        overwrite: Whether an older checkpoint may stand there.
         umask: Of the files' mode 0666.
         threads: Threads that write; 0 takes `DEFAULT_THREADS`.
     """
@@ -60,6 +61,7 @@ class RankJob:
     objects: bytes
     n_tensors: int
     fsync: bool = True
+    overwrite: bool = False
     umask: int = 0o022
     threads: int = 0
 
@@ -95,7 +97,7 @@ def write_rank_files(
         The result; every file is complete, and durable when `job.fsync`.
 
     Raises:
-        CheckpointExistsError: Another save has committed there meanwhile.
+        CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced.
         OSError: A file call failed, or a part does not carry the save id. What this call created is removed.
         Exception: Whatever `check` raises; the same.
 
@@ -104,7 +106,7 @@ def write_rank_files(
     writer = _RankWriter(job, image, files, check)
     try:
         started = time.perf_counter()
-        with overtaken(job.path, job.save_id, files):
+        with overtaken(job.path, job.save_id, files, overwrite=job.overwrite):
             writer.write_shards(pool)
             written = time.perf_counter()
             record = writer.write_small_files()

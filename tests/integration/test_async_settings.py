@@ -168,7 +168,8 @@ def test_on_error_raise_raises_what_nobody_fetched(shared_worker: RealWorker, tm
     checkpointer = AsyncCheckpointer(endpoint=shared_worker.endpoint, on_error="raise")
     written(checkpointer.save(STATE, tmp_path / "a"))
     for _ in range(2):
-        checkpointer.save(STATE, tmp_path / "a")
+        refused = checkpointer.save(STATE, tmp_path / "a")
+        wait_until(refused.written.done, "it has ended; to ask so is not to fetch its error")
     with pytest.raises(PendingSavesError) as caught:
         checkpointer.wait(DEADLINE_S)
     assert [type(e) for e in caught.value.errors] == [CheckpointExistsError] * 2

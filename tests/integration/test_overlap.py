@@ -383,7 +383,8 @@ class Case:
         self.optimizers = [self._optimizer(model) for model in self.models]
         self.owned = rng.sample(self.optimizers, rng.randrange(1, len(self.optimizers) + 1))
         self.extra = self.maker.state()
-        self.counters = {"step": rng.randrange(99), "lr": torch.tensor(0.1), "log": [1, "a", {"x": [2]}]}
+        log = [1, "a", {"x": [2]}, {rng.random()}, bytearray(rng.randbytes(9)), *states.every_array().values()]
+        self.counters = {"step": rng.randrange(99), "lr": torch.tensor(0.1), "log": log}
 
     def _optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         kinds: list[tuple[Any, dict[str, Any]]] = [
@@ -426,6 +427,10 @@ class Case:
 
     def change_owned(self) -> None:
         """Change every tensor that attached optimizers own, as the loop's next step would; it waits by itself."""
+        states_of = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in self.owned]
+        if self.rng.random() < 0.3:  # so does loading
+            for optimizer, state in states_of:
+                optimizer.load_state_dict(state)
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             if optimizer in self.owned:
                 optimizer.zero_grad()
@@ -449,11 +454,17 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def change_objects(value: Any) -> None:
-    """Change every container of `value` in place."""
-    if isinstance(value, dict):
+    """Change everything in `value` that can be changed in place."""
+    if isinstance(value, set):
+        value.add("later")
+    elif isinstance(value, bytearray):
+        value += b"later"
+    elif hasattr(value, "flags") and hasattr(value, "fill") and value.flags.writeable:  # numpy's, where it is installed
+        value.fill(1)
+    elif isinstance(value, dict):
         for key, member in list(value.items()):
             change_objects(member)
-            if not isinstance(member, (dict, list, tuple, torch.Tensor)):
+            if not isinstance(member, (dict, list, tuple, torch.Tensor)) and not hasattr(member, "fill"):
                 value[key] = "changed"
         value["added"] = "later"
     elif isinstance(value, (list, tuple)):
@@ -489,6 +500,7 @@ def test_no_change_after_save_ever_shows(
                 for tensor in tensors_of(state):
                     spoil(tensor)
                 change_objects(state)
+            torch.manual_seed(rng.randrange(99))
             checkpointer.detach()
         for name, handle in handles.items():
             written(handle)

@@ -145,11 +145,11 @@ def test_hashes_find_writes_that_no_counter_sees(
     model, optimizer = linear()
     copy, writing = SlotImage.copy, [False]
 
-    def copy_and_write(image: SlotImage, tensors: Any, share: Any) -> None:
+    def copy_and_write(image: SlotImage, tensors: Any, share: Any, *pace: Any) -> None:
         behind = writing[0] and threading.current_thread().name == "asyncckpt-overlap"
         if behind and when == "before its copy":
             next(model.parameters()).data.add_(1)
-        copy(image, tensors, share)
+        copy(image, tensors, share, *pace)
         if behind and when == "after its copy":
             next(model.parameters()).data.add_(1)
 
@@ -195,10 +195,10 @@ def test_what_the_copy_raises_ends_on_the_futures(
     checkpointer.attach(optimizer)
     copy = SlotImage.copy
 
-    def broken(image: SlotImage, tensors: Any, share: Any) -> None:
+    def broken(image: SlotImage, tensors: Any, share: Any, *pace: Any) -> None:
         if threading.current_thread().name == "asyncckpt-overlap":
             raise raised
-        copy(image, tensors, share)
+        copy(image, tensors, share, *pace)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlotImage, "copy", broken)
@@ -516,6 +516,7 @@ def test_a_checkpointer_dropped_under_a_copy_ends_when_it_has_ended(
     handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
     with pytest.warns(ResourceWarning, match="without close") as said:
         del checkpointer
+        time.sleep(0.2)  # for a session that would end at once
         gate.open()
         assert handle.staged.exception(DEADLINE_S) is None
         wait_until(lambda: gc.collect() is not None and said.list, "it is collected")

@@ -82,6 +82,7 @@ def test_a_killed_group_of_which_one_rank_did_not_stage_commits_nothing_and_the_
         "the save ends",
     )
     assert "rank 1" in rows[0]["error"]
+    wait_until(lambda: not worker.status()["jobs"], "the job that makes the directory has ended too")
     with pytest.raises(CheckpointNotCommittedError):
         asyncckpt.load(tmp_path / "step-1")
     wait_until(lambda: not worker.status()["sessions"] and not worker.status()["slots"], "everything is given back")

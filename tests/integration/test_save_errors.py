@@ -88,7 +88,9 @@ def test_a_full_file_system_fails_the_save_and_no_other(shared_worker: RealWorke
             assert (error.code, error.rank, error.path) == ("ENOSPC", 0, str(small / f"a{n}"))
             assert isinstance(error, OSError)
             assert not (small / f"a{n}" / "manifest.json").exists()
-            assert files_of(small / f"a{n}") == {}, "what was written is removed: the space is needed"
+            assert not (small / f"a{n}").exists() or files_of(small / f"a{n}") == {}, (
+                "what was written is removed: the space is needed"
+            )
         assert_goes_on(checkpointer, tmp_path / "elsewhere")
         assert files_of(small / "fits") == before
         states.assert_same(asyncckpt.load(small / "fits"), STATE)

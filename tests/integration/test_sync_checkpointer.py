@@ -195,3 +195,16 @@ def test_failed_saves_leave_nothing_behind(checkpointer: SyncCheckpointer, tmp_p
         with pytest.raises(CheckpointExistsError):
             checkpointer.save(STATE, tmp_path / "a")
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == names
+
+
+def test_a_failed_save_leaves_no_directory_that_it_made_and_every_other(tmp_path: pathlib.Path) -> None:
+    class Veto:
+        def pre_commit(self, path: str, **kw: Any) -> None:
+            raise RuntimeError("no")
+
+    (tmp_path / "there").mkdir()
+    with SyncCheckpointer(commit_hook=Veto()) as checkpointer:
+        for path in ("new/deep", "there"):
+            with pytest.raises(SaveFailedError, match="vetoed"):
+                checkpointer.save(STATE, tmp_path / path)
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]

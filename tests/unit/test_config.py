@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import pathlib
+import re
 from typing import Any
 
 import pytest
 
+from asyncckpt import AsyncCheckpointer, SyncCheckpointer, config
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
 from asyncckpt.errors import ConfigError
 
@@ -21,6 +25,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "on_worker_loss": ["resubmit", None],
     "on_error": ["ignore", None],
     "replicated": ["trust", None, True],
+    "overwrite": [0, 1, None, "true"],
     "fsync": [0, 1, None, "true"],
     "allow_pickle": [0, 1, None, "true"],
     "files_per_rank": [0, 257, None, 1.0],
@@ -37,6 +42,7 @@ POSSIBLE: dict[str, tuple[Any, str]] = {
     "on_worker_loss": ("fail", "fail"),
     "on_error": ("raise", "raise"),
     "replicated": ("assume", "assume"),
+    "overwrite": (True, "1"),
     "fsync": (False, "no"),
     "allow_pickle": (True, "yes"),
     "files_per_rank": (256, "256"),
@@ -115,6 +121,55 @@ def test_something_else_than_a_config_is_refused() -> None:
         CheckpointerConfig.resolve({"slots": 1}, {})  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged, in a process that has not warned of anything yet."""
+    monkeypatch.setattr(config, "_warned", set())
+    caplog.set_level(logging.WARNING, logger="asyncckpt")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("ASYNCCKPT_OVERWRTE", "ASYNCCKPT_OVERWRITE"), ("ASYNCCKPT_ENDPONT", "ASYNCCKPT_ENDPOINT")]
+)
+def test_a_misspelt_variable_is_warned_of_once_with_the_one_that_was_meant(
+    log: pytest.LogCaptureFixture, name: str, hint: str
+) -> None:
+    for _ in range(2):
+        CheckpointerConfig.resolve(None, {}, {name: "1", "ASYNCCKPT_SLOTS": "2"})
+    (said,) = log.messages
+    assert name in said and f"did you mean {hint}?" in said
+
+
+def test_a_variable_like_no_other_is_warned_of_without_a_guess(log: pytest.LogCaptureFixture) -> None:
+    CheckpointerConfig.resolve(None, {}, {"ASYNCCKPT_QQQQ": "1"})
+    assert "ASYNCCKPT_QQQQ" in log.messages[0] and "did you mean" not in log.messages[0]
+
+
+def test_no_variable_that_the_code_reads_is_warned_of(log: pytest.LogCaptureFixture) -> None:
+    root = pathlib.Path(config.__file__).parents[1]
+    text = "".join(p.read_text() for package in ("asyncckpt", "worker") for p in (root / package).rglob("*.py"))
+    named = {*re.findall(r"ASYNCCKPT_[A-Z_]+[A-Z]", text), "ASYNCCKPT_TEST_SEED"}
+    assert {"ASYNCCKPT_ENDPOINT", "ASYNCCKPT_JOB"} <= named
+    fields = {f"ASYNCCKPT_{name.upper()}" for name in names()}
+    CheckpointerConfig.resolve(None, {}, dict.fromkeys(named - fields, "1") | {"PATH": "/bin"})
+    assert log.messages == []
+
+
+@pytest.mark.parametrize(
+    ("maker", "given", "said"),
+    [
+        (AsyncCheckpointer, CheckpointerConfig(), r"AsyncCheckpointer\(config=\.\.\.\)"),
+        (AsyncCheckpointer, "ipc:///x/y", r"AsyncCheckpointer\(endpoint=\.\.\.\)"),
+        (AsyncCheckpointer, 3, r"was given a int"),
+        (SyncCheckpointer, CheckpointerConfig(), r"SyncCheckpointer\(config=\.\.\.\)"),
+    ],
+)
+def test_an_argument_without_its_name_is_refused_with_the_name(maker: Any, given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        maker(given)
+
+
 def test_a_config_cannot_be_changed_and_takes_keywords_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         CheckpointerConfig().slots = 3  # type: ignore[misc]
@@ -126,6 +181,11 @@ def test_every_field_is_described() -> None:
     assert CheckpointerConfig.__doc__ is not None
     for name in names():
         assert f"        {name}:" in CheckpointerConfig.__doc__
+
+
+def test_the_readme_lists_every_field() -> None:
+    readme = (pathlib.Path(config.__file__).parents[1] / "README.md").read_text()
+    assert [name for name in names() if f"`{name}`" not in readme] == []
 
 
 def test_endpoint_comes_from_the_environment_unless_it_is_empty() -> None:

@@ -21,9 +21,10 @@ from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.loading.loader import load
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.storage.commit import prepare_directory, publish
+from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
+from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
 
@@ -36,7 +37,7 @@ def save_boxes(
     path: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, Boxes], world_size: int, objects: Any = ()
 ) -> str:
     """Commit a checkpoint whose ranks hold the given boxes of float tensors."""
-    prepare_directory(str(path), files=FILES, umask=0o022, fsync=False)
+    prepare_directory(str(path), save_id=SAVE_ID, files=FILES, umask=0o022, fsync=False)
     results = [_write_rank(path, tensors, boxes, rank, world_size, objects) for rank in range(world_size)]
     first = manifest_of(results[0], fsync=False)
     manifest = Manifest(

@@ -330,6 +330,21 @@ def test_a_partial_load_reads_only_the_blocks_of_its_tensors(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("into", [True, False])
+@pytest.mark.parametrize("keys", ["typo", ["typo", "tipo"]])
+def test_keys_of_which_none_is_there_are_an_error_though_nobody_is_strict(
+    tmp_path: Path, keys: str | list[str], into: bool
+) -> None:
+    path = save(tmp_path, {"a": torch.ones(3)})
+    target = {"a": torch.zeros(3)} if into else None
+    with pytest.raises(MissingKeysError) as caught:
+        load(path, target, keys=keys)
+    assert caught.value.keys == sorted([keys] if isinstance(keys, str) else keys)
+    assert target is None or not target["a"].any()
+    assert load(path, keys=["a", "typo"]).keys() == {"a"}
+    assert load(path, keys=[]) == {}
+
+
 def test_missing_keys_are_logged_and_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(tmp_path / "c", {"a": torch.ones(2)})
     target = {"a": torch.zeros(2), "new": torch.full((2,), 7.0), "n": 3}

@@ -20,7 +20,7 @@ from asyncckpt.per_rank import PerRank  # noqa: E402
 from asyncckpt.planning import assignment  # noqa: E402
 from asyncckpt.planning.contributions import Change  # noqa: E402
 from asyncckpt.planning.match import match  # noqa: E402
-from asyncckpt.planning.plan import SharedTensor  # noqa: E402
+from asyncckpt.planning.plan import SavePlan, SharedTensor  # noqa: E402
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
 from asyncckpt.planning.rebuilding import unflatten  # noqa: E402
 from asyncckpt.planning.sampling import SAMPLE_LIMIT  # noqa: E402
@@ -383,3 +383,46 @@ def test_a_name_of_a_rank_comes_apart_again() -> None:
     assert split_per_rank_name("a.b@rank12") == ("a.b", 12)
     assert split_per_rank_name("a\nb@rank0") == ("a\nb", 0)
     assert split_per_rank_name("a@rank" + "9" * 5000) is None
+
+
+# ---- plans under an agreement that grows
+
+
+def fresh(plans: PlanCache, plan: SavePlan, state: dict[str, Any]) -> SavePlan:
+    """Return the plan as it would be made now."""
+    return make_plan(flatten(state), plan.signature, files_per_rank=1, rank=0, agreement=plans.agreement)
+
+
+def test_a_plan_keeps_its_layout_when_the_agreement_grows_by_something_else() -> None:
+    torch.manual_seed(6)
+    first, second = {"a": torch.randn(300_000), "own": PerRank(torch.ones(2))}, {"b": torch.randn(1000)}
+    ranks = Ranks(2)
+    ranks.exchange([first, first])
+    plans = ranks.plans[0]
+    plan, _ = plans.take(first)
+    made = plans.made
+    ranks.exchange([second, second])
+    again, _ = plans.take(first)
+    assert again is not plan and again.layout is plan.layout
+    assert again.agreement is plans.agreement and again.fingerprint != plan.fingerprint
+    assert plans.made == made + 1, "of the second structure"
+    expected = fresh(plans, plan, first)
+    assert (again.news, dict(again.shared), again.boxes, again.specs, again.names, again.structure) == (
+        expected.news, dict(expected.shared), expected.boxes, expected.specs, expected.names, expected.structure
+    )  # fmt: skip
+    assert plans.take(first)[0] is again
+    assert_stored(ranks.save([first, first]), {"a": first["a"], "own@rank0": torch.ones(2), "own@rank1": torch.ones(2)})
+
+
+def test_a_plan_is_laid_out_anew_when_the_agreement_says_something_else_of_it() -> None:
+    torch.manual_seed(6)
+    state = {"a": torch.randn(300_000), "b": torch.randn(1000)}
+    ranks = Ranks(2)
+    ranks.exchange([state, state])
+    plans = ranks.plans[0]
+    plan, _ = plans.take(state)
+    ranks.apply(Change(contributions={}, per_rank=("a",)))
+    again, _ = plans.take(state)
+    assert again.layout is not plan.layout
+    assert (plan.names, again.names) == (("a", "b"), ("a@rank0", "b"))
+    assert again.structure == fresh(plans, plan, state).structure

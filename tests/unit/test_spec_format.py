@@ -20,6 +20,7 @@ SPEC = spec("format")
     ("file", "made"),
     [
         ("manifest", names.MANIFEST_NAME),
+        ("lock", names.LOCK_NAME),
         ("temporary manifest", names.temporary_manifest_name(SAVE_ID)),
         ("index", names.index_name(SAVE_ID, 7)),
         ("objects", names.objects_name(SAVE_ID, 7)),
@@ -32,7 +33,7 @@ def test_file_name_follows_the_pattern(file: str, made: str) -> None:
 
 
 def test_patterns_are_all_that_is_ours() -> None:
-    assert len(table(SPEC, "file", "name", "holds")) == 5
+    assert len(table(SPEC, "file", "name", "holds")) == 6
 
 
 def test_versions_are_those_of_the_spec() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
 from asyncckpt.planning.planner import PlanCache  # noqa: E402
 from asyncckpt.staging import copy_cpu  # noqa: E402
-from asyncckpt.staging.copy_cpu import LARGE_NBYTES, PIECE_NBYTES, SlotImage  # noqa: E402
+from asyncckpt.staging.copy_cpu import LARGE_NBYTES, PIECE_NBYTES, Pace, SlotImage  # noqa: E402
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -94,13 +95,13 @@ def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch:
     movers, real = set(), copy_cpu._move
     both = threading.Barrier(2, timeout=30)
 
-    def noted(moves: Any) -> None:
+    def noted(moves: Any, *pace: Any) -> None:
         movers.add(threading.current_thread())
         if len(moves) > 2:
             both.wait()  # each has begun before any can have finished
-        real(moves)
+        real(moves, *pace)
 
-    monkeypatch.setattr(copy_cpu, "MAX_THREADS", 2)
+    monkeypatch.setattr(SlotImage.copy, "__defaults__", (Pace(threads=2),))
     monkeypatch.setattr(copy_cpu, "_move", noted)
     state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
     assert staged.stage(state) == [bits_of_large(state["a"])]
@@ -213,3 +214,57 @@ def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPat
         del image
         gc.collect()
         memory.close()
+
+
+# ---- how hard a copy works
+
+
+def test_one_thread_moves_alone_where_the_pace_says_so(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    state = {"a": torch.randn(12 << 20)}
+    image, tensors = prepared(staged, state)
+    started: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self)))
+    image.copy(tensors, image._all, Pace(threads=1))
+    assert not started
+    image.copy(tensors, image._all, Pace(threads=3))
+    assert started == ["asyncckpt-copy"] * 2
+    assert torch.equal(image._targets[0], state["a"])
+
+
+def test_polite_threads_lower_themselves_and_nobody_else(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    state = {"a": torch.randn(12 << 20), "small": torch.arange(5), "strided": torch.randn(300, 700).t()}
+    image, tensors = prepared(staged, state)
+    lowered: list[tuple[int, int]] = []
+    policies: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda kind, thread, nice: lowered.append((thread, nice)))
+    monkeypatch.setattr(os, "sched_setscheduler", lambda thread, policy, param: policies.append(policy))
+    image.copy(tensors, image._all, Pace(threads=2, nice=7, batch=True, piece_nbytes=1 << 20))
+    assert [nice for _, nice in lowered] == [7, 7]
+    assert threading.get_native_id() not in [thread for thread, _ in lowered]
+    assert policies == [os.SCHED_BATCH] * 2
+    for n, tensor in enumerate(tensors):
+        assert torch.equal(image._targets[image._numbers.index(n)], tensor)
+
+
+def test_where_no_polite_thread_can_be_started_the_caller_moves(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    state = {"a": torch.randn(12 << 20)}
+    image, tensors = prepared(staged, state)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    image.copy(tensors, image._all, Pace(threads=1, nice=7))
+    assert torch.equal(image._targets[0], state["a"])
+
+
+def prepared(staged: Staged, state: dict[str, Any]) -> tuple[SlotImage, list[Any]]:
+    """Return an image of `state`, with nothing of it copied yet, and the tensors by number."""
+    staged.stage(state)
+    for target in staged.image._targets:
+        target.zero_()
+    return staged.image, list(staged.flat.tensors)

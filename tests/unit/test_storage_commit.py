@@ -13,7 +13,8 @@ from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.commit import prepare_directory, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.files import Files
 
 FILES = Files()
@@ -32,16 +33,34 @@ def put(path: Path, manifest: object, files: Files = FILES) -> None:
 
 def test_missing_parents_are_made_and_each_name_is_flushed(tmp_path: Path) -> None:
     files = RecordingFiles()
-    prepare_directory(str(tmp_path / "a/b/c"), files=files, umask=0o027, fsync=True)
+    prepare_directory(str(tmp_path / "a/b/c"), save_id=SAVE_ID, files=files, umask=0o027, fsync=True)
     flushed = [where for name, where in files.calls if name == "fsync"]
     assert flushed == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
     assert stat.S_IMODE((tmp_path / "a/b/c").stat().st_mode) == 0o750
 
 
+@pytest.mark.parametrize(("method", "nth"), [("fchmod", 1), ("fsync", 2), ("mkdir", 3)])
+def test_directories_of_a_refused_save_are_gone_again_and_others_stay(tmp_path: Path, method: str, nth: int) -> None:
+    (tmp_path / "theirs").mkdir()
+    path, files = f"{tmp_path}/theirs/a/b/c", failing(method, errno.EIO, nth=nth)
+    with pytest.raises(OSError):
+        prepare_directory(path, save_id=SAVE_ID, files=files, umask=0, fsync=True)
+    assert os.listdir(tmp_path / "theirs") == []
+
+
+def test_a_directory_that_was_made_and_used_meanwhile_stays(tmp_path: Path) -> None:
+    made = prepare_directory(f"{tmp_path}/a/b/c", save_id=SAVE_ID, files=FILES, umask=0, fsync=False)
+    assert made == [f"{tmp_path}/a", f"{tmp_path}/a/b", f"{tmp_path}/a/b/c"]
+    (tmp_path / "a/b/notes").touch()
+    remove_made(made, FILES)
+    assert os.listdir(tmp_path / "a/b") == ["notes"]
+    assert prepare_directory(f"{tmp_path}/a/b", save_id=SAVE_ID, files=FILES, umask=0, fsync=False) == []
+
+
 def test_an_existing_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     files = RecordingFiles()
     tmp_path.chmod(0o700)
-    prepare_directory(str(tmp_path), files=files, umask=0, fsync=True)
+    prepare_directory(str(tmp_path), save_id=SAVE_ID, files=files, umask=0, fsync=True)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     assert not {"mkdir", "fsync", "fchmod"} & set(files.names())
 
@@ -52,7 +71,7 @@ def test_a_directory_made_by_another_rank_meanwhile_is_welcome(tmp_path: Path) -
             if name == "mkdir":
                 os.mkdir(str(self.calls[-1][1]))
 
-    prepare_directory(str(tmp_path / "a/b"), files=Raced(), umask=0o022, fsync=True)
+    prepare_directory(str(tmp_path / "a/b"), save_id=SAVE_ID, files=Raced(), umask=0o022, fsync=True)
     assert (tmp_path / "a/b").is_dir()
 
 
@@ -60,20 +79,20 @@ def test_a_directory_made_by_another_rank_meanwhile_is_welcome(tmp_path: Path) -
 def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError):
-        prepare_directory(f"{tmp_path}/file{below}", files=FILES, umask=0o022, fsync=True)
+        prepare_directory(f"{tmp_path}/file{below}", save_id=SAVE_ID, files=FILES, umask=0o022, fsync=True)
 
 
 def test_a_dangling_link_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError):
-        prepare_directory(str(tmp_path / "link"), files=FILES, umask=0o022, fsync=True)
+        prepare_directory(str(tmp_path / "link"), save_id=SAVE_ID, files=FILES, umask=0o022, fsync=True)
 
 
 def test_a_committed_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with Snapshot({"a": 1}) as snapshot:
         snapshot.save(str(tmp_path / "c"), step=7)
     with pytest.raises(CheckpointExistsError, match="step 7") as caught:
-        prepare_directory(str(tmp_path / "c"), files=FILES, umask=0o022, fsync=True)
+        prepare_directory(str(tmp_path / "c"), save_id=OTHER_ID, files=FILES, umask=0o022, fsync=True)
     assert caught.value.existing_save_id == str(SAVE_ID)
 
 
@@ -134,7 +153,7 @@ def test_of_two_manifests_put_at_the_same_time_one_wins(tmp_path: Path) -> None:
 
 
 def test_files_that_the_winner_of_a_race_removed_are_no_mystery(tmp_path: Path) -> None:
-    first, second = written(tmp_path), written(tmp_path, OTHER_ID)
+    first, second = written(tmp_path, OTHER_ID), written(tmp_path)
 
     class Overtaken(RecordingFiles):
         done = False
@@ -143,11 +162,11 @@ def test_files_that_the_winner_of_a_race_removed_are_no_mystery(tmp_path: Path) 
             if name == "open" and not self.done and self.calls[-1][1].endswith(".index"):
                 self.done = True
                 put(tmp_path, first)
-                assert remove_leftovers(str(tmp_path), SAVE_ID, files=FILES)
+                assert remove_leftovers(str(tmp_path), OTHER_ID, files=FILES)
 
     with pytest.raises(CheckpointExistsError) as caught:
         put(tmp_path, second, Overtaken())
-    assert caught.value.existing_save_id == str(SAVE_ID)
+    assert caught.value.existing_save_id == str(OTHER_ID)
     assert read_manifest(str(tmp_path), FILES) == first
 
 
@@ -242,26 +261,33 @@ def test_a_file_that_is_not_as_recorded_publishes_nothing(tmp_path: Path, damage
     assert not (path / "manifest.json").exists()
 
 
-def test_leftovers_of_other_attempts_go_after_the_commit_and_foreign_files_stay(tmp_path: Path) -> None:
-    written(tmp_path, OTHER_ID)
-    manifest = written(tmp_path)
-    (tmp_path / f"manifest.{OTHER_ID}.tmp").write_text("x")
+def test_leftovers_of_earlier_attempts_go_after_the_commit_and_foreign_files_stay(tmp_path: Path) -> None:
+    written(tmp_path)
+    manifest = written(tmp_path, OTHER_ID)
+    (tmp_path / f"manifest.{SAVE_ID}.tmp").write_text("x")
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / f"rank-00000.{OTHER_ID}.index.bak").write_text("mine")
-    (tmp_path / f"rank-00009.{OTHER_ID}.index").mkdir()
-    (tmp_path / f"rank-00008.{OTHER_ID}.index").symlink_to("notes.txt")
-    assert remove_leftovers(str(tmp_path), SAVE_ID, files=FILES) == []  # nothing is committed yet
+    (tmp_path / f"rank-00000.{SAVE_ID}.index.bak").write_text("mine")
+    (tmp_path / f"rank-00009.{SAVE_ID}.index").mkdir()
+    (tmp_path / f"rank-00008.{SAVE_ID}.index").symlink_to("notes.txt")
+    assert remove_leftovers(str(tmp_path), OTHER_ID, files=FILES) == []  # nothing is committed yet
     put(tmp_path, manifest)
-    removed = remove_leftovers(str(tmp_path), SAVE_ID, files=FILES)
-    assert len(removed) == 4 and all(str(OTHER_ID) in name for name in removed)
-    left = {n for n in os.listdir(tmp_path) if str(SAVE_ID) not in n}
+    removed = remove_leftovers(str(tmp_path), OTHER_ID, files=FILES)
+    assert len(removed) == 4 and all(str(SAVE_ID) in name for name in removed)
+    left = {n for n in os.listdir(tmp_path) if str(OTHER_ID) not in n}
     assert left == {
         "manifest.json",
         "notes.txt",
-        f"rank-00000.{OTHER_ID}.index.bak",
-        f"rank-00009.{OTHER_ID}.index",
-        f"rank-00008.{OTHER_ID}.index",
+        f"rank-00000.{SAVE_ID}.index.bak",
+        f"rank-00009.{SAVE_ID}.index",
+        f"rank-00008.{SAVE_ID}.index",
     }
+
+
+def test_the_files_of_a_later_attempt_stay_since_it_may_overwrite(tmp_path: Path) -> None:
+    written(tmp_path, OTHER_ID)
+    put(tmp_path, written(tmp_path))
+    assert remove_leftovers(str(tmp_path), SAVE_ID, files=FILES) == []
+    assert len(shard_paths(str(tmp_path))) == 2
 
 
 def test_leftovers_are_not_removed_in_the_name_of_a_save_that_is_not_the_committed_one(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Ranks(Bench):
         self.read(rank + 1, save_id, generation, rank=rank, world_size=self.world_size, **changes)
 
     def stages(self, rank: int, save_id: str = FIRST, generation: int = 1, **changes: Any) -> None:
-        begun = {name: changes[name] for name in ("path", "step", "commit_timeout_s") if name in changes}
+        begun = {name: changes[name] for name in ("path", "step", "overwrite", "commit_timeout_s") if name in changes}
         self.starts(rank, save_id, generation, **begun)
         self.seals(rank, save_id, generation, **changes)
 
@@ -280,6 +280,7 @@ def test_runs_without_anybody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"path": "/ckpt/b"}, "/ckpt/b", "in the same order"),
         ({"step": 6}, "step 6", "in the same order"),
+        ({"overwrite": True}, "overwrite=True", "with the same settings"),
         (
             {"plan": "1" * 16},
             "plan",
@@ -294,7 +295,7 @@ def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: s
     for rank in range(2):
         error = bench.error(rank)
         assert error["code"] == "ranks_disagree" and list(error["fields"]["ranks"]) == [0, 1] and word in error["text"]
-        assert advice in error["text"] and ("order" in error["text"]) == ("plan" not in changes)
+        assert advice in error["text"] and ("order" in error["text"]) == (not {"plan", "overwrite"} & set(changes))
     assert not bench.of(ac.Commit)
 
 

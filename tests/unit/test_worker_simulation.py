@@ -361,6 +361,7 @@ class World:
             nbytes=1,
             umask=0,
             fsync=True,
+            overwrite=False,
             commit_timeout_s=COMMIT_TIMEOUT_S,
         )
         self.post(peer, trainer.ask(begin))
@@ -388,6 +389,7 @@ class World:
             n_tensors=1,
             metadata="{}",
             fsync=True,
+            overwrite=False,
             umask=0,
             write_threads=0,
             package="sim",

@@ -257,6 +257,23 @@ def test_directory_is_flushed_only_when_the_save_is(bench: Bench, fsync: bool) -
     assert bench.of(ac.Prepare)[0].fsync is fsync
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_stands_at_the_path_is_looked_at_as_the_save_wants_to_treat_it(bench: Bench, overwrite: bool) -> None:
+    slot = bench.slot()
+    bench.begin(slot, overwrite=overwrite)
+    assert bench.of(ac.Prepare)[0].overwrite is overwrite
+    bench.begin(slot, SECOND, generation=2)
+    assert bench.of(ac.Prepare)[0].overwrite is False
+
+
+def test_a_sealed_request_that_overwrites_unlike_its_begin_fails(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.submit(slot)
+    bench.read(slot, overwrite=True)
+    assert bench.phase() == "failed" and "overwrite" in bench.row()["error"]["text"]
+
+
 def test_repeated_begin_prepares_once(bench: Bench) -> None:
     slot = bench.slot()
     bench.begin(slot)
@@ -613,14 +630,15 @@ def test_save_that_is_only_begun_holds_the_next_one_while_its_session_lives(benc
     assert bench.phase(LARGE) == "abandoned" and [c.save_id for c in bench.of(ac.Commit)] == [SMALL]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("sealed_first", [False, True])
-def test_second_save_to_a_path_in_flight_is_refused(bench: Bench, sealed_first: bool) -> None:
+def test_second_save_to_a_path_in_flight_is_refused(bench: Bench, sealed_first: bool, overwrite: bool) -> None:
     first, second = bench.slot(), bench.slot()
     if sealed_first:
         bench.at_writing(first)
     else:
         bench.begin(first)
-    reply = bench.begin(second, SECOND)
+    reply = bench.begin(second, SECOND, overwrite=overwrite)
     assert reply.error["fields"]["code"] == "path_in_use" and not bench.of(ac.Prepare)
     assert bench.row(SECOND)["error"] == reply.error and bench.phase() == ("writing" if sealed_first else "begun")
     bench.submit(second, SECOND)

@@ -93,6 +93,7 @@ class Bench:
             "nbytes": 1,
             "umask": 0o22,
             "fsync": True,
+            "overwrite": False,
             "commit_timeout_s": COMMIT_TIMEOUT_S,
         }
         fields |= changes
@@ -137,6 +138,7 @@ REQUEST = SaveRequest(
     n_tensors=1,
     metadata="{}",
     fsync=True,
+    overwrite=False,
     umask=0o22,
     write_threads=0,
     package="t",

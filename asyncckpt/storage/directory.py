@@ -1,0 +1,85 @@
+"""A checkpoint's directory, before anything is written to it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+from asyncckpt.format.names import SaveId
+from asyncckpt.storage.files import MODE_DIRECTORY, Files, apply_mode, fsync_directory, opened
+from asyncckpt.storage.standing import exists, refuse_inside, refuse_standing
+
+
+def prepare_directory(
+    path: str, *, save_id: SaveId, files: Files, umask: int, fsync: bool, overwrite: bool = False
+) -> list[str]:
+    """Make the checkpoint's directory and its missing parents, each name flushed.
+
+    Args:
+        path: Absolute path of the checkpoint.
+        save_id: Of the save that goes there.
+        files: The storage seam.
+        umask: Of the directories' mode 0777.
+        fsync: Whether to flush.
+        overwrite: Whether an older checkpoint may stand there.
+
+    Returns:
+        The directories that this call has made, outermost first: for `remove_made`, if the save comes to nothing.
+
+    Raises:
+        CheckpointExistsError: A manifest is there that is not to be replaced, or the path lies inside a checkpoint.
+        OSError: A part of the path is no directory, or a call failed. What this call made is gone again.
+    """
+    refuse_inside(path, save_id, files)
+    made: list[str] = []
+    try:
+        _make(path, made, files, MODE_DIRECTORY & ~umask, fsync=fsync)
+        standing = refuse_standing(path, save_id, files, overwrite=overwrite)
+        if standing is not None and standing.save_id == save_id:
+            raise exists(path, save_id, standing, overwrite=overwrite)
+    except BaseException:
+        remove_made(made, files)
+        raise
+    return made
+
+
+def remove_made(made: Sequence[str], files: Files) -> None:
+    """Remove directories that `prepare_directory` has made, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for directory in reversed(made):
+            files.rmdir(directory)
+
+
+def _make(path: str, made: list[str], files: Files, mode: int, *, fsync: bool) -> None:
+    """Make what is missing of `path`, and note it in `made`."""
+    missing: list[str] = []
+    current = path
+    while not _is_directory(files, current):
+        missing.append(current)
+        current = os.path.dirname(current)
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # by another rank at the same time
+            files.mkdir(directory, mode)
+            made.append(directory)
+            with opened(files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
+                apply_mode(files, fd, mode)
+        if not _is_directory(files, directory):
+            raise FileExistsError(errno.EEXIST, "a dangling symbolic link is in the way", directory)
+        if fsync:
+            fsync_directory(files, os.path.dirname(directory))
+
+
+def _is_directory(files: Files, path: str) -> bool:
+    """Whether `path` is a directory; False when it is absent, an error when it is something else."""
+    try:
+        found = files.stat(path)
+    except FileNotFoundError:
+        if os.path.dirname(path) == path:
+            raise
+        return False
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "a file is where a directory is wanted", path)
+    return True

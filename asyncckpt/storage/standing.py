@@ -1,0 +1,127 @@
+"""What stands at a path before a save gets there, and whether the save may go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
+from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
+from asyncckpt.format.names import MANIFEST_NAME, SaveId
+from asyncckpt.format.steps import lineage_key
+from asyncckpt.storage.files import Files, read_small_file
+
+_NO_MANIFEST = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ELOOP,
+        errno.EISDIR,
+        errno.EINVAL,
+        errno.EFBIG,
+        errno.ENXIO,
+    }
+)
+"""Why what is called manifest.json is none of ours, or none that this user could load."""
+
+
+def standing_at(path: str, files: Files) -> Manifest | None:
+    """Return the manifest that stands at `path`, or None when there is none that can be read."""
+    try:
+        return decode_manifest(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+    except (OSError, AsyncCkptError):
+        return None
+
+
+def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool) -> Manifest | None:
+    """Raise when a manifest stands at `path` that the save must not replace; its own is welcome.
+
+    Args:
+        path: The checkpoint's directory.
+        save_id: Of the save that goes there.
+        files: The storage seam.
+        overwrite: Whether it may replace an older one. One that cannot be read may be newer, or not ours at all.
+
+    Returns:
+        What stands there: its own manifest, or the one to be replaced. None: nothing.
+
+    Raises:
+        CheckpointExistsError: It does.
+        OSError: It cannot be known.
+    """
+    standing = standing_at(path, files)
+    if standing is not None and standing.save_id == save_id:
+        return standing
+    if standing is not None and overwrite and lineage_key(standing.save_id) < lineage_key(save_id):
+        return standing
+    try:
+        files.lstat(os.path.join(path, MANIFEST_NAME))
+    except FileNotFoundError:
+        return None
+    raise exists(path, save_id, standing, overwrite=overwrite)
+
+
+def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
+    """Return the error of a save that finds `path` taken."""
+    what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
+    kind, advice = "a committed", "save to another path, or with overwrite=True"
+    if overwrite:
+        kind, advice = ("a newer" if standing else "a"), "overwrite=True replaces older ones only: save to another path"
+    return CheckpointExistsError(
+        f"{path} already holds {kind} checkpoint ({what}); it was left untouched: {advice}",
+        path=path,
+        save_id=str(save_id),
+        existing_save_id=str(standing.save_id) if standing else None,
+    )
+
+
+@contextlib.contextmanager
+def overtaken(path: str, save_id: SaveId, files: Files, *, overwrite: bool) -> Iterator[None]:
+    """Say so when another save has won the race to `path`: before the block, and when a file is gone inside it.
+
+    The winner removes the loser's files as leftovers, so that the loser's own calls fail with ENOENT.
+
+    Raises:
+        CheckpointExistsError: Another save's manifest stands, and is not to be replaced.
+    """
+    refuse_standing(path, save_id, files, overwrite=overwrite)
+    try:
+        yield
+    except FileNotFoundError:
+        refuse_standing(path, save_id, files, overwrite=overwrite)
+        raise
+
+
+def refuse_inside(path: str, save_id: SaveId, files: Files) -> None:
+    """Raise when a directory above `path` is a committed checkpoint: who looks for checkpoints looks not inside one.
+
+    Other people's files are called manifest.json too: only one that is ours by its content counts.
+
+    Raises:
+        CheckpointExistsError: Naming the outer one.
+        OSError: It cannot be known.
+    """
+    outer = os.path.dirname(path)
+    while outer != os.path.dirname(outer):
+        try:
+            data = read_small_file(files, os.path.join(outer, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+            existing: str | None = str(decode_manifest(data, outer).save_id)
+        except UnsupportedFormatError:
+            existing = None
+        except (OSError, AsyncCkptError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_MANIFEST:
+                raise
+            outer = os.path.dirname(outer)
+            continue
+        raise CheckpointExistsError(
+            f"cannot save to {path}: it lies inside the committed checkpoint {outer} "
+            f"({f'save {existing}' if existing else 'of a newer version'}), where nobody would look for it; "
+            "save beside that one",
+            path=path,
+            save_id=str(save_id),
+            existing_save_id=existing,
+        )

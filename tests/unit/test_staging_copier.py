@@ -1,0 +1,214 @@
+"""Copies behind the training that do not end as they should: every future completes, and no interrupt is lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from asyncckpt.errors import AsyncCkptError, StagingError  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.hand_over import hand_over  # noqa: E402
+from asyncckpt.handle import SaveHandle  # noqa: E402
+from asyncckpt.pending import StagedSnapshot, WriteFuture  # noqa: E402
+from asyncckpt.staging.copier import Copier  # noqa: E402
+from asyncckpt.staging.deferred import DeferredCopy  # noqa: E402
+
+SAVE_ID = SaveId(1, 2, "0123456789ab")
+DEADLINE_S = 20.0
+
+
+class Image:
+    """Copies nothing, or raises."""
+
+    def __init__(self, raised: BaseException | None = None) -> None:
+        self.raised = raised
+
+    def copy(self, *_: Any) -> None:
+        if self.raised is not None:
+            raise self.raised
+
+    def drop_moves(self) -> None:
+        pass
+
+
+class Watch:
+    """Sees nothing."""
+
+    def check(self) -> None:
+        pass
+
+    def places(self) -> set[int]:
+        return {7}
+
+
+class Process:
+    """Returns a future, or raises."""
+
+    def __init__(self, raised: BaseException | None = None) -> None:
+        self.raised, self.future = raised, WriteFuture()
+
+    def write(self, *_: Any, **__: Any) -> Any:
+        if self.raised is not None:
+            raise self.raised
+        return self.future
+
+    def close(self) -> None:
+        pass
+
+
+class Save:
+    """One save whose copy is handed over; `trusted` says who sees to its end."""
+
+    def __init__(
+        self,
+        *,
+        copying: BaseException | None = None,
+        withdrawing: BaseException | None = None,
+        writing: BaseException | None = None,
+        entrusting: BaseException | None = None,
+    ) -> None:
+        self.handle = SaveHandle(step=1, path="/x", save_id=SAVE_ID)
+        self.process, self.copier = Process(writing), Copier()
+        self.trusted: list[int] = []
+        self.withdrawn: list[BaseException] = []
+
+        def entrust() -> None:
+            self.trusted.append(1)
+            if entrusting is not None:
+                raise entrusting
+
+        def withdraw(error: BaseException) -> AsyncCkptError:
+            self.withdrawn.append(error)
+            if withdrawing is not None:
+                raise withdrawing
+            return error if isinstance(error, AsyncCkptError) else StagingError(str(error))
+
+        image: Any = Image(copying)
+        watch: Any = Watch()
+        self.copy = DeferredCopy(
+            image,
+            (),  # type: ignore[arg-type]
+            (),
+            watch,
+            seal=lambda: None,
+            withdraw=withdraw,
+            entrust=entrust,
+            disown=self.trusted.clear,
+            seconds={"copy": 0.0},
+        )
+        slot: Any = None
+        self.snapshot = StagedSnapshot(
+            save_id=SAVE_ID,
+            step=1,
+            path="/x",
+            slot=slot,
+            nbytes=3,
+            seconds={},
+            began=0.0,
+            extra={},
+            rest=lambda staged, on_end: self.copier.take(self.copy, staged, on_end),
+        )
+
+    def begin(self) -> None:
+        hand_over(self.process, self.handle, self.snapshot, {"path": "/x", "step": 1}, {})
+
+    def ended(self) -> list[type[BaseException]]:
+        """Return what the futures hold, once they have completed."""
+        found = [future.exception(DEADLINE_S) for future in self.handle.futures()]
+        assert self.copier.join(DEADLINE_S) and not self.copier.busy
+        return [type(error) for error in found if error is not None]
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_an_exit_in_write_ends_every_future() -> None:
+    save = Save(writing=SystemExit(3))
+    save.begin()
+    assert save.ended() == [SystemExit] * 3
+
+
+@pytest.mark.parametrize("raised", [OSError("gone"), SystemExit(3)])
+def test_a_withdrawal_that_fails_ends_every_future_with_both_reasons(raised: BaseException) -> None:
+    save = Save(copying=RuntimeError("torch"), withdrawing=raised)
+    save.begin()
+    assert save.ended() == [StagingError] * 3
+    error = save.handle.written.peek()[1]
+    assert "torch" in str(error) and repr(raised) in str(error)
+
+
+def test_a_future_that_was_failed_meanwhile_keeps_its_error_and_the_others_follow() -> None:
+    save = Save()
+    save.handle.staged.set_exception(KeyboardInterrupt())
+    hand_over(save.process, save.handle, {}, {"path": "/x", "step": 1}, {})
+    save.process.future.durable.set_result("durable")  # type: ignore[arg-type]
+    save.process.future.set_result("written")  # type: ignore[arg-type]
+    assert [type(f.peek()[1]) for f in save.handle.futures()] == [KeyboardInterrupt, type(None), type(None)]
+    save.handle.fail(OSError("late"))  # and nothing happens to what has completed
+    assert save.handle.written.peek() == ("written", None)
+
+
+def test_an_exit_by_a_callback_of_staged_leaves_the_other_futures_followed() -> None:
+    save = Save()
+
+    def leave(_: Future[Any]) -> None:
+        raise SystemExit(3)
+
+    save.handle.staged.add_done_callback(leave)
+    with pytest.raises(SystemExit):
+        hand_over(save.process, save.handle, {}, {"path": "/x", "step": 1}, {})
+    save.process.future.durable.set_result("durable")  # type: ignore[arg-type]
+    save.process.future.set_result("written")  # type: ignore[arg-type]
+    assert save.handle.written.done() and save.handle.durable.done()
+
+
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_copy_in_the_callers_thread_is_raised_and_ends_the_save(
+    interrupt: type[BaseException],
+) -> None:
+    save = Save(copying=interrupt())
+    with pytest.raises(interrupt):
+        save.begin()
+    assert save.ended() == [StagingError] * 3
+    assert len(save.withdrawn) == 1
+    assert save.trusted, "it was withdrawn already: nobody else may do so once more"
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_an_error_of_a_copy_in_the_callers_thread_is_on_the_futures_only() -> None:
+    save = Save(copying=RuntimeError("torch"))
+    save.begin()
+    assert save.ended() == [StagingError] * 3
+
+
+@pytest.mark.parametrize(("raised", "error"), [(KeyboardInterrupt(), KeyboardInterrupt), (MemoryError(), StagingError)])
+def test_whatever_comes_while_a_copy_is_entrusted_gives_it_back(
+    raised: BaseException, error: type[BaseException]
+) -> None:
+    save = Save(entrusting=raised)
+    with pytest.raises(error):
+        save.begin()
+    assert not save.trusted, "the save is its caller's to take back"
+    assert not save.copier.busy
+
+
+def test_what_is_being_copied_is_known_until_it_has_ended() -> None:
+    save = Save()
+    assert save.copy.places() == {7}
+    save.begin()
+    save.handle.staged.result(DEADLINE_S)
+    assert save.copy.places() == set()
+    assert save.copier.join(DEADLINE_S)
+    assert save.copier.places() == set()
+    save.process.future.fail(OSError())
