@@ -28,12 +28,16 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class ZipEntry(NamedTuple):
-    """One stored entry: name, where its local header begins in the archive, length, CRC-32."""
+    """One stored entry: name, where its local header begins in the archive, length, CRC-32.
+
+    `limit`: where the archive's directory begins, which its bytes must not reach.
+    """
 
     name: str
     header_offset: int
     nbytes: int
     crc: int
+    limit: int
 
 
 def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
@@ -100,7 +104,7 @@ def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipEntry]:
             raise ValueError(f"entry {name!r} lies outside of the archive")
         if name in found:
             raise ValueError(f"entry {name!r} is there twice")
-        found[name] = ZipEntry(name, offset, nbytes, crc)
+        found[name] = ZipEntry(name, offset, nbytes, crc, limit)
     return found
 
 
@@ -125,4 +129,7 @@ def data_offset(read_at: ReadAt, entry: ZipEntry) -> int:
     parts = _LOCAL.unpack(read_at(entry.header_offset, _LOCAL.size))
     if parts[0] != b"PK\x03\x04":
         raise ValueError(f"the header of entry {entry.name!r} is damaged")
-    return entry.header_offset + _LOCAL.size + int(parts[9]) + int(parts[10])
+    start = entry.header_offset + _LOCAL.size + int(parts[9]) + int(parts[10])
+    if start + entry.nbytes > entry.limit:
+        raise ValueError(f"the bytes of entry {entry.name!r} reach into the directory")
+    return start

@@ -355,6 +355,24 @@ def test_a_compressed_archive_is_refused(samples: dict[str, pathlib.Path], tmp_p
         asyncckpt.load(tmp_path / "a.pt")
 
 
+def test_a_local_header_that_points_beyond_the_archive_is_refused(tmp_path: pathlib.Path) -> None:
+    foreign_samples.save_dcp({"k": torch.ones(2, 3)}, tmp_path / "d")
+    file = tmp_path / "d" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
+    data[header + 28 : header + 30] = b"\xff\xff"  # the length of the extra field
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="reach into"):
+        asyncckpt.load(tmp_path / "d")
+    torch.save({"k": torch.ones(2, 3).t()}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
+    data[header + 28 : header + 30] = b"\xff\xff"
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="reach into"):
+        asyncckpt.load(tmp_path / "a.pt")
+
+
 def test_a_torchscript_archive_is_refused(tmp_path: pathlib.Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
         for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
