@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.storage.block_reader import copy_bytes, read_shards
@@ -56,6 +57,14 @@ def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: i
 def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Files, threads: int) -> None:
     assert contents.source is not None
     shards = contents.ranks[0].index.shards
+    for part, found in wanted.items():
+        beyond = next((w for w in found if w.offset + w.nbytes > shards[part].nbytes), None)
+        if beyond is not None:
+            name, fqn = shards[part].name, beyond.fqn
+            detail = f"tensor {fqn!r} reaches beyond the end"
+            raise CorruptCheckpointError(
+                f"{contents.source.directory}/{name}: {detail}", path=contents.path, file=name, fqn=fqn, detail=detail
+            )
     requests = [
         ShardRequest(shard=shards[part], block_nbytes=BLOCK_NBYTES, wanted=found)
         for part, found in sorted(wanted.items())
