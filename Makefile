@@ -8,13 +8,14 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-fault wheel-check bench clean
+.PHONY: help demo test check test-nonumpy test-matrix test-fault wheel-check bench clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types, architecture, contracts"
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
+	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
@@ -52,6 +53,9 @@ check: .venv/.dev
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
 	.venv-core/bin/python -m pytest tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
+
+test-matrix: .venv/.dev
+	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py
 
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault

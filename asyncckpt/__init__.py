@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
     from asyncckpt.parts import CommitHook as CommitHook
     from asyncckpt.per_rank import PerRank as PerRank
+    from asyncckpt.planning.sharding.recognising import register_shard_type as register_shard_type
+    from asyncckpt.planning.sharding.shards import FlatShard as FlatShard
+    from asyncckpt.planning.sharding.shards import ShardedSlice as ShardedSlice
+    from asyncckpt.planning.sharding.tensor_parallel import describe_tp as describe_tp
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
 
 _WHERE = {
@@ -47,20 +51,24 @@ _WHERE = {
     "CheckpointerConfig": "config",
     "CommitHook": "parts",
     "ConversionReport": "conversion.converter",
+    "FlatShard": "planning.sharding.shards",
     "LoadPlan": "loading.load_plan",
     "OpenCheckpoint": "loading.opened",
     "PerRank": "per_rank",
     "RankInfo": "config",
     "SaveHandle": "handle",
     "SaveReport": "handle",
+    "ShardedSlice": "planning.sharding.shards",
     "SyncCheckpointer": "sync_checkpointer",
     "convert": "conversion.converter",
+    "describe_tp": "planning.sharding.tensor_parallel",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
     "make_async_checkpointer": "factories",
     "make_sync_checkpointer": "factories",
     "open_checkpoint": "loading.opened",
     "plan_load": "loading.load_plan",
+    "register_shard_type": "planning.sharding.recognising",
 }
 
 __all__ = [
@@ -74,21 +82,25 @@ __all__ = [
     "CheckpointerConfig",
     "CommitHook",
     "ConversionReport",
+    "FlatShard",
     "LoadPlan",
     "OpenCheckpoint",
     "PerRank",
     "RankInfo",
     "SaveHandle",
     "SaveReport",
+    "ShardedSlice",
     "SyncCheckpointer",
     "__version__",
     "convert",
+    "describe_tp",
     "latest_checkpoint",
     "load",
     "make_async_checkpointer",
     "make_sync_checkpointer",
     "open_checkpoint",
     "plan_load",
+    "register_shard_type",
 ]
 
 

@@ -19,6 +19,8 @@ PREFIX = "ASYNCCKPT_"
 MAX_WRITE_THREADS = 64
 MAX_FILES_PER_RANK = 256
 MAX_SLOTS = 16
+MIN_SHARD_NBYTES = 64 * 1024
+"""Of `max_shard_bytes`: a header takes pages of it. Chosen, far below what anybody wants."""
 
 _OTHER_VARIABLES = ("ENDPOINT", "JOB")
 """What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE` and `protocol.endpoint.JOB_VARIABLES`."""
@@ -56,6 +58,8 @@ class CheckpointerConfig:
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
+        max_shard_bytes: No shard file is larger: more files are written, and larger tensors are cut between rows; None:
+            no limit.
         allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
@@ -83,6 +87,7 @@ class CheckpointerConfig:
     overwrite: bool = False
     fsync: bool = True
     files_per_rank: int = 1
+    max_shard_bytes: int | None = None
     allow_pickle: bool = False
     write_threads: int | None = None
     replicated: str = "check"
@@ -205,9 +210,10 @@ _INTEGERS = {
     "slots": (1, MAX_SLOTS),
     "arena_limit_bytes": (1, 1 << 60),
     "files_per_rank": (1, MAX_FILES_PER_RANK),
+    "max_shard_bytes": (MIN_SHARD_NBYTES, 1 << 60),
     "write_threads": (2, MAX_WRITE_THREADS),
 }
-_OPTIONAL = ("arena_limit_bytes", "write_threads")
+_OPTIONAL = ("arena_limit_bytes", "max_shard_bytes", "write_threads")
 _SECONDS = (
     "slot_timeout_s",
     "plan_timeout_s",

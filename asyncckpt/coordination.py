@@ -21,15 +21,9 @@ from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.introductions import check_equal, unpacked
 from asyncckpt.planning.agreement import Agreement
-from asyncckpt.planning.contributions import (
-    Change,
-    Contribution,
-    candidates,
-    decode_contributions,
-    with_digests,
-)
-from asyncckpt.planning.digests import digests_for
-from asyncckpt.planning.state_dict import Flattened
+from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
+from asyncckpt.planning.flattened import Flattened
+from asyncckpt.planning.settling import settled_together
 
 _NUMBERS = itertools.count()
 """Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
@@ -190,17 +184,18 @@ class Coordination:
 
         Raises:
             ProtocolError: A rank sent nonsense.
+            ReplicaMismatchError: Shards that several ranks hold differ.
+            RanksDisagreeError, OverlappingShardsError: What ranks say of shards cannot be true together.
             AsyncCkptError: From `gather`.
         """
         contributions = decode_contributions(raw)
         checked = self._config.replicated == "check"
-        positions = candidates(contributions).get(self.rank.rank, ())
-        gathered = gather(digests_for(flat, positions) if checked and positions else b"")
-        if checked:
-            contributions = with_digests(contributions, {rank: gathered[rank] for rank in contributions})
-        change = Change(contributions=contributions)
         agreement = self.agreement or Agreement.start(self.rank.world_size)
-        self.agreement = agreement.extended(change, change.encode())
+        settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
+        change = Change(contributions=settled)
+        agreement = agreement.extended(change, change.encode())
+        agreement.shards.check()
+        self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
         """From now on each rank stores its own of these tensors. Called on all ranks alike."""
@@ -245,6 +240,8 @@ class Coordination:
             if self.agreement is not None:
                 change = Change.decode(raw)
                 self.agreement = self.agreement.extended(change, raw)
+                if self.agreement.shards.conflicts:  # known to all ranks: they meet until it is settled
+                    self.forget()
                 if change.per_rank:
                     _log.warning(
                         "from this save on each rank stores its own of %d tensors that were found to differ between "

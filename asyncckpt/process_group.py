@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +52,7 @@ def _detected(environ: Mapping[str, str]) -> RankInfo:
         raise ConfigError(f"RANK or WORLD_SIZE is no number: {error}", field="rank_info") from error
 
 
-def find_exchange(rank: RankInfo) -> Exchange | None:
+def find_exchange(rank: RankInfo) -> GroupExchange | None:
     """Return the exchange of the default process group, or None where there is none that has just these ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
         return None
@@ -76,13 +76,15 @@ class GroupExchange(Exchange):
     def __init__(self, rank: RankInfo, store: Any) -> None:
         self._rank, self._store = rank, store
 
-    def meet(self, name: str, call: str) -> Meeting:
+    def meet(self, name: str, call: str) -> GroupMeeting:
         # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store), call)
+        return GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store), call)
 
 
-class _GroupMeeting(Meeting):
+class GroupMeeting(Meeting):
+    """A meeting by a store and a gloo group of its own, in which some of the ranks may form circles."""
+
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
@@ -95,7 +97,7 @@ class _GroupMeeting(Meeting):
         try:
             if self._group is None:
                 self._arrive(deadline)
-                self._group = self._made(deadline)
+                self._group = _gloo(self._store, self._rank.rank, self._rank.world_size, deadline)
             return _all_gather(self._group, self._rank, payload, deadline)
         except AsyncCkptError:
             raise
@@ -140,15 +142,56 @@ class _GroupMeeting(Meeting):
             rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
             raise refused(int(rank), reason)
 
-    def _made(self, deadline: float) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
-        return gloo(self._store, self._rank.rank, self._rank.world_size, options)
+    def circle(self, ranks: Sequence[int], deadline: float) -> Circle:
+        """Return a circle of `ranks`, of which this is one and which all ask for it.
+
+        Raises:
+            RuntimeError: It does not come about, in time.
+
+        Blocks: until all of them have, at most until `deadline`.
+        """
+        store = PrefixStore("circle/" + "-".join(map(str, ranks)), self._store)
+        return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline), deadline)
 
     def close(self) -> None:
         self._group = None  # closes its connections
+
+
+class Circle:
+    """Some of the ranks, who pass bytes on to one another.
+
+    Args:
+        group: Of them.
+        deadline: `time.monotonic()` after which every call fails.
+    """
+
+    def __init__(self, group: Any, deadline: float) -> None:
+        self._group, self._deadline = group, deadline
+
+    def broadcast(self, message: torch.Tensor, root: int) -> None:
+        """Send `message` from the `root`-th of the circle to all others, who get it in theirs, of the same length.
+
+        Raises:
+            RuntimeError: One of them is gone, or too late.
+
+        Blocks: until this one's part is done, at most until the deadline.
+        """
+        options: Any = dist.distributed_c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), _MIN_TIMEOUT_S))
+        self._group.broadcast([message], options).wait()
+
+    def close(self) -> None:
+        """End its connections: whoever still waits for this rank fails. May be called twice."""
+        self._group = None
+
+
+def _gloo(store: Any, rank: int, world_size: int, deadline: float) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
+    return gloo(store, rank, world_size, options)
 
 
 def machine() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -152,26 +153,42 @@ def _store(
     differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
     holes = uncovered([found["structure"] for found in everybody])
     if differing or holes:  # known to all ranks alike, so that the next save works
-        steps.ranks.store_per_rank(sorted({found[0] for found in differing} | {found[0] for found in holes}))
-    for fqn, _, groups in differing:
+        whole = {found[0] for found in differing if not BOX.search(found[0])}
+        steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))
+    for name, _, groups in differing:
+        fqn = BOX.sub("", name)
         raise ReplicaMismatchError(
             f"save {save_id} to {path}: tensor {fqn!r} was taken for a replica but differs between ranks {groups}; "
-            "nothing was published, and from the next save on each rank stores its own",
+            f"nothing was published. {WHAT_NEXT}",
             fqn=fqn,
             ranks=sorted(rank for group in groups for rank in group),
             save_id=str(save_id),
             path=path,
         )
     if holes:
-        raise SaveFailedError(
-            f"save {save_id} to {path}: the ranks together do not store tensor {holes[0][0]!r} exactly once: "
-            f"{holes[0][1]}; nothing was published, and from the next save on each rank stores its own",
-            code="coverage",
-            path=path,
-            detail=f"{holes[0][0]}: {holes[0][1]}",
-            save_id=str(save_id),
-        )
+        raise hole_error(holes, save_id, path)
     return [_result_of(found["result"]) for found in everybody]
+
+
+BOX = re.compile(r" \[[0-9:,]*\]\Z")
+"""What follows the FQN in the name of a sample that is of a shard: its box."""
+
+WHAT_NEXT = (
+    "A whole tensor is stored for each rank from the next save on; a shard must be the same on all ranks that hold it, "
+    "and all of a tensor's shards must be saved: see offsets, global shape and mesh"
+)
+
+
+def hole_error(holes: Sequence[tuple[str, str]], save_id: SaveId, path: str) -> SaveFailedError:
+    """Return the error for tensors that are not stored exactly once: names, and what is wrong."""
+    return SaveFailedError(
+        f"save {save_id} to {path}: tensor {holes[0][0]!r} would not be stored exactly once: {holes[0][1]}; nothing "
+        f"was published. {WHAT_NEXT}",
+        code="coverage",
+        path=path,
+        detail=f"{holes[0][0]}: {holes[0][1]}",
+        save_id=str(save_id),
+    )
 
 
 def _result_of(found: Mapping[str, Any]) -> RankResult:

@@ -27,9 +27,9 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.lineage import Lineage
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
@@ -60,7 +60,10 @@ class SyncSteps:
     ) -> None:
         self.config, self.ranks, self.hooks = config, ranks, hooks
         self.plans = PlanCache(
-            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+            files_per_rank=config.files_per_rank,
+            rank=ranks.rank.rank,
+            allow_pickle=config.allow_pickle,
+            max_shard_nbytes=config.max_shard_bytes,
         )
         self._files = files or Files()
         self._made: list[str] = []

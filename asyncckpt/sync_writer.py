@@ -15,8 +15,9 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointWriter
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.rank_files import RankResult
-from asyncckpt.sync_ranks import write_together
+from asyncckpt.sync_ranks import hole_error, write_together
 from asyncckpt.sync_steps import SyncSteps
 
 _OURS = frozenset({"step", "save_id", "metadata"})
@@ -65,6 +66,9 @@ class SyncWriter(CheckpointWriter):
         plan, flat = self._steps.plans.take(state_dict)
         leaves = encode_leaves(flat)
         save_id: SaveId = kw["save_id"]
+        holes = uncovered([plan.structure]) if flat.shards else []
+        if holes:
+            raise hole_error(holes, save_id, path)
         with self._steps.failures(save_id, path, kw["step"]):
             save_id = save_id._replace(epoch=self._steps.epoch_for(path, save_id.run_id))
         try:

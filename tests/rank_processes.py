@@ -18,7 +18,16 @@ import torch.distributed as dist
 
 DEADLINE_S = 60.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "asyncckpt.async_checkpointer"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "asyncckpt.async_checkpointer",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+    ]
+)
 
 
 def start_server() -> None:

@@ -38,7 +38,8 @@ TELL_AGAIN = 4
 """With every so manieth save all ranks that have news report them; otherwise with the first save of a structure only,
 which some may have missed."""
 
-_OF_ONE_RANK = re.compile(r"@rank[0-9]+\Z")
+_NOT_WHOLE = re.compile(r"(@rank[0-9]+| \[[0-9:,]*\])\Z")
+"""What belongs to one rank already, and shards, which never do."""
 
 
 class ChangeBook:
@@ -52,7 +53,8 @@ class ChangeBook:
         run = self._run_of(save)
         if run is not None:
             for name in names:
-                if len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS and not _OF_ONE_RANK.search(name):
+                fits = len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS
+                if fits and not _NOT_WHOLE.search(name):
                     run.names.setdefault(name, False)
 
     def publish(self, save: Save, *, complete: bool) -> None:

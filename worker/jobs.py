@@ -95,6 +95,7 @@ class Jobs:
     def _write(self, action: ac.Write) -> ev.Written:
         begun = time.perf_counter()
         try:
+            self._prover.check(action.request)
             result = self._writer.write(action)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))

@@ -7,11 +7,15 @@ import threading
 from collections.abc import Sequence
 
 from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.structure import decode_structure
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.proof import uncovered
 
 MAX_PROOFS = 256
 """Sets of structures that are remembered as proved."""
+
+MAX_DECODED = 4096
+"""Structures that are remembered as sound."""
 
 
 class Prover:
@@ -20,6 +24,23 @@ class Prover:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._proved: dict[bytes, None] = {}
+        self._decoded: dict[bytes, None] = {}
+
+    def check(self, request: SaveRequest) -> None:
+        """Check, before a rank's files are written, that its structure is one.
+
+        Raises:
+            CorruptCheckpointError, UnsupportedFormatError: It does not decode.
+        """
+        key = hashlib.blake2b(request.structure, digest_size=32).digest()
+        with self._lock:
+            if key in self._decoded:
+                return
+        decode_structure(request.structure)
+        with self._lock:
+            self._decoded[key] = None
+            for old in list(self._decoded)[:-MAX_DECODED]:
+                del self._decoded[old]
 
     def faults(self, requests: Sequence[SaveRequest]) -> list[tuple[str, str]]:
         """Return the stored names that the requests' structures do not cover, and how.
@@ -51,7 +72,8 @@ def hole(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedE
         detail += f" (and {len(faults) - 1} more tensors)"
     return SaveFailedError(
         f"save {request.save_id} (step {request.step}) to {request.path}: the ranks together do not store every tensor "
-        f"exactly once: {detail}; nothing was published; from one of the next saves on each rank stores its own",
+        f"exactly once: {detail}; nothing was published; from one of the next saves on each rank stores its own, if it "
+        "is whole on each; all shards of a tensor must be saved, and be described alike on all ranks",
         code="coverage",
         path=request.path,
         detail=detail,

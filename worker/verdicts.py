@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from asyncckpt.errors import (
@@ -14,6 +15,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save
+
+BOX = re.compile(r" \[[0-9:,]*\]\Z")
+"""What follows the FQN in the name of a sample that is of a shard: its box."""
 
 SHOWN = 20
 """Ranks that a text names at most; the error's field has more."""
@@ -86,11 +90,15 @@ def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split:
     """Replicas differ. `groups`: the ranks that hold equal ones; `split`: several ranks write parts of it."""
     shown = " and ".join(str(g[:SHOWN]) for g in groups[:SHOWN])
     written = "several ranks write in parts" if split else "one rank writes for all"
+    box = BOX.search(fqn)
+    what_next = "from one of the next saves on it is stored for each rank"
+    if box is not None:
+        fqn = fqn[: box.start()]
+        what_next = f"its shard{box[0]} must be equal on all ranks that hold it: synchronise it, or give it other keys"
     return to_wire(
         ReplicaMismatchError(
             f"save {save.save_id} to {path}: tensor {fqn!r}, which {written}, was taken for a replica "
-            f"but differs between ranks {shown}; nothing was published; from one of the next "
-            "saves on it is stored for each rank",
+            f"but differs between ranks {shown}; nothing was published; {what_next}",
             fqn=fqn,
             ranks=sorted(r for g in groups for r in g),
             save_id=save.save_id,

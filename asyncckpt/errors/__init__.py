@@ -5,6 +5,7 @@
     +-- ConfigError                  (ValueError)         a field or argument has no such value
     +-- UnsupportedLeafError         (TypeError)          the state dict holds something that cannot be stored
     +-- DuplicateNameError           (ValueError)         two paths of the state dict join to one FQN
+    +-- OverlappingShardsError       (ValueError)         two shards of a tensor share elements: fqn, boxes
     +-- UnsupportedPathError         (ValueError)         the path is a URL or otherwise no directory path
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
     +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
@@ -44,6 +45,7 @@
     +-- PickledLeafError             (ValueError)         a pickle that may not be unpickled, or does not unpickle
     +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
     +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
+    +-- SharedLoadError              (RuntimeError)       redundant_reads="broadcast": another rank failed: rank, detail
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
 `fields` are attributes of the instance; one that was not given is None.
@@ -67,6 +69,10 @@ class UnsupportedLeafError(AsyncCkptError, TypeError, code="unsupported_leaf", f
 
 class DuplicateNameError(AsyncCkptError, ValueError, code="duplicate_name", fields=("fqn",)):
     """Two different paths of the state dict join to the same FQN."""
+
+
+class OverlappingShardsError(AsyncCkptError, ValueError, code="overlapping_shards", fields=("fqn", "boxes")):
+    """Two shards of one tensor hold the same elements and are not the same box; `boxes` says which."""
 
 
 class UnsupportedPathError(AsyncCkptError, ValueError, code="unsupported_path", fields=("path",)):
@@ -237,3 +243,7 @@ class PerRankUnavailableError(
     AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
 ):
     """Values of other ranks than the reader; `keys` lists all. `saved`, `wanted`: the world sizes of both."""
+
+
+class SharedLoadError(AsyncCkptError, RuntimeError, code="shared_load", fields=("path", "rank", "detail")):
+    """A load with `redundant_reads="broadcast"` failed on another rank, `rank`, or the ranks lost each other (None)."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from asyncckpt.dtypes import DTYPES, stored_as
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.names import MAX_PARTS, SaveId
+from asyncckpt.format.packing import PAGE_NBYTES as _PAGE_NBYTES
+from asyncckpt.format.packing import packed
 from asyncckpt.format.structure import Chunk
 
-PAGE_NBYTES = 4096
-"""Alignment of headers, parts and O_DIRECT I/O."""
-
+PAGE_NBYTES = _PAGE_NBYTES
 MAX_HEADER_NBYTES = 100_000_000
 """safetensors refuses larger headers (safetensors 0.8, `MAX_HEADER_SIZE`); more parts are used instead."""
 
@@ -80,19 +80,21 @@ def save_id_bytes(save_id: SaveId) -> bytes:
     return text
 
 
-def build_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1) -> Layout:
+def build_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1, max_nbytes: int | None = None) -> Layout:
     """Place every box into a part.
 
     Args:
         specs: Boxes in the order of the state dict.
         n_parts: Shard files to spread over, largest box first to the least loaded. More are used where a part's
             header would exceed `MAX_HEADER_NBYTES`, or where two boxes of one FQN would meet in a file.
+        max_nbytes: No part is larger, unless it holds one box that is.
 
     Returns:
         The layout; empty without boxes.
 
     Raises:
         DuplicateNameError: An FQN that safetensors reserves for itself.
+        ConfigError: `max_nbytes` is too small for these boxes.
     """
     if any(s.fqn == METADATA_KEY for s in specs):
         raise DuplicateNameError(
@@ -101,14 +103,17 @@ def build_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1) -> Layout:
     if not specs:
         return Layout(parts=(), chunks=())
     while True:
-        placed = _place(specs, min(n_parts, len(specs), MAX_PARTS))
+        placed = _place(specs, min(n_parts, len(specs), MAX_PARTS), max_nbytes)
         if max(len(p.header) for p in placed.parts) <= MAX_HEADER_NBYTES or n_parts >= MAX_PARTS:
             return placed
         n_parts = max(2, n_parts * 2)
 
 
-def _place(specs: Sequence[BoxSpec], n_parts: int) -> Layout:
-    members = _assign(specs, n_parts)
+def _place(specs: Sequence[BoxSpec], n_parts: int, max_nbytes: int | None) -> Layout:
+    if max_nbytes is None:
+        members = _assign(specs, n_parts)
+    else:
+        members = packed([(s.fqn, len(s.sizes) + 1, s.nbytes) for s in specs], n_parts, max_nbytes)
     chunks: list[Chunk | None] = [None] * len(specs)
     parts: list[PartLayout] = []
     for part, numbers in enumerate(members):

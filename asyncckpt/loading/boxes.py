@@ -6,16 +6,19 @@ read as one range, since no unit lies between them; so their number is bounded b
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import ConfigError
+from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.structure import Chunk
+from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES
 
-SLAB_NBYTES = 4 << 20
-"""A range with gaps is gathered in a temporary of this size at most, but for one row. Chosen, not measured."""
+MAX_RANGES = 65_536
+"""Of one chunk, where only the needed bytes are read; beyond it whole blocks are. Chosen, not measured."""
 
 
 class Region(NamedTuple):
@@ -34,7 +37,8 @@ class Piece(NamedTuple):
     """A part of a region within one chunk, in elements.
 
     `start` and `length`: the range of the chunk, gaps included. `strides`: of the wanted elements in that range.
-    `offsets`, `sizes`: their box in what the region selects.
+    `offsets`, `sizes`: their box in what the region selects. With `times` there are as many ranges, `every` elements
+    apart, and the strides are those of the ranges one behind the other, without what lies between.
     """
 
     start: int
@@ -42,6 +46,8 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    times: int = 1
+    every: int = 0
 
 
 def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
@@ -106,7 +112,7 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iterator[Piece]:
+def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_below: int = 0) -> Iterator[Piece]:
     """Yield the pieces of `chunk` that make its part of a region.
 
     Args:
@@ -114,10 +120,10 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iter
         region: Of the same tensor.
         itemsize: Bytes of an element.
         unit: Runs whose distance in bytes is less go into one piece.
+        exact_below: Runs that are shorter, in bytes, and equally far apart make one piece of several ranges.
 
     Yields:
-        Pieces that cover every wanted element of the chunk once. One that is a run of both the chunk and the result is
-        as long as it comes; others are bounded by `SLAB_NBYTES`, or one row.
+        Pieces that cover every wanted element of the chunk once.
     """
     low = [max(0, -((o - c) // step)) for o, c, step in zip(region.offsets, chunk.offsets, region.steps, strict=True)]
     high = [
@@ -134,39 +140,87 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int) -> Iter
         for o, lo, step, c, stride in zip(region.offsets, low, region.steps, chunk.offsets, strides, strict=True)
     )
     apart = tuple(stride * step for stride, step in zip(strides, region.steps, strict=True))
-    cutter = _Cutter(apart, row_major(region.counts), max(1, SLAB_NBYTES // itemsize), unit / itemsize)
+    cutter = _Cutter(apart, unit / itemsize, exact_below // itemsize)
     yield from cutter.cut(first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
+def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool) -> Sequence[Piece]:
+    """Return the pieces of `chunk` that are read for a region.
+
+    Args:
+        chunk, region, itemsize: As `pieces_of` has them.
+        block_nbytes: The chunk's unit of checksum.
+        verify: Whole blocks are read; else runs less than a page apart go into one, as no storage reads less.
+    """
+    whole = inside(chunk, region)
+    if whole is not None:
+        return [whole] if whole.length else []
+    if not verify:
+        exact = pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES)
+        found = list(itertools.islice(exact, MAX_RANGES + 1))
+        if len(found) <= MAX_RANGES:
+            return found
+    return list(pieces_of(chunk, region, itemsize=itemsize, unit=block_nbytes))
+
+
+def near(chunks: Iterable[tuple[int, Chunk]], region: Region, shape: tuple[int, ...]) -> Iterable[tuple[int, Chunk]]:
+    """Return those of a tensor's (rank, chunk) that lie beside a region in its narrowest dimension, by far the fewest.
+
+    Quick, since each of a thousand tensors may have thousands of chunks.
+    """
+    if not shape or 0 in region.counts:
+        return chunks
+    dim = max(range(len(shape)), key=lambda d: shape[d] / region.counts[d])
+    low = region.offsets[dim]
+    end = low + (region.counts[dim] - 1) * region.steps[dim] + 1
+    if low == 0 and end == shape[dim]:
+        return chunks
+    return [c for c in chunks if c[1].offsets[dim] < end and c[1].offsets[dim] + c[1].sizes[dim] > low]
+
+
+def inside(chunk: Chunk, region: Region) -> Piece | None:
+    """Return all of a chunk as one piece if it lies in a region without steps; else None."""
+    offsets = []
+    for o, count, step, c, size in zip(
+        region.offsets, region.counts, region.steps, chunk.offsets, chunk.sizes, strict=True
+    ):
+        if step != 1 or c < o or c + size > o + count:
+            return None
+        offsets.append(c - o)
+    return Piece(0, math.prod(chunk.sizes), tuple(offsets), chunk.sizes, row_major(chunk.sizes))
+
+
+def whole_region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:
+    """Return a box as a region."""
+    return Region(offsets, sizes, (1,) * len(sizes), sizes)
+
+
 class _Cutter:
-    """Cuts what is wanted of a chunk into pieces; lengths in elements.
+    """Cuts what is wanted of a chunk where it has wide gaps; lengths in elements.
 
     Args:
         strides: Of the wanted elements in the chunk.
-        result_strides: Of the same in the result.
-        limit: A longer piece is cut, unless it is one run of both.
-        unit: A wider gap is not read.
+        unit: From here on a gap is wide.
+        exact_below: Shorter runs go together.
     """
 
-    def __init__(self, strides: tuple[int, ...], result_strides: tuple[int, ...], limit: int, unit: float) -> None:
-        self._strides, self._result_strides, self._limit, self._unit = strides, result_strides, limit, unit
+    def __init__(self, strides: tuple[int, ...], unit: float, exact_below: int) -> None:
+        self._strides, self._unit, self._exact_below = strides, unit, exact_below
 
     def cut(self, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Piece]:
-        length, filled = _span(sizes, self._strides), math.prod(sizes)
+        strides = self._strides
         dim = next((d for d, n in enumerate(sizes) if n > 1), None)
-        is_run = length == filled and _span(sizes, self._result_strides) == filled
-        narrow = self._widest_gap(sizes) < self._unit
-        if is_run or dim is None or (narrow and length <= self._limit):
-            yield Piece(start, length, offsets, sizes, self._strides)
+        if dim is None or self._widest_gap(sizes) < self._unit:
+            yield Piece(start, _span(sizes, strides), offsets, sizes, strides)
             return
-        stride = self._strides[dim]
-        step = max(1, self._limit // stride) if narrow else 1
-        for at in range(0, sizes[dim], step):
-            yield from self.cut(
-                start + at * stride,
-                (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
-                (*sizes[:dim], min(step, sizes[dim] - at), *sizes[dim + 1 :]),
-            )
+        one = (*sizes[:dim], 1, *sizes[dim + 1 :])
+        run, every = _span(one, strides), strides[dim]
+        if run < self._exact_below and self._widest_gap(one) < self._unit:
+            packed = (*strides[:dim], run, *strides[dim + 1 :])
+            yield Piece(start, run, offsets, sizes, packed, sizes[dim], every)
+            return
+        for at in range(sizes[dim]):
+            yield from self.cut(start + at * every, (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]), one)
 
     def _widest_gap(self, sizes: tuple[int, ...]) -> int:
         """Elements between two neighbours of any dimension."""

@@ -1,15 +1,15 @@
-"""From the chunks of saved tensors to tensors in memory: allocation, and one pass over all files that are needed."""
+"""Tensors for what is loaded, and one pass over all files that are needed."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from asyncckpt.errors import ConfigError, CorruptCheckpointError
 from asyncckpt.loading.foreign_ranges import read_foreign
-from asyncckpt.loading.sinks import new_tensor, wanted_ranges
+from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor
@@ -62,32 +62,6 @@ def tensor_for(
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the elements of a contiguous uint8 tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
-
-
-def fill_tensors(
-    contents: Contents, pairs: Sequence[tuple[SavedTensor, torch.Tensor]], files: Files, *, threads: int, verify: bool
-) -> None:
-    """Read each saved tensor into the target beside it, and tell autograd which tensors changed.
-
-    Raises:
-        CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
-    """
-    # Before too: a snapshot that is being copied out of a target learns of the change only if it comes first.
-    _tell_of_change(pairs)
-    read_ranges(
-        contents,
-        (found for saved, target in pairs for found in wanted_ranges(saved, target)),
-        files,
-        threads=threads,
-        verify=verify,
-    )
-    _tell_of_change(pairs)
-
-
-def _tell_of_change(pairs: Sequence[tuple[SavedTensor, torch.Tensor]]) -> None:
-    for _, target in pairs:
-        if not target.is_inference():
-            torch.autograd.graph.increment_version(target)
 
 
 def read_ranges(

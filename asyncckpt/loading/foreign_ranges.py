@@ -15,7 +15,8 @@ import torch
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.loading.sinks import new_tensor
-from asyncckpt.storage.block_reader import copy_bytes, read_shards
+from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
@@ -58,7 +59,7 @@ def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Fil
     assert contents.source is not None
     shards = contents.ranks[0].index.shards
     for part, found in wanted.items():
-        beyond = next((w for w in found if w.offset + w.nbytes > shards[part].nbytes), None)
+        beyond = next((w for w in found if w.offset + (w.times - 1) * w.every + w.nbytes > shards[part].nbytes), None)
         if beyond is not None:
             name, fqn = shards[part].name, beyond.fqn
             detail = f"tensor {fqn!r} reaches beyond the end"
@@ -91,10 +92,10 @@ def _hand_on(wanted: Sequence[Wanted], buffer: ctypes.Array[ctypes.c_char]) -> N
 
 def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:
     """Give each range its bytes of the row-major elements at `address`."""
-    for offset, nbytes, _, sink in wanted:
-        if not nbytes:
-            continue
-        if isinstance(sink, int):
-            copy_bytes(sink, address + offset, nbytes)
-        elif sink is not None:
-            sink.deliver(0, address + offset, nbytes)
+    for offset, nbytes, _, sink, times, every in wanted:
+        for n in range(times if nbytes else 0):
+            source = address + offset + n * every
+            if isinstance(sink, int):
+                copy_bytes(sink + n * nbytes, source, nbytes)
+            elif sink is not None:
+                sink.deliver(n * nbytes, source, nbytes)

@@ -12,8 +12,8 @@ from asyncckpt.loading.fetching import tensor_for
 from asyncckpt.loading.map_location import MapLocation, device_of, relocated
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.target_tensors import Filling, TargetTensor, target_tensor
 from asyncckpt.planning.rebuilding import Rebuilding
-from asyncckpt.storage.contents import SavedTensor
 
 
 class Fresh:
@@ -23,13 +23,13 @@ class Fresh:
         nodes: What will be built.
         saved, objects: Of the checkpoint at `path`.
         map_location: Where the tensors go; arrays and bytes stay in host memory.
-        standing: By number: tensors that need not be made, since they stand where they belong.
+        standing: By number: what need not be made, since it stands where it belongs.
 
     Raises:
         CorruptCheckpointError, PickledLeafError, UnsupportedLeafError, OSError: Something cannot be made.
 
     Attributes:
-        pairs: What is to be read into which tensor, before anything is built.
+        fillings: What is to be read into what, before anything is built.
         used: The leaves of all nodes, and the `_metadata` of OrderedDicts.
     """
 
@@ -40,7 +40,7 @@ class Fresh:
         objects: SavedObjects,
         path: str,
         map_location: MapLocation,
-        standing: Mapping[int, torch.Tensor],
+        standing: Mapping[int, TargetTensor],
     ) -> None:
         self.used: set[Node] = set()
         for node in nodes:
@@ -48,17 +48,20 @@ class Fresh:
             self.used.update(("O", number) for number in _metadata_numbers(node))
         self._map_location = map_location
         self._objects = _Sparse({n: objects.value(*saved.object_at(n)) for kind, n in self.used if kind == "O"})
-        self._tensors = {n: standing[n] for kind, n in self.used if kind == "T" and n in standing}
+        found = {n: standing[n] for kind, n in self.used if kind == "T" and n in standing}
+        self._tensors: dict[int, Any] = {n: target.value for n, target in found.items()}
         self._moved = sorted({n for kind, n in self.used if kind == "T"} - set(self._tensors))
         device, host = device_of(map_location), torch.device("cpu")
         self._tensors |= {n: tensor_for(saved.tensors[n], path, device=device) for n in self._moved}
         for n in sorted({n for kind, n in self.used if kind in ("B", "N")} - set(self._tensors)):
             self._tensors[n] = tensor_for(saved.tensors[n], path, device=host)
-        self.pairs: list[tuple[SavedTensor, torch.Tensor]] = [(saved.tensors[n], t) for n, t in self._tensors.items()]
+        self.fillings: list[Filling] = [
+            (saved.tensors[n], found[n] if n in found else target_tensor(t, "")) for n, t in self._tensors.items()
+        ]
         self._rebuilding: Rebuilding | None = None
 
     def build(self, node: Node) -> Any:
-        """Return the value of one of the nodes, after `pairs` have been read."""
+        """Return the value of one of the nodes, after `fillings` have been read."""
         if self._rebuilding is None:
             if callable(self._map_location):
                 self._tensors |= {n: relocated(self._tensors[n], self._map_location) for n in self._moved}

@@ -12,8 +12,10 @@ from asyncckpt.errors import AliasMismatchError
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import leaves
 from asyncckpt.loading.matching import KeyMap, Mismatch, match
+from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list
+from asyncckpt.loading.target_tensors import placements_of
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import SavedTensor
@@ -37,7 +39,7 @@ class LoadPlan:
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
-        nbytes: Bytes of the tensors that would be read; each counts once.
+        nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
     """
 
     missing: tuple[str, ...]
@@ -87,18 +89,21 @@ def plan_load(
     wanted = Selection(names)
     mismatched = tuple(_leaf(error) for error in refused)
     taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
-    needed: dict[str, SavedTensor] = {tensor.fqn: tensor for tensor, _ in matches.tensors}
-    for place in matches.replaced:
-        for _, node in leaves(place.node):
-            if node[0] != "O":
-                needed[saved.tensors[node[1]].fqn] = saved.tensors[node[1]]
+    new = [node[1] for place in matches.replaced for _, node in leaves(place.node) if node[0] != "O"]
+    boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
+    standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
+    boxes += [box_of(placement) for placement in placements_of([*matches.tensors, *standing])]
     return LoadPlan(
         missing=tuple(matches.missing),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),
-        nbytes=sum(chunk.nbytes for tensor in needed.values() for _, chunk in tensor.chunks),
+        nbytes=needed_nbytes(boxes),
     )
+
+
+def _everything(saved: SavedTensor) -> SavedBox:
+    return saved, (0,) * len(saved.global_shape), saved.global_shape
 
 
 def _leaf(error: Mismatch) -> MismatchedLeaf:

@@ -20,6 +20,8 @@ def load(
     strict: bool = False,
     verify: bool = True,
     threads: int | None = None,
+    low_memory: bool = True,
+    redundant_reads: str = "none",
     key_map: KeyMap | None = None,
     allow_pickle: bool = False,
 ) -> Any:
@@ -35,8 +37,10 @@ def load(
 
     Args:
         path: The checkpoint's directory.
-        state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes; its objects are
-            replaced; only its keys are read. numpy arrays are filled in place where they are writable and dtype and
+        state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes: plain ones,
+            DTensor, `ShardedSlice`, `FlatShard`, `ShardedTensor` and registered types, of which only what this process
+            holds is read, whatever number of ranks saved it in whatever pieces. Its objects are replaced; only its
+            keys are read. numpy arrays are filled in place where they are writable and dtype and
             shape are the saved ones, else replaced. Objects with a `load_state_dict()` are given the state that was
             saved under their name, whole; a module's tensors are filled in place before that, in the bare module, and
             what it has and the checkpoint lacks counts as missing. Without a target, nesting, key types, aliases and
@@ -46,8 +50,14 @@ def load(
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
-        verify: False reads only the bytes that are needed and checks no checksum of them.
+        verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
+            checksum.
         threads: Reading threads; None takes 4.
+        low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
+            into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
+            and an error in the data is found before any target changes.
+        redundant_reads: "broadcast": what several ranks of the default process group want is read by one of them and
+            passed on, over gloo. Every rank must call it, whatever it wants; one that fails ends it on all.
         key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
             takes its state whole, its own FQN is looked up.
         allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the
@@ -63,13 +73,17 @@ def load(
         UnsupportedFormatError: Written by a newer version.
         MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them. Or the
             checkpoint was overwritten meanwhile, by one that lacks what had been read.
-        ShapeMismatchError: A tensor was saved with another shape.
+        ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
             of other ranks.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
+        OverlappingShardsError: The shards of a target tensor share elements.
+        SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
+        PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.
+        InsufficientMemoryError: There is no room for what `low_memory=False` copies.
         UnsupportedPathError: A URL, or no path at all.
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: An object of the target did not take its state; everything else has been filled.
@@ -86,6 +100,8 @@ def load(
         strict=strict,
         verify=verify,
         threads=threads,
+        low_memory=low_memory,
+        redundant_reads=redundant_reads,
         key_map=key_map,
         allow_pickle=allow_pickle,
     )

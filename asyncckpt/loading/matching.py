@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
-from asyncckpt.loading.targets import Targets, Whole, is_loadable, standing_tensors
+from asyncckpt.loading.standing import standing_tensors
+from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
+from asyncckpt.loading.targets import Targets, Whole, is_loadable
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import flatten
-from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
@@ -48,7 +47,7 @@ class Matches:
 
     Attributes:
         targets: The target.
-        tensors: What is read into which tensor; a tensor with several names is there once.
+        tensors: What is read into which value; a tensor with several names is there once.
         filled: Paths of the target's tensors and arrays that are filled in place.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
@@ -59,10 +58,10 @@ class Matches:
     """
 
     targets: Targets
-    tensors: list[tuple[SavedTensor, torch.Tensor]] = field(default_factory=list)
+    tensors: list[Filling] = field(default_factory=list)
     filled: set[Path] = field(default_factory=set)
     replaced: list[Replaced] = field(default_factory=list)
-    standing: dict[int, torch.Tensor] = field(default_factory=dict)
+    standing: dict[int, TargetTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
@@ -92,7 +91,8 @@ def match(
 
     Raises:
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
-        ShapeMismatchError: A tensor was saved with another shape.
+        OverlappingShardsError: The shards of a target tensor share elements.
+        ShapeMismatchError: A tensor was saved with another global shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         ConfigError: A target tensor whose elements share memory, so that it cannot be filled; `selection`
@@ -103,6 +103,7 @@ def match(
     rename = _renamer(key_map)
     matches = Matches(targets)
     filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
+    values: dict[int, int] = {}  # of a registered type, whose parts may be copies: the first number of each value
     for leaf_path, node in leaves(flat.tree):
         fqn = fqn_of(leaf_path)
         if node[0] == "O" and is_loadable(flat.objects[node[1]]):
@@ -125,25 +126,27 @@ def match(
         elif "O" in (node[0], found[0]) or "B" in (node[0], found[0]):
             refuse(_leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
         else:
-            target, tensor = targets.value_at(leaf_path), saved.tensors[found[1]]
+            value, tensor = targets.value_at(leaf_path), saved.tensors[found[1]]
             if node[0] == "N":
-                target = view_of(target)
-                if target is None or not _fits(target, tensor):
+                value = view_of(value)
+                if value is None or not target_tensor(value, fqn).takes(tensor):
                     matches.replaced.append(Replaced(leaf_path, fqn, ("N", found[1])))
                     continue
-            first, number = filled.setdefault(node[1], (fqn, found[1]))
+            target = target_tensor(value, fqn)
+            own = values.setdefault(id(value), node[1]) if node[0] == "T" else node[1]
+            first, number = filled.setdefault(own, (fqn, found[1]))
             matches.filled.add(leaf_path)
             if first != fqn and number == found[1]:
                 continue
-            if tuple(target.shape) != tensor.global_shape:
+            if target.global_shape != tensor.global_shape:
                 refuse(_shape_mismatch(fqn, tensor, target, path))
                 continue
-            _check_target(fqn, target)
+            check_fillable(target, fqn)
             if first != fqn:
-                if target.numel():
+                if any(shard.tensor.numel() for shard in target.shards):
                     refuse(_alias_mismatch(first, fqn, path))
                 continue
-            if target.dtype != torch_dtype(tensor.dtype):
+            if target.converts(tensor):
                 matches.converted.append(fqn)
             matches.tensors.append((tensor, target))
     matches.missing += selection.unused()
@@ -153,10 +156,6 @@ def match(
 def _is_object(node: Node, found: Node) -> bool:
     """Whether the leaf is replaced: on no side is a tensor; two arrays are looked at more closely."""
     return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
-
-
-def _fits(target: torch.Tensor, tensor: SavedTensor) -> bool:
-    return (target.dtype, tuple(target.shape)) == (getattr(torch, tensor.dtype, None), tensor.global_shape)
 
 
 def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection: Selection, saved_fqn: str) -> None:
@@ -177,11 +176,10 @@ def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection:
     matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
     holder = None if isinstance(place.holder, Whole) else place.holder
     matches.replaced.append(Replaced(place.path, fqn, saved.without_holes(node), holder))
-    standing = standing_tensors(holder)
-    for leaf, inner in leaves(node) if standing else ():
-        target = standing.get(leaf)
-        if inner[0] == "T" and target is not None and _fits(target, saved.tensors[inner[1]]):
-            matches.standing.setdefault(inner[1], target)
+    numbers = {leaf: inner[1] for leaf, inner in leaves(node) if inner[0] == "T"}
+    standing = standing_tensors(holder, [(leaf, saved.tensors[number]) for leaf, number in numbers.items()])
+    for leaf, target in standing.items():
+        matches.standing.setdefault(numbers[leaf], target)
 
 
 def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
@@ -193,24 +191,16 @@ def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
     return key_map
 
 
-def _shape_mismatch(fqn: str, saved: SavedTensor, target: torch.Tensor, path: str) -> ShapeMismatchError:
+def _shape_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str) -> ShapeMismatchError:
+    kind = "global shape" if not target.is_whole else "shape"
     return ShapeMismatchError(
-        f"{path}: tensor {fqn!r} was saved with shape {list(saved.global_shape)}, the target has "
-        f"{list(target.shape)}; nothing was changed",
+        f"{path}: tensor {fqn!r} was saved with {kind} {list(saved.global_shape)}, the target has "
+        f"{list(target.global_shape)}; nothing was changed",
         path=path,
         fqn=fqn,
         saved=list(saved.global_shape),
-        wanted=list(target.shape),
+        wanted=list(target.global_shape),
     )
-
-
-def _check_target(fqn: str, target: torch.Tensor) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
-        raise ConfigError(
-            f"target tensor {fqn!r} is expanded: its elements share memory, so it cannot be filled; pass a clone()",
-            field="state_dict",
-            value=fqn,
-        )
 
 
 def _container_there(fqn: str, saved_fqn: str, node: Node, saved: SavedTree, path: str) -> LeafTypeMismatchError | None:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import Node, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
-from asyncckpt.loading.fetching import fill_tensors, thread_count
+from asyncckpt.loading.fetching import thread_count
+from asyncckpt.loading.filling import Filler
 from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
@@ -24,11 +24,13 @@ from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
+from asyncckpt.loading.shared_reads import SharedReads
+from asyncckpt.loading.target_tensors import TargetTensor
 from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
+from asyncckpt.storage.contents import Contents, check_lengths
 from asyncckpt.storage.files import Files
 
 _logger = logging.getLogger("asyncckpt.loading")
@@ -43,6 +45,7 @@ class _Options:
     strict: bool
     verify: bool
     threads: int
+    low_memory: bool
     key_map: KeyMap | None
     allow_pickle: bool
 
@@ -74,6 +77,8 @@ class DefaultReader(CheckpointReader):
         strict: bool = False,
         verify: bool = True,
         threads: int | None = None,
+        low_memory: bool = True,
+        redundant_reads: str = "none",
         key_map: KeyMap | None = None,
         allow_pickle: bool | None = None,
         **kw: Any,
@@ -83,31 +88,46 @@ class DefaultReader(CheckpointReader):
         Returns:
             The state dict that was filled, or a new one; and the missing keys, as the target names them.
         """
-        if kw:
-            raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
-        options = _Options(
-            map_location=map_location,
-            keys=key_list(keys),
-            strict=strict,
-            verify=verify,
-            threads=thread_count(threads),
-            key_map=key_map,
-            allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
-        )
-        if type(options.allow_pickle) is not bool:  # what lets code in is not guessed
-            raise ConfigError(f"allow_pickle={allow_pickle!r}: expected True or False", field="allow_pickle")
-        if key_map is not None and state_dict is None:
-            raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
         reader = find_rank_info(self._rank_info)
-        directory = absolute_path(path)
         touched: set[str] = set()
 
         def load(contents: Contents) -> tuple[Any, list[str]]:
-            one = _Load(contents, options, self._files, reader, touched)
+            one = _Load(contents, options, self._files, reader, touched, shared)
             return one.new() if state_dict is None else one.into(state_dict)
 
-        with collector_paused():
+        with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
+            if kw:
+                raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
+            if key_map is not None and state_dict is None:
+                raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
+            options = _Options(
+                map_location=map_location,
+                keys=key_list(keys),
+                strict=strict,
+                verify=verify,
+                threads=thread_count(threads),
+                low_memory=_flag("low_memory", low_memory),
+                key_map=key_map,
+                allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
+            )
+            directory = absolute_path(path)
+            if shared is not None:  # all ranks would have to begin again together
+                return load(read_any(directory, self._files))
             return read_of_one_save(directory, self._files, load)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:  # what lets code in is not guessed
+        raise ConfigError(f"{name}={value!r}: expected True or False", field=name)
+    return value
+
+
+def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:
+    if redundant_reads not in ("none", "broadcast"):
+        raise ConfigError(
+            f"redundant_reads={redundant_reads!r}: 'none' or 'broadcast' is wanted", field="redundant_reads"
+        )
+    return SharedReads(reader) if redundant_reads == "broadcast" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -127,12 +147,26 @@ class _Load:
     """One load of one checkpoint. `touched`: FQNs of the target that hold values of another one by now; added to."""
 
     def __init__(
-        self, contents: Contents, options: _Options, files: Files, reader: RankInfo, touched: set[str]
+        self,
+        contents: Contents,
+        options: _Options,
+        files: Files,
+        reader: RankInfo,
+        touched: set[str],
+        shared: SharedReads | None,
     ) -> None:
         self._contents, self._options, self._files, self._reader = contents, options, files, reader
         self._path, self._touched = contents.path, touched
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
+        self._filler = Filler(
+            contents,
+            files,
+            threads=options.threads,
+            verify=options.verify,
+            low_memory=options.low_memory,
+            shared=shared,
+        )
         check_lengths(contents, files)
 
     def into(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
@@ -148,7 +182,7 @@ class _Load:
         self._report_converted(matches)
         self._report_differences(matches.found.items())
         fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
-        self._read([*matches.tensors, *fresh.pairs])
+        self._filler.fill(matches.tensors, fresh.fillings)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
             if place.holder is None:
@@ -170,7 +204,7 @@ class _Load:
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
-        self._read(fresh.pairs)
+        self._filler.fill([], fresh.fillings)
         return fresh.build(tree), missing
 
     def _refuse_mix(self, matches: Matches) -> None:
@@ -185,12 +219,8 @@ class _Load:
             )
         self._touched |= {fqn_of(path) for path in matches.filled}
 
-    def _fresh(self, nodes: list[Node], standing: Mapping[int, torch.Tensor]) -> Fresh:
+    def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
         return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
-
-    def _read(self, pairs: list[tuple[SavedTensor, torch.Tensor]]) -> None:
-        options = self._options
-        fill_tensors(self._contents, pairs, self._files, threads=options.threads, verify=options.verify)
 
     def _refuse_unavailable(self, fqns: list[str]) -> None:
         if fqns:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, PickledLeafError
+from asyncckpt.planning.flattened import object_fqn
 from asyncckpt.planning.leaves import decode_leaf
 from asyncckpt.planning.pickles import unpickle
-from asyncckpt.planning.state_dict import object_fqn
 from asyncckpt.storage.contents import Contents, corrupt, read_objects
 from asyncckpt.storage.files import Files
 

@@ -1,23 +1,21 @@
-"""Where loaded bytes go: straight into a tensor's memory where that is possible, else by way of a temporary."""
+"""Where loaded bytes go: straight into a tensor's memory where that is possible, else element by element."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from asyncckpt.format.structure import Chunk
-from asyncckpt.loading.boxes import Piece
-from asyncckpt.planning.torch_types import torch_dtype
-from asyncckpt.storage.block_reader import copy_bytes
-from asyncckpt.storage.contents import SavedTensor
-from asyncckpt.storage.read_plan import Sink, Wanted
+from asyncckpt.memory.copying import copy_bytes
 
 _HUGE_PAGES_FROM_NBYTES = 4 << 20
 """Tensors of this size hold at least one aligned 2 MiB page inside."""
+
+_GRAIN = 32768
+"""From so many elements on, torch would call its own threads for a copy (at::internal::GRAIN_SIZE)."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -59,49 +57,7 @@ def _is_lazy(target: torch.Tensor) -> bool:
     return target.is_conj() or target.is_neg()
 
 
-def wanted_ranges(saved: SavedTensor, target: torch.Tensor) -> Iterator[tuple[tuple[int, int], Wanted]]:
-    """Yield ((rank, part), range of that file) for every chunk of `saved`, going into `target`, which has its shape.
-
-    The target must stay alive until the ranges have been read.
-    """
-    dtype = torch_dtype(saved.dtype)
-    whole = takes_bytes(target, dtype)
-    for rank, chunk in saved.chunks:
-        start = _flat_start(chunk.offsets, chunk.sizes, saved.global_shape) if whole else None
-        sink: int | Sink
-        if start is None:
-            sink = BoxSink(target, chunk.offsets, chunk.sizes, dtype, chunk.nbytes)
-        else:
-            sink = target.data_ptr() + start * dtype.itemsize
-        yield (rank, chunk.part), Wanted(chunk.offset_bytes, chunk.nbytes, saved.fqn, sink)
-
-
-def wanted_pieces(
-    saved: SavedTensor, rank: int, chunk: Chunk, pieces: Iterable[Piece], target: torch.Tensor
-) -> Iterator[tuple[tuple[int, int], Wanted]]:
-    """Yield ((rank, part), range of that file) for pieces of one chunk, going into a contiguous tensor on the CPU.
-
-    Args:
-        saved: The tensor.
-        rank, chunk: Of the tensor.
-        pieces: Of that chunk.
-        target: Of the shape of what the region selects; its dtype is as wide as the saved one. Must stay alive until
-            the ranges have been read.
-    """
-    itemsize, shape = target.itemsize, tuple(target.shape)
-    for piece in pieces:
-        nbytes = piece.length * itemsize
-        dense = piece.length == math.prod(piece.sizes)
-        start = _flat_start(piece.offsets, piece.sizes, shape) if dense else None
-        sink: int | Sink
-        if start is None:
-            sink = BoxSink(target, piece.offsets, piece.sizes, target.dtype, nbytes, piece.strides)
-        else:
-            sink = target.data_ptr() + start * itemsize
-        yield (rank, chunk.part), Wanted(chunk.offset_bytes + piece.start * itemsize, nbytes, saved.fqn, sink)
-
-
-def _flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+def flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
     """Return the first element's number if the box is one run of the row-major tensor, else None."""
     if sizes == shape:
         return 0
@@ -116,19 +72,21 @@ def _flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[i
 
 
 class BoxSink:
-    """Gathers one range in a temporary, and copies the box that it holds into the target when it is complete.
+    """Copies the elements of a box out of the bytes of its range, as these come: in pieces, in any order.
 
-    The temporary lives from the first piece to the last, so that few exist at a time.
+    Nothing is kept between pieces, so what a load needs beside its targets does not grow with the ranges. Only a range
+    whose elements are not aligned in the file is gathered first.
 
     Args:
         target: The tensor.
         offsets, sizes: The box of it, in elements.
         dtype: Of the stored elements.
         nbytes: Length of the range.
-        strides: Of the box in the range, in elements; None: the range is the box, row-major.
+        strides: Of the box in the range, in elements, descending.
+        aligned: No piece begins or ends inside an element.
     """
 
-    __slots__ = ("_dtype", "_lock", "_missing", "_nbytes", "_offsets", "_sizes", "_strides", "_target", "_temporary")
+    __slots__ = ("_dtype", "_gathered", "_lock", "_missing", "_nbytes", "_offsets", "_sizes", "_strides", "_target")
 
     def __init__(
         self,
@@ -137,34 +95,117 @@ class BoxSink:
         sizes: tuple[int, ...],
         dtype: torch.dtype,
         nbytes: int,
-        strides: tuple[int, ...] | None = None,
+        strides: tuple[int, ...],
+        *,
+        aligned: bool = True,
     ) -> None:
         self._target, self._offsets, self._sizes, self._strides = target, offsets, sizes, strides
         self._dtype, self._nbytes, self._missing = dtype, nbytes, nbytes
-        self._temporary: torch.Tensor | None = None
-        self._lock = threading.Lock()
+        self._gathered: torch.Tensor | None = None
+        self._lock = None if aligned else threading.Lock()
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
+        if self._lock is None:
+            self._take(position // self._dtype.itemsize, _elements_at(address, nbytes, self._dtype))
+            return
         with self._lock:
-            if self._temporary is None:
-                self._temporary = new_tensor((self._nbytes // self._dtype.itemsize,), self._dtype, torch.device("cpu"))
-            temporary = self._temporary
-        copy_bytes(temporary.data_ptr() + position, address, nbytes)
+            if self._gathered is None:
+                self._gathered = torch.empty(self._nbytes, dtype=torch.uint8)
+            gathered = self._gathered
+        copy_bytes(gathered.data_ptr() + position, address, nbytes)
         with self._lock:
             self._missing -= nbytes
             complete = self._missing == 0
         if complete:
-            self._temporary = None
-            flat, strides = temporary, self._strides
-            box = flat.view(self._sizes) if strides is None else flat.as_strided(self._sizes, strides)
-            fill_box(self._target, self._offsets, box)
+            self._gathered = None
+            self._take(0, _elements_at(gathered.data_ptr(), self._nbytes, self._dtype))
+
+    def _take(self, first: int, elements: torch.Tensor) -> None:
+        """Take the elements of the range from number `first` on."""
+        target, end, strides = self._target, first + elements.numel(), self._strides
+        boxes = boxes_within(self._sizes, strides, self._offsets, first, end)
+        if target.device.type != "cpu" or _is_lazy(target):
+            for start, offsets, sizes in boxes:
+                fill_box(target, offsets, elements.as_strided(sizes, strides, start - first))
+            return
+        places, origin = target.stride(), target.storage_offset()
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            into, out = [], []
+            for box in boxes:
+                for start, offsets, sizes in _slabs(strides, *box):
+                    at = origin + sum(o * stride for o, stride in zip(offsets, places, strict=True))
+                    into.append(target.as_strided(sizes, places, at))
+                    out.append(elements.as_strided(sizes, strides, start - first))
+            if into:
+                torch._foreach_copy_(into, out)  # one call into torch, and out of the interpreter's lock
 
 
-def fill_box(target: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> None:
+def _slabs(
+    strides: tuple[int, ...], start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into such that torch copies each in this thread: the readers are as many as there should be."""
+    dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
+    n = sizes[dim] if sizes else 0
+    step = max(1, (_GRAIN - 1) * n // max(1, math.prod(sizes)))
+    if step >= n:
+        yield start, offsets, sizes
+        return
+    for at in range(0, n, step):
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        yield start + at * strides[dim], moved, (*sizes[:dim], min(step, n - at), *sizes[dim + 1 :])
+
+
+def _elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory at `address` as a flat tensor: no copy."""
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
+def boxes_within(
+    sizes: tuple[int, ...], strides: tuple[int, ...], offsets: tuple[int, ...], low: int, high: int, start: int = 0
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut out of a strided box what lies in one run of its range.
+
+    Args:
+        sizes, strides: Of the box in the range; the strides descend, and no two elements share a place.
+        offsets: Of the box in its tensor.
+        low, high: The run, in elements of the range.
+        start: Where the box's first element lies in the range.
+
+    Yields:
+        (place of the first element in the range, offsets in the tensor, sizes) of at most three boxes per dimension.
+    """
+    span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    if low <= start and start + span <= high:
+        yield start, offsets, sizes
+        return
+    if start >= high or start + span <= low:
+        return
+    dim = next(d for d, n in enumerate(sizes) if n > 1)
+    n, stride = sizes[dim], strides[dim]
+    inner = span - (n - 1) * stride  # of one member of this dimension
+    touched = range(max(0, (low - start - inner) // stride + 1), min(n, -((start - high) // stride)))
+    whole = range(max(0, -((start - low) // stride)), min(n, (high - start - inner) // stride + 1))
+
+    def part(at: int, count: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        return start + at * stride, moved, (*sizes[:dim], count, *sizes[dim + 1 :])
+
+    if whole:
+        yield part(whole.start, len(whole))
+    edges = (*range(touched.start, whole.start), *range(whole.stop, touched.stop)) if whole else touched
+    for at in edges:
+        first, moved, shape = part(at, 1)
+        yield from boxes_within(shape, strides, moved, low, high, first)
+
+
+def fill_box(
+    target: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor, *, non_blocking: bool = False
+) -> None:
     """Copy `values` into their box of `target`, converting dtype and device; autograd does not see it."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         box = target
         for dim, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
             if size != box.shape[dim]:
                 box = box.narrow(dim, offset, size)
-        box.copy_(values)
+        box.copy_(values, non_blocking=non_blocking)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from asyncckpt.format.layout import PAGE_NBYTES
-from asyncckpt.format.structure import Chunk
-from asyncckpt.loading.boxes import Piece, Region, pieces_of, region_of
+from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.fetching import read_ranges, tensor_for
-from asyncckpt.loading.sinks import wanted_pieces
+from asyncckpt.loading.placements import wanted_ranges
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.read_plan import Wanted
-
-MAX_RANGES = 65_536
-"""Of one chunk, where only the needed pages are read; beyond it whole blocks are. Chosen, not measured."""
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By width: dtypes that torch can copy and slice, and whose copies keep every bit."""
@@ -61,24 +53,6 @@ def read_tensor(
         found = tensor_for(saved, contents.path, shape=region.counts, dtype=carrier)
     else:
         found = room[: math.prod(region.counts) * carrier.itemsize].view(carrier).view(region.counts)
-    read_ranges(contents, _ranges(contents, saved, region, found, verify), files, threads=threads, verify=verify)
+    ranges = wanted_ranges(contents, saved, region, found, carrier, verify=verify)
+    read_ranges(contents, ranges, files, threads=threads, verify=verify)
     return found.view(dtype).view(region.shape).detach()
-
-
-def _ranges(
-    contents: Contents, saved: SavedTensor, region: Region, target: torch.Tensor, verify: bool
-) -> Iterator[tuple[tuple[int, int], Wanted]]:
-    for rank, chunk in saved.chunks:
-        block_nbytes = contents.ranks[rank].index.block_nbytes
-        pieces = _pieces(chunk, region, target.itemsize, block_nbytes, verify and contents.source is None)
-        yield from wanted_pieces(saved, rank, chunk, pieces, target)
-
-
-def _pieces(chunk: Chunk, region: Region, itemsize: int, block_nbytes: int, verify: bool) -> list[Piece]:
-    def cut(unit: int) -> Iterator[Piece]:
-        return pieces_of(chunk, region, itemsize=itemsize, unit=unit)
-
-    if verify:
-        return list(cut(block_nbytes))
-    found = list(itertools.islice(cut(PAGE_NBYTES), MAX_RANGES + 1))
-    return found if len(found) <= MAX_RANGES else list(cut(block_nbytes))

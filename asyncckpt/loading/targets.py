@@ -9,16 +9,14 @@ their state by `load_state_dict`.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 
 from asyncckpt.errors import StateLoadError
-from asyncckpt.format.tree import Path, fqn_of, leaves
+from asyncckpt.format.tree import Path, fqn_of
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -128,24 +126,6 @@ def _live_state(module: torch.nn.Module) -> Any:
 def _place(name: str, value: Any) -> Any:
     in_place = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
     return value if in_place and not name.endswith(_EXTRA_STATE) else Whole(value)
-
-
-def standing_tensors(holder: Any) -> dict[Path, torch.Tensor]:
-    """Return the tensors of an optimizer's state, by their path in it, that may be filled where they are.
-
-    That saves the memory of a second state. What shares memory with a parameter or another entry is left out.
-    """
-    if not isinstance(holder, torch.optim.Optimizer):
-        return {}
-    try:
-        flat = flatten(holder.state_dict())
-    except Exception:  # nothing stands in the way of a new state
-        return {}
-    shared = {p.untyped_storage().data_ptr() for group in holder.param_groups for p in group["params"]}
-    shared |= {at for at, n in Counter(t.untyped_storage().data_ptr() for t in flat.tensors).items() if n > 1}
-    found = [(path, flat.tensors[node[1]]) for path, node in leaves(flat.tree) if node[0] == "T"]
-    twice = {id(t) for t, n in Counter(tensor for _, tensor in found).items() if n > 1}
-    return {p: t for p, t in found if id(t) not in twice and t.untyped_storage().data_ptr() not in shared}
 
 
 def is_loadable(value: Any) -> bool:

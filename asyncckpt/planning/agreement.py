@@ -25,8 +25,10 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksum import block_digest
 from asyncckpt.planning.assignment import replica_of, spread
-from asyncckpt.planning.contributions import Change, TensorKey, is_weak
+from asyncckpt.planning.claims import ShardClaim
+from asyncckpt.planning.contributions import Change, Contribution, TensorKey, is_weak
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn, turns_of
+from asyncckpt.planning.shard_book import ShardBook
 
 MAX_SHAPES = 8
 """Shapes under which one name may be shared; then it changes with every save, and is stored per rank from there on."""
@@ -89,6 +91,7 @@ class Agreement:
         self._per_rank: dict[str, frozenset[int]] = {}
         self._everywhere: frozenset[str] = frozenset()
         self._was_unsettled: frozenset[str] = frozenset()
+        self.shards = ShardBook(world_size)
 
     @classmethod
     def start(cls, world_size: int) -> Agreement:
@@ -126,7 +129,7 @@ class Agreement:
         after._shared, after._n_shapes = dict(self._shared), dict(self._n_shapes)
         after._sole, after._per_rank = dict(self._sole), dict(self._per_rank)
         after._everywhere = self._everywhere.union(change.per_rank)
-        after._was_unsettled = self._was_unsettled
+        after._was_unsettled, after.shards = self._was_unsettled, self.shards
         if self.world_size > 1:
             news = after._news(change)
             sharers: dict[tuple[int, ...], list[TensorKey]] = {}
@@ -142,7 +145,12 @@ class Agreement:
                 if holders:
                     sharers.setdefault(holders, []).append(news[fqn][0].key)
             after._share(sharers, change)
+            after._check_names()
         return after
+
+    def _check_names(self) -> None:
+        """A name stands for whole tensors or for shards, never for both."""
+        self.shards.contradict([fqn for fqn in self.shards.names if self._is_known(fqn)])
 
     def _news(self, change: Change) -> dict[str, list[_Held]]:
         """Return what is not agreed upon, by FQN."""
@@ -193,6 +201,10 @@ class Agreement:
         replicas = {h: [replica_of(shape, DTYPES[dtype].itemsize) for _, dtype, shape in keys]
                     for h, keys in sharers.items()}  # fmt: skip
         loads = self._loads(change, new)
+        self.shards = self.shards.extended(by_shards(change.contributions), loads)
+        if self.shards.names:
+            of_shards = self.shards.loads()
+            loads = {rank: nbytes + of_shards.get(rank, 0) for rank, nbytes in loads.items()}
         for holders, pieces in spread(replicas, loads).items():
             members = frozenset(holders)
             for key, cut in zip(sharers[holders], pieces, strict=True):
@@ -266,3 +278,12 @@ def _by_tensors(change: Change) -> Iterator[tuple[tuple[int, ...], tuple[TensorK
         groups.setdefault(id(change.contributions[rank].tensors), []).append(rank)
     for ranks in groups.values():
         yield tuple(ranks), change.contributions[ranks[0]].tensors
+
+
+def by_shards(contributions: Mapping[int, Contribution]) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
+    """As `_by_tensors`, of shards."""
+    groups: dict[int, list[int]] = {}
+    for rank in sorted(contributions):
+        groups.setdefault(id(contributions[rank].shards), []).append(rank)
+    for ranks in groups.values():
+        yield tuple(ranks), contributions[ranks[0]].shards

@@ -13,6 +13,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksum import DIGEST_NBYTES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
+from asyncckpt.planning.claims import ShardClaim, decode_claims, encode_claims
 
 TensorKey = tuple[str, str, tuple[int, ...]]
 """FQN by the first path, dtype name, shape in elements."""
@@ -48,14 +49,16 @@ class Contribution:
         tensors: Every tensor that is not `PerRank`, in the order of the state dict; FQNs are unique.
         own_nbytes: Bytes of the tensors that are `PerRank`.
         digests: Aligned with `tensors`: 8 bytes of the whole tensor's elements, or b"" where it was not given.
+        shards: The tensors of which this rank holds parts.
     """
 
     tensors: tuple[TensorKey, ...]
     own_nbytes: int
     digests: tuple[bytes, ...]
+    shards: tuple[ShardClaim, ...] = ()
 
     def encode(self) -> bytes:
-        """Return it as msgpack: [tensors as msgpack, own_nbytes, digests as msgpack]."""
+        """Return it as msgpack: [tensors as msgpack, own_nbytes, digests as msgpack], and `encode_claims`, if any."""
         return _encode(self, {})
 
     @classmethod
@@ -124,7 +127,7 @@ def decode_contributions(raw: Mapping[int, bytes | int]) -> dict[int, Contributi
     Raises:
         ProtocolError: One of them is none.
     """
-    memos: tuple[_Memo, _Memo] = {}, {}
+    memos: tuple[_Memo, _Memo, _Memo] = {}, {}, {}
     found = {}
     rank: Any = None
     try:
@@ -145,11 +148,17 @@ def _encode(contribution: Contribution, memo: dict[int, bytes]) -> bytes:
     tensors = memo.get(id(contribution.tensors))
     if tensors is None:
         tensors = memo[id(contribution.tensors)] = msgpack.packb(contribution.tensors)
-    return bytes(msgpack.packb([tensors, contribution.own_nbytes, msgpack.packb(contribution.digests)]))
+    fields = [tensors, contribution.own_nbytes, msgpack.packb(contribution.digests)]
+    if contribution.shards:
+        shards = memo.get(id(contribution.shards))
+        if shards is None:
+            shards = memo[id(contribution.shards)] = encode_claims(contribution.shards)
+        fields.append(shards)
+    return bytes(msgpack.packb(fields))
 
 
-def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo) -> Contribution:
-    raw_tensors, own_nbytes, raw_digests = msgpack.unpackb(data, use_list=False)
+def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo, shards_memo: _Memo) -> Contribution:
+    raw_tensors, own_nbytes, raw_digests, *more = msgpack.unpackb(data, use_list=False)
     tensors = tensors_memo.get(raw_tensors)
     if tensors is None:
         tensors = tensors_memo[raw_tensors] = tuple(_tensors(msgpack.unpackb(raw_tensors, use_list=False)))
@@ -160,7 +169,12 @@ def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo) -> Contributi
         raise ValueError(f"own_nbytes is {own_nbytes!r}")
     if len(digests) != len(tensors):
         raise ValueError(f"{len(digests)} digests of {len(tensors)} tensors")
-    return Contribution(tensors=tensors, own_nbytes=own_nbytes, digests=digests)
+    shards: tuple[ShardClaim, ...] = ()
+    if more:
+        shards = shards_memo.get(more[0], ())
+        if not shards:
+            shards = shards_memo[more[0]] = decode_claims(more[0])
+    return Contribution(tensors=tensors, own_nbytes=own_nbytes, digests=digests, shards=shards)
 
 
 def _tensors(raw: Any) -> Iterator[TensorKey]:

@@ -16,10 +16,10 @@ import xxhash
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.planning.assignment import row_dimension
 from asyncckpt.planning.contributions import Contribution, as_claim
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
-from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.samples import encode_samples
 
 MAX_THREADS = 4
@@ -61,6 +61,22 @@ def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
     return _digests([flat.tensors[common[position]] for position in positions])
 
 
+def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]]) -> bytes:
+    """Return 8 bytes for each of `ShardBook.compared`'s positions of `contribution_of(flat).shards`.
+
+    Blocks for reading them.
+
+    Raises:
+        RuntimeError: From torch, when one cannot be read.
+    """
+    leaves, found = list(flat.shards.values()), []
+    for position, box in compared:
+        sources = leaves[position].sources if box is None else (leaves[position].sources[box],)
+        digests = [tensor_digest(flat.tensors[source]) for source in sources]
+        found.append(digests[0] if len(digests) == 1 else block_digest(b"".join(digests)))
+    return b"".join(found)
+
+
 def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contribution:
     """Return the contribution that goes with a save whose plan has news, with digests of what is new.
 
@@ -77,8 +93,9 @@ def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contrib
     contribution = contribution_of(flat)
     if not compare:
         return contribution
-    raw = _digests([flat.tensors[number] for number in plan.news])
-    found = {n: raw[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)] for i, n in enumerate(plan.news)}
+    news = [number for number in plan.news if number not in flat.shards]  # those are declared, and sampled later
+    raw = _digests([flat.tensors[number] for number in news])
+    found = {n: raw[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)] for i, n in enumerate(news)}
     return replace(contribution, digests=tuple(found.get(number, b"") for number in flat.common))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format import objects
+from asyncckpt.planning.flattened import Flattened, object_fqn
 from asyncckpt.planning.numpy_values import decode_scalar, encode_scalar, is_array
 from asyncckpt.planning.pickles import encode_pickle
-from asyncckpt.planning.state_dict import Flattened, object_fqn
 from asyncckpt.planning.torch_types import decode_torch, encode_torch
 
 Unpickle = Callable[[str, bytes], Any]

@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.tree import Node
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.numpy_values import is_array, tensor_of
+from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, sources_of
+from asyncckpt.planning.sharding.dtensor import local_part
+from asyncckpt.planning.sharding.recognising import Describe, describer
+from asyncckpt.planning.sharding.shards import Sharded
 from asyncckpt.planning.state_dict import (
     HOIST_NBYTES,
     PLAIN_TENSORS,
     SCALARS,
-    Flattened,
     hoisted,
     is_flat,
     plain_metadata,
@@ -34,6 +39,7 @@ class _Mismatch(Exception):
 def match(
     tree: Node,
     shapes: tuple[Any, ...],
+    shards: tuple[Any, ...],
     state_dict: Any,
     openings: Openings | None = None,
     *,
@@ -43,7 +49,8 @@ def match(
 
     Args:
         tree: Of the plan.
-        shapes: (dtype, shape) by tensor number.
+        shapes: (dtype, shape) of all tensors.
+        shards: By tensor number, `ShardLeaf` or None; empty when there are none.
         state_dict: To compare.
         openings: Of this save; None for one walk alone.
         allow_pickle: For `Flattened`.
@@ -51,21 +58,26 @@ def match(
     Returns:
         What `flatten` would return, with the very same tree; None when the structure differs or `flatten` must decide.
     """
-    walk = _Walk(shapes, openings or Openings())
+    walk = _Walk(shapes, shards, openings or Openings())
     try:
         walk.mapping(tree, state_dict)
     except _Mismatch:
         return None
-    return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
+    if not shards:
+        return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
+    leaves = {number: leaf for number, leaf in enumerate(shards) if leaf is not None}
+    tensors = walk.tensors + walk.parts
+    return Flattened(tree, tensors, walk.objects, allow_pickle=allow_pickle, shards=leaves, n_numbers=len(shards))
 
 
 class _Walk:
-    __slots__ = ("_openings", "_seen", "_shapes", "objects", "tensors")
+    __slots__ = ("_openings", "_seen", "_shapes", "_shards", "objects", "parts", "tensors")
 
-    def __init__(self, shapes: tuple[Any, ...], openings: Openings) -> None:
-        self._shapes, self._openings = shapes, openings
-        self._seen: dict[int, int] = {}
+    def __init__(self, shapes: tuple[Any, ...], shards: tuple[Any, ...], openings: Openings) -> None:
+        self._shapes, self._shards, self._openings = shapes, shards, openings
+        self._seen: dict[Any, int] = {}
         self.tensors: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
         self.objects: list[Any] = []
 
     def mapping(self, node: Node, value: Any) -> None:
@@ -102,8 +114,11 @@ class _Walk:
         return value
 
     def tensor(self, number: int, value: Any) -> None:
+        if self._shards and self._shards[number] is not None:
+            self._shard(number, self._shards[number], value)
+            return
         if type(value) not in PLAIN_TENSORS:
-            raise _Mismatch
+            value = self._whole(value)
         dtype, shape = self._shapes[number]
         if value.is_nested:  # it has no shape to ask for
             raise _Mismatch
@@ -128,6 +143,56 @@ class _Walk:
         if number != known or self._seen.setdefault(address, number) != number:
             raise _Mismatch
         self.tensors.append(value)
+
+    def _whole(self, value: Any) -> torch.Tensor:
+        """Return the plain tensor that a value of a shard type is here."""
+        describe = describer(type(value))
+        found = None if describe is None else self._described(describe, value)
+        if type(found) not in PLAIN_TENSORS:
+            raise _Mismatch
+        return found  # type: ignore[return-value]
+
+    def _described(self, describe: Describe, value: Any) -> Any:
+        try:
+            return describe(value)
+        except AsyncCkptError:
+            raise _Mismatch from None
+
+    def _shard(self, number: int, leaf: ShardLeaf, value: Any) -> None:
+        local = local_part(value, leaf.grid, leaf.global_shape) if len(leaf.boxes) == 1 else None
+        if local is not None:  # the usual DTensor
+            dtype, shape = self._shapes[number]
+            if local.dtype is not dtype or local.shape != shape or local.is_neg() or local.is_conj():
+                raise _Mismatch
+            self._same_or_new(number, leaf, [local], (local.data_ptr(), local.stride()) if local.numel() else None)
+            return
+        describe = describer(type(value))
+        found = None if describe is None else self._described(describe, value)
+        if not isinstance(found, Sharded):
+            raise _Mismatch
+        if (found.global_shape, found.grid, found.is_first) != (leaf.global_shape, leaf.grid, leaf.is_first):
+            raise _Mismatch
+        if boxes_of(found) != leaf.boxes or found.dtype is not self._shapes[number][0]:
+            raise _Mismatch
+        try:
+            sources = sources_of(found)
+        except AsyncCkptError:
+            raise _Mismatch from None
+        self._same_or_new(number, leaf, sources, None)
+
+    def _same_or_new(self, number: int, leaf: ShardLeaf, sources: list[torch.Tensor], key: Any) -> None:
+        known = len(self.tensors)
+        if number < known:
+            if sources[0] is not self.tensors[number] and (
+                key is None or key != (self.tensors[number].data_ptr(), self.tensors[number].stride())
+            ):
+                raise _Mismatch  # several parts under two names: `flatten` looks closer
+            return
+        address = sources[0].data_ptr() or id(sources[0])
+        if number != known or self._seen.setdefault(address, number) != number:
+            raise _Mismatch
+        self.tensors.append(sources[0])
+        self.parts += sources[1:]
 
     def other(self, node: Node, value: Any) -> None:
         kind = node[0]
@@ -158,7 +223,7 @@ class _Walk:
         if kind not in SCALARS:
             if isinstance(value, (Mapping, torch.Tensor, PerRank)) or (kind is bytes and len(value) >= HOIST_NBYTES):
                 raise _Mismatch
-            if is_stateful(value) or (is_array(value) and tensor_of(value) is not None):
+            if describer(kind) is not None or is_stateful(value) or (is_array(value) and tensor_of(value) is not None):
                 raise _Mismatch
             if (kind is list or (isinstance(value, tuple) and kind is not torch.Size)) and not is_flat(value):
                 raise _Mismatch

@@ -12,12 +12,14 @@ from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.sampling import Turn
 from asyncckpt.protocol.request import PartRange
 
-Signature = tuple[Node, tuple[Any, ...]]
-"""A structure's fingerprint: its tree, and dtype and shape of every tensor. Two equal ones share a plan."""
+Signature = tuple[Node, tuple[Any, ...], tuple[Any, ...]]
+"""A structure's fingerprint: its tree, dtype and shape of every tensor, and by tensor number what is a shard of what
+(empty without shards). Two equal ones share a plan."""
 
 
 class Box(NamedTuple):
-    """What goes into one chunk: `sizes` elements from `offsets` on of tensor `number`, one run of a contiguous one."""
+    """What goes into one chunk: `sizes` elements from `offsets` on of the state's tensor at `number`, one run of a
+    contiguous one. Of a shard, offsets count in the part that is here."""
 
     number: int
     offsets: tuple[int, ...]

@@ -6,29 +6,34 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from operator import add
+from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.layout import BoxSpec, build_layout
 from asyncckpt.format.names import is_reserved, per_rank_name
+from asyncckpt.format.packing import room_for
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.agreement import Agreement, DutyKind
 from asyncckpt.planning.assignment import box_of_rows
 from asyncckpt.planning.contributions import Contribution, TensorKey
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.keys import check_keys
 from asyncckpt.planning.match import match
+from asyncckpt.planning.orders import Order, cut_to_size, shard_order
 from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
 from asyncckpt.planning.sampling import Turn
-from asyncckpt.planning.state_dict import Flattened, flatten
+from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.stateful import Openings
 from asyncckpt.planning.torch_types import dtype_name
 
 
 def signature_of(flat: Flattened) -> Signature:
     """Return the fingerprint of the structure of `flat`."""
-    return flat.tree, tuple((t.dtype, t.shape) for t in flat.tensors)
+    shards = tuple(flat.shards.get(n) for n in range(flat.n_numbers)) if flat.shards else ()
+    return flat.tree, tuple((t.dtype, t.shape) for t in flat.tensors), shards
 
 
 def contribution_of(flat: Flattened) -> Contribution:
@@ -40,11 +45,12 @@ def contribution_of(flat: Flattened) -> Contribution:
     check_keys(flat.tree)
     _check_names(flat)
     keys, own = _keys(flat), flat.per_rank
-    common = tuple(key for number, key in enumerate(keys) if number not in own)
+    common = tuple(keys[number] for number in flat.common)
     return Contribution(
         tensors=common,
         own_nbytes=sum(flat.tensors[number].numel() * DTYPES[keys[number][1]].itemsize for number in own),
         digests=(b"",) * len(common),
+        shards=tuple(leaf.claim(*keys[number][:2]) for number, leaf in flat.shards.items()),
     )
 
 
@@ -55,6 +61,7 @@ def make_plan(
     files_per_rank: int,
     rank: int = 0,
     agreement: Agreement | None = None,
+    max_shard_nbytes: int | None = None,
     known: SavePlan | None = None,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
@@ -65,26 +72,33 @@ def make_plan(
         files_per_rank: Shard files to spread over.
         rank: Of this process.
         agreement: With the other ranks; None: there are none.
+        max_shard_nbytes: No shard file is larger; None: as large as it gets.
         known: A plan of that structure under an earlier agreement; its very layout is kept where it is still the same.
 
     Raises:
+        ConfigError: No number of files is enough for `max_shard_nbytes`.
         DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
         UnsupportedLeafError: A key that the index cannot hold.
+        RanksDisagreeError, OverlappingShardsError: What the ranks have said of a shard.
     """
     check_keys(flat.tree)
     _check_names(flat)
     own = flat.per_rank
     orders = [
-        _order(number, key, rank, None if number in own else agreement, is_own=number in own)
+        shard_order(number, key, flat.shards[number], rank, agreement)
+        if number in flat.shards
+        else _order(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))
     ]
+    if max_shard_nbytes is not None:
+        orders = [cut_to_size(order, room_for(order.stored, len(order.key[2]), max_shard_nbytes)) for order in orders]
     boxes, names = tuple(box for order in orders for box in order.boxes), tuple(order.stored for order in orders)
     news = tuple(number for number, order in enumerate(orders) if order.is_news)
-    shared = _by_turn(order.shared for order in orders if order.shared is not None)
-    specs = tuple(_spec(orders[box.number], box) for box in boxes)
+    shared = _by_turn(shared for order in orders for shared in order.shared)
+    specs = tuple(_spec(order, n) for order in orders for n in range(len(order.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, news=news, shared=shared)
-    layout = build_layout(specs, n_parts=files_per_rank)
+    layout = build_layout(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
     chunks = iter(layout.chunks)
     structure = Structure(
         tree=flat.tree,
@@ -107,7 +121,7 @@ def make_plan(
         specs=specs,
         names=names,
         structure=encode_structure(structure),
-        n_tensors=sum(not any(box.offsets) for box in boxes),
+        n_tensors=sum(not any(spec.offsets) for spec in specs),
         tensor_nbytes=sum(s.nbytes for s in specs),
         agreement=agreement,
         news=news,
@@ -122,43 +136,37 @@ def _by_turn(shared: Iterable[SharedTensor]) -> dict[Turn, tuple[SharedTensor, .
     return {turn: tuple(tensors) for turn, tensors in found.items()}
 
 
-class _Order(NamedTuple):
-    """What is written of one tensor, under which name."""
-
-    key: TensorKey
-    stored: str
-    boxes: tuple[Box, ...]
-    shared: SharedTensor | None = None
-    is_news: bool = False
-
-
-def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> _Order:
+def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> Order:
     fqn, dtype, shape = key
     whole = (Box(number, (0,) * len(shape), shape),)
     if agreement is None:
-        return _Order(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
+        return Order(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
     duty = agreement.duty(rank, fqn, dtype, shape)
     if duty.kind is DutyKind.SOLE:
-        return _Order(key, fqn, whole)
+        return Order(key, fqn, whole)
     if duty.kind is not DutyKind.SHARED:
-        return _Order(key, per_rank_name(fqn, rank), whole, is_news=duty.kind is DutyKind.NEWS)
+        return Order(key, per_rank_name(fqn, rank), whole, is_news=duty.kind is DutyKind.NEWS)
     boxes = tuple(Box(number, *box_of_rows(shape, first, n_rows)) for first, n_rows in duty.pieces)
     turn = agreement.turn(fqn, dtype, shape)
     shared = SharedTensor(fqn, number, duty.split, turn, math.prod(shape), DTYPES[dtype].itemsize)
-    return _Order(key, fqn, boxes, shared)
+    return Order(key, fqn, boxes, (shared,))
 
 
-def _spec(order: _Order, box: Box) -> BoxSpec:
+def _spec(order: Order, n: int) -> BoxSpec:
     _, dtype, shape = order.key
-    return BoxSpec(fqn=order.stored, dtype=dtype, global_shape=shape, offsets=box.offsets, sizes=box.sizes)
+    box, offsets = order.boxes[n], order.boxes[n].offsets
+    if order.origins:
+        offsets = tuple(map(add, offsets, order.origins[n]))
+    return BoxSpec(fqn=order.stored, dtype=dtype, global_shape=shape, offsets=offsets, sizes=box.sizes)
 
 
 def _keys(flat: Flattened) -> list[TensorKey]:
     found = []
-    for fqn, tensor in zip(flat.fqns, flat.tensors, strict=True):
+    for number, (fqn, tensor) in enumerate(zip(flat.fqns, flat.tensors, strict=False)):
         dtype = dtype_name(tensor.dtype)
         assert dtype is not None
-        found.append((fqn, dtype, tuple(tensor.shape)))
+        leaf = flat.shards.get(number)
+        found.append((fqn, dtype, tuple(tensor.shape) if leaf is None else leaf.global_shape))
     return found
 
 
@@ -188,10 +196,16 @@ class PlanCache:
     """Chosen, not measured: full state, weights only, a second model, and room."""
 
     def __init__(
-        self, *, files_per_rank: int, rank: int = 0, agreement: Agreement | None = None, allow_pickle: bool = False
+        self,
+        *,
+        files_per_rank: int,
+        rank: int = 0,
+        agreement: Agreement | None = None,
+        allow_pickle: bool = False,
+        max_shard_nbytes: int | None = None,
     ) -> None:
         self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._max_shard_nbytes = allow_pickle, max_shard_nbytes
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
 
@@ -249,6 +263,7 @@ class PlanCache:
             files_per_rank=self._files_per_rank,
             rank=self._rank,
             agreement=self._agreement,
+            max_shard_nbytes=self._max_shard_nbytes,
             known=known,
         )
         self.made += known is None or made.layout is not known.layout

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of, leaves, per_rank_nodes
+from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.keys import mappings
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.numpy_values import is_array, is_scalar, tensor_of
+from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, sources_of
+from asyncckpt.planning.sharding.recognising import Describe, describer
+from asyncckpt.planning.sharding.shards import Sharded, named, refused
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
 from asyncckpt.planning.torch_types import dtype_name
 
@@ -29,52 +32,6 @@ PLAIN_TENSORS = frozenset(
 SCALARS = frozenset({int, float, bool, str, type(None), complex})
 Open = Callable[[Any, Path], Any]
 """What stands for an object with a `state_dict()` at a path: its state, or itself, which makes it an object leaf."""
-
-
-class Flattened:
-    """A state dict taken apart.
-
-    Attributes:
-        tree: The skeleton (`format.tree`).
-        tensors: By tensor number; a tensor reachable by several paths is there once. Not copies.
-        objects: By object number: the leaves that are not tensors. Not copies.
-        allow_pickle: Whether objects of any type may be stored.
-    """
-
-    __slots__ = ("allow_pickle", "objects", "tensors", "tree")
-
-    def __init__(
-        self, tree: Node, tensors: list[torch.Tensor], objects_: list[Any], *, allow_pickle: bool = False
-    ) -> None:
-        self.tree, self.tensors, self.objects, self.allow_pickle = tree, tensors, objects_, allow_pickle
-
-    @property
-    def fqns(self) -> list[str]:
-        """FQN of each tensor by its first path."""
-        names: list[str | None] = [None] * len(self.tensors)
-        for path, node in leaves(self.tree):
-            if node[0] != "O" and names[node[1]] is None:
-                names[node[1]] = fqn_of(path)
-        return [n for n in names if n is not None]
-
-    @property
-    def per_rank(self) -> frozenset[int]:
-        """Numbers of the tensors that belong to this rank: any of their paths lies in a `PerRank`."""
-        return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != "O")
-
-    @property
-    def common(self) -> list[int]:
-        """Numbers of the tensors that do not belong to this rank alone, ascending."""
-        own = self.per_rank
-        return [n for n in range(len(self.tensors)) if n not in own]
-
-
-def object_fqn(tree: Node, number: int) -> str:
-    """Return the name of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
-    for path, node in leaves(tree):
-        if node == ("O", number):
-            return fqn_of(path)
-    return next((fqn_of((*path, "_metadata")) for path, node in mappings(tree) if node[2:] == (number,)), "")
 
 
 def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = False) -> Flattened:
@@ -96,13 +53,15 @@ def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = 
         )
     walk = _Walk(open_ or Openings(), allow_pickle)
     tree = walk.mapping(state_dict)
-    return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
+    tensors, shards = walk.placed()
+    n_numbers = len(walk.tensors)
+    return Flattened(tree, tensors, walk.objects, allow_pickle=allow_pickle, shards=shards, n_numbers=n_numbers)
 
 
 class _Walk:
     """One pass over a state dict; `keys` is the path to where it stands."""
 
-    __slots__ = ("_allow_pickle", "_open", "_per_rank", "_seen", "keys", "objects", "tensors")
+    __slots__ = ("_allow_pickle", "_open", "_per_rank", "_seen", "_shards", "keys", "objects", "tensors")
 
     def __init__(self, open_: Open, allow_pickle: bool) -> None:
         self._open, self._allow_pickle = open_, allow_pickle
@@ -111,6 +70,7 @@ class _Walk:
         self.objects: list[Any] = []
         self.keys: list[Any] = []
         self._seen: dict[Any, int] = {}
+        self._shards: dict[int, tuple[Sharded, list[torch.Tensor]]] = {}
 
     def mapping(self, value: Mapping[Any, Any]) -> Node:
         if len(self.keys) > MAX_DEPTH - 2:
@@ -135,6 +95,9 @@ class _Walk:
             return ("O", self._object(value))
         if kind is dict or kind is OrderedDict:
             return self.mapping(value)
+        describe = describer(kind)
+        if describe is not None:
+            return self._shard(value, describe)
         if is_stateful(value):
             return self._opened(value)
         if isinstance(value, Mapping):
@@ -164,6 +127,36 @@ class _Walk:
         if isinstance(state, Mapping):
             return self.mapping(state)
         return self.tensor(state) if type(state) in PLAIN_TENSORS else self.other(state)
+
+    def _shard(self, value: Any, describe: Describe) -> Node:
+        try:
+            found = describe(value)
+            if isinstance(found, torch.Tensor):
+                return self.tensor(found) if type(found) in PLAIN_TENSORS else self.other(found)
+            if self._per_rank:
+                raise refused(found.type_name, "it lies in a PerRank, whose values belong to one rank whole")
+            sources = sources_of(found)
+        except OverlappingShardsError as error:
+            raise named(error, fqn_of(tuple(self.keys))) from None
+        except UnsupportedLeafError as error:
+            leaf = fqn_of(tuple(self.keys))
+            text = f"state dict leaf {leaf!r}: {error}"
+            raise UnsupportedLeafError(text, leaf=leaf, type_name=error.type_name) from error.__cause__
+        number = self._seen.setdefault(identity_of(found, value), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(sources[0])
+            self._shards[number] = (found, sources)
+        return ("T", number)
+
+    def placed(self) -> tuple[list[torch.Tensor], dict[int, ShardLeaf]]:
+        """Return all tensors, the further parts of shards behind the others, and where each part lies."""
+        tensors, shards = list(self.tensors), {}
+        for number, (found, sources) in self._shards.items():
+            where = (number, *range(len(tensors), len(tensors) + len(sources) - 1))
+            tensors += sources[1:]
+            boxes = boxes_of(found)
+            shards[number] = ShardLeaf(found.global_shape, found.grid, boxes, where[: len(boxes)], found.is_first)
+        return tensors, shards
 
     def _odd_tensor(self, value: torch.Tensor, why: str) -> Node:
         if self._allow_pickle:

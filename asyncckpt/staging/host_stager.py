@@ -11,11 +11,15 @@ from asyncckpt.parts import CheckpointStager
 from asyncckpt.planning.leaves import decode_leaf, encode_leaves
 from asyncckpt.planning.pickles import unpickle
 from asyncckpt.planning.rebuilding import unflatten
+from asyncckpt.planning.sharding.shards import ShardedSlice
 from asyncckpt.planning.state_dict import flatten
 
 
 class HostStager(CheckpointStager):
     """Returns a deep copy of the state dict whose tensors lie in host memory.
+
+    In the place of a tensor of which this process holds a part stands a `ShardedSlice`, a list of them where it holds
+    several parts, or none.
 
     Args:
         allow_pickle: Copies leaves of any type, by way of a pickle.
@@ -32,7 +36,11 @@ class HostStager(CheckpointStager):
         """
         flat = flatten(state_dict, allow_pickle=self._allow_pickle)
         with torch.no_grad():
-            tensors = [t.detach().to("cpu", copy=True) for t in flat.tensors]
+            tensors: list[Any] = [t.detach().to("cpu", copy=True) for t in flat.tensors]
+        for number, leaf in flat.shards.items():
+            parts = zip(leaf.sources, leaf.boxes, strict=True)
+            slices = [ShardedSlice(tensors[source], leaf.global_shape, box[0]) for source, box in parts]
+            tensors[number] = slices[0] if len(slices) == 1 else slices
         objects = [decode_leaf(raw, lambda _, data: unpickle(data)) for raw in encode_leaves(flat)]
         return unflatten(flat.tree, tensors, objects, marks=True)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from asyncckpt.planning.sharding.dtensor import plain
+
 MAX_NESTING = 8
 """How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
 
@@ -85,6 +87,7 @@ class Owners:
             for group in optimizer.param_groups:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
+        own = plain(own)
         places = storages(own)
         owned = _ranges(own, places)
         found = storages(tensors)
@@ -162,7 +165,9 @@ def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the address of each one's storage; 0 for those without: sparse ones, parameters of lazy modules."""
+    """Return the address of each one's storage, of DTensors their local one's; 0 for those without: sparse ones,
+    parameters of lazy modules."""
+    tensors = plain(tensors)
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
     except _NO_STORAGE:

@@ -22,10 +22,10 @@ from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import news_of, sample_digests
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.planning.state_dict import Flattened
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import DeferredCopy
@@ -68,7 +68,10 @@ class SlotStager(CheckpointStager):
     ) -> None:
         self._process, self._ranks, self._config, self._package = process, ranks, config, package
         self.plans = PlanCache(
-            files_per_rank=config.files_per_rank, rank=ranks.rank.rank, allow_pickle=config.allow_pickle
+            files_per_rank=config.files_per_rank,
+            rank=ranks.rank.rank,
+            allow_pickle=config.allow_pickle,
+            max_shard_nbytes=config.max_shard_bytes,
         )
         self.overlap = Overlap(config)
         self._told: SavePlan | None = None

@@ -14,7 +14,7 @@ import torch
 from asyncckpt.errors import SnapshotTornError
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.digests import tensor_digest
-from asyncckpt.planning.state_dict import Flattened
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.staging.ownership import storages
 
 Source = tuple[int, torch.Tensor, torch.Tensor]
@@ -81,7 +81,7 @@ class SourceWatch:
         return next((n for n in self._numbers if self._flat.tensors[n].untyped_storage().data_ptr() == place), None)
 
     def _torn(self, number: int | None, how: str) -> SnapshotTornError:
-        fqn = None if number is None else self._flat.fqns[number]
+        fqn = None if number is None else self._flat.name_of(number)
         return SnapshotTornError(
             f"step {self._step}: the tensor {fqn!r} was changed between save() and the end of its copy, by {how} that "
             "no hook of an attached optimizer saw; call fence() before such a write, or use staging='blocking'",

@@ -6,7 +6,6 @@ the rest comes by O_DIRECT in large extents, through an aligned buffer per threa
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,31 +16,32 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files, named
-from asyncckpt.storage.read_plan import ShardRequest, Step, Wanted, plan_extents
+from asyncckpt.storage.read_plan import (
+    EXACT_BELOW_NBYTES,
+    EXTENT_NBYTES,
+    Batch,
+    ShardRequest,
+    Step,
+    Wanted,
+    plan_batches,
+    plan_extents,
+)
 from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS = 4
-_HOLD_GIL_BELOW_NBYTES = 64 * 1024
-"""A copy this short takes less time than giving the GIL up and getting it back. Chosen, not measured."""
-
-_memmove_holding_gil = ctypes.PyDLL(None).memmove
-_memmove_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memmove_holding_gil.restype = ctypes.c_void_p
+BUFFERS_NBYTES = 192 << 20
+"""All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadReport:
-    """Bytes that were read, by way; blocks that are partly wanted count whole."""
+    """Bytes that were read, by way; blocks that are partly wanted count whole, batches of ranges as cached."""
 
     cached_nbytes: int
     disk_nbytes: int
-
-
-def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copy between addresses; long copies release the GIL."""
-    (ctypes.memmove if nbytes >= _HOLD_GIL_BELOW_NBYTES else _memmove_holding_gil)(target, source, nbytes)
 
 
 def read_shards(
@@ -64,7 +64,7 @@ def read_shards(
         requests: One per file.
         files: The storage seam.
         threads: Readers, the calling thread among them.
-        verify: False reads whole pages instead of whole blocks, and checks no digest.
+        verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
 
     Raises:
@@ -96,10 +96,16 @@ class _Source:
 
 
 class _Extent(NamedTuple):
-    """Consecutive steps of one file."""
+    """What one thread reads at a time of one file: consecutive steps, or a batch of short ranges."""
 
     source: _Source
     steps: list[Step]
+    batch: Batch | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffer that it takes."""
+        return self.batch.nbytes if self.batch else self.steps[-1].end - self.steps[0].start
 
 
 class _Reader:
@@ -121,16 +127,24 @@ class _Reader:
 
     def plan(self, request: ShardRequest, threads: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
-        groups = plan_extents(request, threads, unit=request.block_nbytes if self._verify else PAGE_NBYTES)
-        source = _Source(request, len(groups))
+        limit = min(EXTENT_NBYTES, BUFFERS_NBYTES // threads)
+        if self._verify:
+            groups = plan_extents(request, threads, unit=request.block_nbytes, extent_nbytes=limit)
+        else:
+            groups = plan_extents(
+                request, threads, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES, extent_nbytes=limit
+            )
+        batches = plan_batches(request)
+        assert not (self._verify and batches), "a checksum is of a whole block"
+        source = _Source(request, len(groups) + len(batches))
         self._sources.append(source)
-        return [_Extent(source, steps) for steps in groups]
+        return [_Extent(source, steps) for steps in groups] + [_Extent(source, [], batch) for batch in batches]
 
     def run(self, todo: list[_Extent], threads: int) -> None:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
-        room = round_up(max(extent.steps[-1].end - extent.steps[0].start for extent in todo))
+        room = round_up(max(extent.nbytes for extent in todo))
         self._todo = todo[::-1]
-        threads = max(1, min(threads, len(todo)))
+        threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
         with Mapping(-1, room * threads) as memory:
             try:
                 if threads == 1:
@@ -163,7 +177,10 @@ class _Reader:
                         return
                     extent = self._todo.pop()
                 try:
-                    self._read(extent, buffer, address)
+                    if extent.batch:
+                        self._read_batch(extent.source, extent.batch, buffer, address)
+                    else:
+                        self._read(extent.source, extent.steps, buffer, address)
                 except BaseException as error:
                     self._stop(error)
                     return
@@ -173,8 +190,19 @@ class _Reader:
             self._todo.clear()
             self._error = self._error or error
 
-    def _read(self, extent: _Extent, buffer: memoryview, address: int) -> None:
-        source, steps = extent
+    def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
+        w = batch.wanted
+        self._open(source).read_ranges(buffer, w.offset + batch.first * w.every, w.nbytes, batch.times, w.every)
+        position = batch.first * w.nbytes
+        if type(w.sink) is int:
+            copy_bytes(w.sink + position, address, batch.nbytes)
+        elif w.sink is not None:
+            w.sink.deliver(position, address, batch.nbytes)  # type: ignore[union-attr]
+        with self._lock:
+            self.cached_nbytes += batch.nbytes
+        self._release(source)
+
+    def _read(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         reader = self._open(source)
         start, end = steps[0].start, steps[-1].end
         at = 0
@@ -220,7 +248,7 @@ class _Reader:
         if self._verify and not self._is_sound(source, step, view):
             return
         start, end, wanted = step
-        for offset, nbytes, _, sink in wanted:
+        for offset, nbytes, _, sink, _, _ in wanted:
             low = offset if offset > start else start
             high = min(offset + nbytes, end)
             if type(sink) is int:

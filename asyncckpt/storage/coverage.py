@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,8 +17,10 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
     """
     if len(boxes) == 1 and boxes[0][1] == global_shape:
         return None
-    filled = [box for box in boxes if math.prod(box[1])]
+    filled = [box for box in boxes if 0 not in box[1]]
     wanted, found = math.prod(global_shape), sum(math.prod(sizes) for _, sizes in filled)
+    if found == wanted and _fits_together(filled, tuple((0, n) for n in global_shape)):
+        return None
     if len(filled) > 1:
         twice = _overlapping(filled, len(global_shape))
         if twice is not None:
@@ -25,6 +28,48 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
     if found != wanted:
         return f"{found} of {wanted} elements are stored"
     return None
+
+
+def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...]) -> bool:
+    """Whether `boxes` cover `region` ((start, end) in each dimension) exactly once. False may also mean: not obviously.
+
+    Where no box lies on both sides of a cut through the region, both sides are looked at by themselves: sorting is all
+    that thousands of boxes cost, which come from meshes, and from rows of what meshes have cut.
+    """
+    if len(boxes) < 2 or not region:
+        return [tuple((o, o + s) for o, s in zip(*box, strict=True)) for box in boxes] == [region]
+    others = (tuple(start for start, _ in region[1:]), tuple(end - start for start, end in region[1:]))
+    if all((offsets[1:], sizes[1:]) == others for offsets, sizes in boxes):  # rows: by far the most
+        return _are_joined(sorted((offsets[0], sizes[0]) for offsets, sizes in boxes), *region[0])
+    for d, (start, end) in enumerate(region):
+        slabs: list[list[Box]] = []
+        bounds = [start]
+        reached = start
+        for box in sorted(boxes, key=lambda b: b[0][d]):
+            first = box[0][d]
+            if first >= reached and slabs:
+                if first > reached:
+                    return False
+                bounds.append(first)
+                slabs.append([box])
+            elif slabs:
+                slabs[-1].append(box)
+            else:
+                slabs.append([box])
+            reached = max(reached, first + box[1][d])
+        bounds.append(end)
+        if len(slabs) > 1:
+            parts = zip(slabs, itertools.pairwise(bounds), strict=True)
+            return all(_fits_together(slab, (*region[:d], part, *region[d + 1 :])) for slab, part in parts)
+    return False
+
+
+def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    for first, n in runs:
+        if first != start:
+            return False
+        start += n
+    return start == end
 
 
 def _overlapping(boxes: Sequence[Box], n_dims: int) -> tuple[Box, Box] | None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncckpt.format.structure import Chunk, TensorEntry, decode_structure
-from asyncckpt.storage.coverage import coverage_fault
+import msgpack
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.storage.coverage import Box, coverage_fault
+
+_JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
 
 
 def uncovered(structures: Sequence[bytes]) -> list[tuple[str, str]]:
     """Look for tensors that a reader would refuse.
+
+    Each structure by itself is taken for one: who wrote the rank's files has decoded it (`decode_structure`). Of
+    thousands of ranks, each with thousands of tensors, it would take too long here to do so once more.
 
     Args:
         structures: Of every rank, as they will lie in the indexes.
@@ -18,22 +25,32 @@ def uncovered(structures: Sequence[bytes]) -> list[tuple[str, str]]:
         Stored name and what is wrong, in the order of the ranks and their structures; nothing when all is well.
 
     Raises:
-        CorruptCheckpointError, UnsupportedFormatError: One of them is no structure.
+        CorruptCheckpointError: One of them is obviously no structure.
     """
-    entries: dict[str, TensorEntry] = {}
-    chunks: dict[str, list[Chunk]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    chunks: dict[str, list[Box]] = {}
     faults: dict[str, str] = {}
-    for rank, data in enumerate(structures):
-        for entry in decode_structure(data).tensors:
-            known = entries.setdefault(entry.fqn, entry)
-            if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
-                text = f"rank {rank} has it as {entry.dtype}{list(entry.global_shape)}, "
-                text += f"an earlier one as {known.dtype}{list(known.global_shape)}"
-                faults.setdefault(entry.fqn, text)
-            chunks.setdefault(entry.fqn, []).extend(entry.chunks)
-    for fqn, entry in entries.items():
-        boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks[fqn]]
-        fault = faults.get(fqn) or coverage_fault(entry.global_shape, boxes)
-        if fault:
-            faults[fqn] = fault
-    return [(fqn, faults[fqn]) for fqn in entries if fqn in faults]
+    try:
+        for rank, data in enumerate(structures):
+            for fqn, dtype, shape, here in msgpack.unpackb(data, strict_map_key=True, use_list=False)["tensors"]:
+                known = kinds.get(fqn)
+                if known is None:
+                    kinds[fqn] = known = (dtype, shape)
+                    chunks[fqn] = []
+                elif known[1] != shape or known[0] != dtype:
+                    faults.setdefault(fqn, _unlike(rank, dtype, shape, *known))
+                for chunk in here:
+                    chunks[fqn].append(chunk[3:] if len(chunk) > 3 else ((0,) * len(shape), shape))
+        for fqn, (_, shape) in kinds.items():
+            if fqn not in faults:
+                fault = coverage_fault(shape, chunks.pop(fqn))
+                if fault:
+                    faults[fqn] = fault
+    except _JUNK as error:
+        raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
+    return [(fqn, faults[fqn]) for fqn in kinds if fqn in faults]
+
+
+def _unlike(rank: int, dtype: str, shape: Sequence[int], other_dtype: str, other_shape: Sequence[int]) -> str:
+    text = f"rank {rank} has it as {dtype}{list(shape)}, "
+    return text + f"an earlier one as {other_dtype}{list(other_shape)}"

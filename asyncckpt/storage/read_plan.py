@@ -20,6 +20,10 @@ STEP_NBYTES = 1 << 20
 """One read from the page cache, and the piece that is verified and copied at once: half of a usual L2 cache."""
 
 
+EXACT_BELOW_NBYTES = 128 << 10
+"""Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
+
+
 class Sink(Protocol):
     """Takes the verified bytes of one wanted range, in pieces, in any order, from several threads."""
 
@@ -28,12 +32,18 @@ class Sink(Protocol):
 
 
 class Wanted(NamedTuple):
-    """A byte range of a shard file, whose it is, and where it goes: an address, a `Sink`, or None to verify only."""
+    """A byte range of a shard file, whose it is, and where it goes: an address, a `Sink`, or None to verify only.
+
+    With `times` there are as many ranges of `nbytes`, `every` bytes apart; they go to the sink one behind the other.
+    Such are not verified.
+    """
 
     offset: int
     nbytes: int
     fqn: str
     sink: int | Sink | None
+    times: int = 1
+    every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +55,29 @@ class ShardRequest:
     wanted: Sequence[Wanted]
 
 
+class Batch(NamedTuple):
+    """Some of the ranges of one `Wanted`: `times` of them from the `first` on."""
+
+    wanted: Wanted
+    first: int
+    times: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.times * self.wanted.nbytes
+
+
+def plan_batches(request: ShardRequest) -> list[Batch]:
+    """Cut what is wanted in several ranges into batches of about `STEP_NBYTES`."""
+    batches = []
+    for w in request.wanted:
+        if w.times > 1 and w.nbytes:
+            size = max(1, STEP_NBYTES // w.nbytes)
+            batches += [Batch(w, first, min(size, w.times - first)) for first in range(0, w.times, size)]
+    return batches
+
+
 class Step(NamedTuple):
     """Bytes that are verified and handed on at once, and the ranges that want some of them."""
 
@@ -53,21 +86,26 @@ class Step(NamedTuple):
     wanted: list[Wanted]
 
 
-def plan_extents(request: ShardRequest, threads: int, *, unit: int) -> list[list[Step]]:
+def plan_extents(
+    request: ShardRequest, threads: int, *, unit: int, exact_below: int = 0, extent_nbytes: int = EXTENT_NBYTES
+) -> list[list[Step]]:
     """Cut what is wanted of a file into steps, and group them into extents.
 
     Args:
         request: The ranges that are wanted.
         threads: How many readers there are: small requests are cut finer, so that each has something to do.
         unit: Every step begins at a multiple of it, and ends there or at the end of the file. In bytes.
+        exact_below: A run of wanted bytes that is shorter, and a unit or more from others, keeps its own ends.
+        extent_nbytes: No extent is longer, unless a step is.
 
     Returns:
-        Extents of consecutive steps. No byte is read twice; no unit is read that nobody wants.
+        Extents of consecutive steps, of all that is wanted in one range each. No byte is read twice; no unit is read
+        that nobody wants.
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
-    steps = _steps(request, unit, step_nbytes)
+    steps = _steps(request, unit, step_nbytes, exact_below)
     share = sum(step.end - step.start for step in steps) // (2 * threads)
-    limit = max(step_nbytes, min(EXTENT_NBYTES, share))
+    limit = max(step_nbytes, min(extent_nbytes, share))
     extents: list[list[Step]] = []
     for step in steps:
         last = extents[-1] if extents else []
@@ -78,17 +116,25 @@ def plan_extents(request: ShardRequest, threads: int, *, unit: int) -> list[list
     return extents
 
 
-def _steps(request: ShardRequest, unit: int, step_nbytes: int) -> list[Step]:
-    wanted = sorted((w for w in request.wanted if w.nbytes), key=lambda w: w.offset)
+def _runs(wanted: Sequence[Wanted], unit: int, exact_below: int) -> list[tuple[int, int]]:
+    """Join ranges that lie less than a unit apart, then round the ends of runs to units: they stay disjoint."""
     runs: list[list[int]] = []
     for w in wanted:
-        start, end = w.offset // unit * unit, round_up(w.offset + w.nbytes, unit)
-        if runs and start <= runs[-1][1]:
+        end = w.offset + w.nbytes
+        if runs and w.offset - runs[-1][1] < unit:
             runs[-1][1] = max(runs[-1][1], end)
         else:
-            runs.append([start, end])
+            runs.append([w.offset, end])
+    return [
+        (start, end) if end - start < exact_below else (start // unit * unit, round_up(end, unit))
+        for start, end in runs
+    ]
+
+
+def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int) -> list[Step]:
+    wanted = sorted((w for w in request.wanted if w.nbytes and w.times == 1), key=lambda w: w.offset)
     steps: list[Step] = []
-    for start, end in runs:
+    for start, end in _runs(wanted, unit, exact_below):
         stop = min(end, request.shard.nbytes)
         cuts = [start, *range((start // step_nbytes + 1) * step_nbytes, stop, step_nbytes), stop]
         steps += [Step(low, high, []) for low, high in itertools.pairwise(cuts)]

@@ -111,14 +111,15 @@ class ShardReader:
 
         Args:
             buffer: Page-aligned, with room for whole pages.
-            offset: A multiple of the page size.
+            offset: O_DIRECT takes whole pages only.
             nbytes: Up to the end of the file at most.
 
         Raises:
             CorruptCheckpointError: The file ends early.
             OSError: The read failed.
         """
-        done = self._read_direct(buffer, offset, nbytes)
+        pages = offset % PAGE_NBYTES == 0 and (nbytes % PAGE_NBYTES == 0 or offset + nbytes == self.nbytes)
+        done = self._read_direct(buffer, offset, nbytes) if pages else 0
         while done < nbytes:
             try:
                 count = self._files.preadv(self._fd, [buffer[done:nbytes]], offset + done)
@@ -127,6 +128,23 @@ class ShardReader:
             if count <= 0:
                 raise self._corrupt("it ends early", offset=offset + done, nbytes=nbytes - done)
             done += count
+
+    def read_ranges(self, buffer: memoryview, offset: int, nbytes: int, count: int, every: int) -> None:
+        """Fill `buffer` with `count` ranges of `nbytes`, the first at `offset`, the others `every` bytes apart.
+
+        Raises:
+            CorruptCheckpointError: The file ends early.
+            OSError: A read failed.
+        """
+        preadv, fd, at = self._files.preadv, self._fd, offset
+        try:
+            for start in range(0, count * nbytes, nbytes):
+                with buffer[start : start + nbytes] as view:
+                    if preadv(fd, [view], at) != nbytes:
+                        self.read(view, at, nbytes)  # a short read, which says why
+                at += every
+        except OSError as error:
+            raise named(error, self._path, f"reading bytes {at} to {at + nbytes}") from error
 
     def _read_direct(self, buffer: memoryview, offset: int, nbytes: int) -> int:
         """Read whole pages by O_DIRECT; return how many bytes are good, 0 where it does not work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import time
@@ -25,7 +26,9 @@ from asyncckpt.errors import (
     PendingSavesError,
     WorkerUnavailableError,
 )
+from asyncckpt.format.index import decode_index
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.slot import STATE_EMPTY
 from asyncckpt.protocol.request import decode_request
 from asyncckpt.staging.copy_cpu import SlotImage
@@ -50,6 +53,26 @@ def test_files_per_rank_spreads_the_tensors(shared_worker: RealWorker, tmp_path:
     assert len(sizes) == 3
     assert max(sizes) - min(sizes) < 1000
     states.assert_same(asyncckpt.load(tmp_path / "a"), state)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_no_shard_file_is_larger_than_the_limit_and_the_index_knows_which_holds_what(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, files: int
+) -> None:
+    state = {f"t{n}": torch.full((n, 1000), float(n)) for n in range(9)} | {"large": torch.randn(3, 2, 40_000)}
+    limit = 100_000
+    with AsyncCheckpointer(
+        endpoint=shared_worker.endpoint, max_shard_bytes=limit, files_per_rank=files
+    ) as checkpointer:
+        written(checkpointer.save(state, tmp_path / "a"))
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "a").glob("*.safetensors")}
+    assert max(sizes.values()) <= limit and len(sizes) >= 12
+    states.assert_same(asyncckpt.load(tmp_path / "a"), state)
+    (found,) = (decode_index(p.read_bytes()) for p in (tmp_path / "a").glob("*.index"))
+    for entry in decode_structure(found.structure).tensors:
+        for chunk in entry.chunks:
+            data = (tmp_path / "a" / found.shards[chunk.part].name).read_bytes()
+            assert entry.fqn in json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
 @pytest.mark.parametrize(("given", "asked"), [(None, 0), (5, 5)])

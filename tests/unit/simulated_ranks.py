@@ -13,11 +13,12 @@ from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.planning.agreement import Agreement
+from asyncckpt.planning.agreement import Agreement, by_shards
 from asyncckpt.planning.contributions import Change, Contribution, candidates, decode_contributions, with_digests
-from asyncckpt.planning.digests import Samples, digests_for, news_of, sample_digests
+from asyncckpt.planning.digests import Samples, digests_for, news_of, sample_digests, shard_digests_for
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
+from asyncckpt.planning.shard_comparison import compare_shards
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.staging.copy_cpu import SlotImage
@@ -54,10 +55,15 @@ class Ranks:
         """The first exchange, in two phases; `settle`: and the second look at what it left open."""
         flats = [flatten(state) for state in states]
         given = decode_contributions({rank: contribution_of(flat).encode() for rank, flat in enumerate(flats)})
+        book = self.agreement.shards.extended(by_shards(given), {})
+        book.check()
         if compare:
             wanted = candidates(given)
+            shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards)) for r in given}
+            compare_shards(book, given, shards)
             given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
         self.apply(Change(contributions=given))
+        self.agreement.shards.check()
         again = self.news(states, compare=compare) if settle else {}
         if again:  # tensors as they were initialised are looked at twice
             self.apply(Change(contributions=again))

@@ -13,7 +13,7 @@ import torch
 from format_samples import MANIFEST, SAVE_ID
 
 from asyncckpt.dtypes import DTYPES, stored_as
-from asyncckpt.errors import DuplicateNameError
+from asyncckpt.errors import ConfigError, DuplicateNameError
 from asyncckpt.format import checksum, layout, names, steps
 from asyncckpt.format.layout import BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.names import SaveId, owner_of
@@ -189,3 +189,25 @@ def test_checksums_are_the_ones_of_the_spec() -> None:
     assert checksum.is_file_checksum(checksum.file_checksum(b"x"))
     assert not checksum.is_file_checksum("xxh3_128:" + "0" * 31)
     assert [checksum.block_count(n) for n in (0, 1, 262_144, 262_145)] == [0, 1, 1, 2]
+
+
+def test_parts_keep_a_limit_whatever_lies_in_them() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(100):
+        limit = rng.choice([20_000, 65_536, 1_000_000])
+        name = rng.choice(["w", "model.layers.weight", "ä", 'quo"te'])
+        specs = []
+        for n in range(rng.randint(1, 60)):
+            shape = (rng.randint(0, 12_000 // 4),) + (1,) * rng.randint(0, 6)
+            specs.append(_whole(f"{name}{n}", "float32", shape))
+        layout = build_layout(specs, n_parts=rng.randint(1, 4), max_nbytes=limit)
+        assert max(part.nbytes for part in layout.parts) <= limit
+        assert all(len(part.header) > 0 for part in layout.parts)
+
+
+def test_a_limit_that_would_need_too_many_parts_is_refused_by_its_setting() -> None:
+    specs = [_whole(f"w{n}", "float32", (4000,)) for n in range(1001)]
+    with pytest.raises(ConfigError, match="max_shard_bytes=20000"):
+        build_layout(specs, max_nbytes=20_000)

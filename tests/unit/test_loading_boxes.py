@@ -17,10 +17,12 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Chunk, Structure, TensorEntry, encode_structure
+from asyncckpt.loading.boxes import inside, near, region_of, whole_region
 from asyncckpt.loading.loader import load
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.planning.sharding.shards import FlatShard, ShardedSlice
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
@@ -192,3 +194,56 @@ def test_trees_of_several_ranks_are_joined_and_objects_are_the_lowest_ranks(tmp_
     saved = SavedTree(read_contents(path, FILES), RankInfo(0, 1))
     assert list(saved.leaves) == ["top.a", "top.object0", "top.b"]
     assert saved.containers == {"top"}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_random_boxes_fill_random_boxes_and_flat_ranges(
+    tmp_path: Path, rng: random.Random, verify: bool, low_memory: bool
+) -> None:
+    tensors, boxes = {}, {}
+    for n in range(20):
+        shape = tuple(rng.choice([1, 2, 5, 9, 40]) for _ in range(rng.randrange(0, 4)))
+        if n == 0:
+            shape = (300, 3000)  # more than a block, rows of more than a page
+        tensors[f"t{n}"] = torch.randn(shape)
+        by_rank: Boxes = {}
+        for box in cut(rng, (0,) * len(shape), shape, 3):
+            by_rank.setdefault(rng.randrange(3), []).append(box)
+        boxes[f"t{n}"] = by_rank
+    path = save_boxes(tmp_path / "c", tensors, boxes, 3)
+    for _ in range(4):
+        target: dict[str, Any] = {}
+        for fqn, value in tensors.items():
+            shape = tuple(value.shape)
+            if rng.random() < 0.3:
+                start = rng.randrange(value.numel())
+                length = rng.randrange(value.numel() - start + 1)
+                target[fqn] = FlatShard(torch.zeros(length), shape, start)
+                continue
+            offsets, sizes = rng.choice(cut(rng, (0,) * len(shape), shape, 3))
+            mine = torch.zeros(sizes, dtype=rng.choice([torch.float32, torch.float64]))
+            if mine.dim() > 1 and rng.random() < 0.3:
+                mine = torch.zeros((*sizes[1:], sizes[0])).movedim(-1, 0)
+            target[fqn] = ShardedSlice(mine, shape, offsets)
+        load(path, {"top": target}, strict=True, verify=verify, low_memory=low_memory, threads=rng.choice([1, 3]))
+        for fqn, found in target.items():
+            value = tensors[fqn]
+            if isinstance(found, FlatShard):
+                wanted = value.flatten()[found.start : found.start + found.tensor.numel()]
+            else:
+                wanted = value[tuple(slice(o, o + s) for o, s in zip(found.offsets, found.tensor.shape, strict=True))]
+            assert torch.equal(found.tensor.float(), wanted)
+
+
+def test_a_part_of_thousands_of_chunks_is_found_without_looking_closely_at_each() -> None:
+    chunks = [(n, Chunk(part=0, offset_bytes=4096, nbytes=16, offsets=(n * 2, 0), sizes=(2, 2))) for n in range(5000)]
+    region = whole_region((100, 0), (4, 2))
+    assert [n for n, _ in near(chunks, region, (10_000, 2))] == [50, 51]
+    assert list(near(chunks, whole_region((0, 0), (10_000, 2)), (10_000, 2))) == chunks
+    chunk = chunks[50][1]
+    assert inside(chunk, region) == (0, 4, (0, 0), (2, 2), (2, 1), 1, 0)
+    assert (
+        inside(chunks[49][1], region) is None
+        and inside(chunk, region_of((slice(100, 104, 2),), (10_000, 2), "w")) is None
+    )

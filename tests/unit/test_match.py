@@ -11,9 +11,10 @@ import states
 import torch
 
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.match import match
 from asyncckpt.planning.planner import PlanCache, signature_of
-from asyncckpt.planning.state_dict import HOIST_NBYTES, Flattened, flatten
+from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten
 
 
 def assert_equal_parts(found: Flattened, expected: Flattened) -> None:

@@ -346,3 +346,61 @@ def test_random_plans_hold_every_wanted_byte_once_and_no_unit_that_nobody_wants(
             assert sum(min(s.end, w.offset + w.nbytes) - max(s.start, w.offset) for s in taken) == w.nbytes
         units = {u for w in wanted if w.nbytes for u in range(w.offset // unit, -(-(w.offset + w.nbytes) // unit))}
         assert sum(s.end - s.start for s in steps) <= len(units) * unit
+
+
+# ---- short ranges at equal distances --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "times", "every"), [(1000, 100, 1300), (1, 149_000, 1), (7, 3, 50_000), (9000, 2, 9000)]
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_ranges_at_equal_distances_come_back_one_behind_the_other(
+    saved: tuple[str, dict[str, bytes]], nbytes: int, times: int, every: int, threads: int
+) -> None:
+    contents = read_contents(saved[0], Files())
+    ((_, chunk),) = contents.tensors["t00"].chunks
+    sink = Gathered(nbytes * times)
+    memory = ctypes.create_string_buffer(nbytes * times)
+    index = contents.ranks[0].index
+    wanted = [
+        Wanted(chunk.offset_bytes + 5, nbytes, "t00", where, times, every) for where in (sink, ctypes.addressof(memory))
+    ]
+    request = ShardRequest(shard=index.shards[chunk.part], block_nbytes=index.block_nbytes, wanted=wanted)
+    files = RecordingFiles()
+    report = read_shards(saved[0], SAVE_ID, [request], files=files, threads=threads, verify=False)
+    value = saved[1]["t00"][5:]
+    expected = b"".join(value[n * every : n * every + nbytes] for n in range(times))
+    assert bytes(sink.data) == memory.raw == expected
+    assert report.cached_nbytes == sum(n for at, n in files.read_ranges if at >= 4096) == 2 * len(expected)
+
+
+def test_a_short_read_of_a_range_is_continued_and_an_early_end_named(saved: tuple[str, dict[str, bytes]]) -> None:
+    class Short(Files):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            few = len(buffers[0]) if len(buffers[0]) < 30 else 20
+            return super().preadv(fd, [memoryview(buffers[0])[:few]], offset, flags)
+
+    contents = read_contents(saved[0], Files())
+    ((_, chunk),) = contents.tensors["t00"].chunks
+    index = contents.ranks[0].index
+    shard = index.shards[chunk.part]
+
+    def wanted(start: int) -> ShardRequest:
+        ranges = [Wanted(start, 100, "t00", sink, 3, 200)]
+        return ShardRequest(shard=shard, block_nbytes=index.block_nbytes, wanted=ranges)
+
+    sink = Gathered(300)
+    read_shards(saved[0], SAVE_ID, [wanted(chunk.offset_bytes)], files=Short(), verify=False)
+    value = saved[1]["t00"]
+    assert bytes(sink.data) == value[:100] + value[200:300] + value[400:500]
+    with pytest.raises(CorruptCheckpointError, match="ends early"):
+        read_shards(saved[0], SAVE_ID, [wanted(shard.nbytes - 350)], files=Files(), verify=False)
+
+
+def test_short_runs_keep_their_own_ends_and_long_ones_are_rounded() -> None:
+    wanted = [Wanted(5000, 100, "x", None), Wanted(20_000, 200_000, "x", None), Wanted(7000, 50, "x", None)]
+    shard = ShardRecord(name="x", nbytes=1 << 20, digests=b"")
+    request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
+    extents = plan_extents(request, 1, unit=4096, exact_below=128 << 10)
+    assert [(e[0].start, e[-1].end) for e in extents] == [(5000, 7050), (16_384, 221_184)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -86,3 +88,26 @@ def test_proofs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch)
     for n in range(6):
         prover.faults([replace(REQUEST, structure=structure((f"t{n}", "float32", (2,), (0,), (2,))))])
     assert len(prover._proved) == 3
+
+
+def test_a_structure_is_decoded_before_its_files_are_written_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prover, calls = Prover(), []
+    monkeypatch.setattr(provers, "decode_structure", calls.append)
+    for _ in range(3):
+        prover.check(replace(REQUEST, structure=structure(WHOLE)))
+    assert len(calls) == 1
+    monkeypatch.undo()
+    with pytest.raises(CorruptCheckpointError):
+        prover.check(replace(REQUEST, structure=b"no structure"))
+
+
+@pytest.mark.parametrize("mesh", [(4096,), (64, 64), (16, 16, 16)])
+def test_thousands_of_boxes_of_a_mesh_are_proved_in_a_moment(mesh: tuple[int, ...]) -> None:
+    shape = tuple(2 * n for n in mesh)
+    cells = [tuple(2 * c for c in cell) for cell in itertools.product(*map(range, mesh))]
+    ranks = [structure(("w", "int8", shape, cell, (2,) * len(mesh))) for cell in cells]
+    began = time.process_time()
+    assert uncovered(ranks) == []
+    assert time.process_time() - began < 2, "the pairs of boxes were compared"
+    ((_, fault),) = uncovered(ranks[1:])
+    assert "are stored" in fault

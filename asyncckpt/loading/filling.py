@@ -1,0 +1,125 @@
+"""Filling targets: directly as the bytes are read, or from a copy of all of them.
+
+Directly, a load needs no memory beside its targets but the readers' buffers. By way of a copy (`low_memory=False`),
+which takes as much memory again as the targets that are there, all that is read has been verified before the first of
+these targets changes; and what goes to a GPU is copied from pinned memory, at the speed of its bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncckpt.errors import InsufficientMemoryError
+from asyncckpt.loading.fetching import read_ranges
+from asyncckpt.loading.placements import Placement, ranges_of
+from asyncckpt.loading.shared_reads import SharedReads
+from asyncckpt.loading.sinks import fill_box, new_tensor
+from asyncckpt.loading.target_tensors import Filling, placements_of, tell_types
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import Files
+
+_ALIGN_NBYTES = 64
+
+
+class Filler:
+    """Reads saved tensors into targets.
+
+    Args:
+        contents: The checkpoint.
+        files: The storage seam.
+        threads: Reading threads.
+        verify: As `storage.block_reader.read_shards` has it.
+        low_memory: See the module.
+        shared: The ranks that read once what several of them want; None: each reads for itself.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        files: Files,
+        *,
+        threads: int,
+        verify: bool,
+        low_memory: bool,
+        shared: SharedReads | None = None,
+    ) -> None:
+        self._contents, self._files, self._shared = contents, files, shared
+        self._threads, self._verify, self._low_memory = threads, verify, low_memory
+
+    def fill(self, existing: Sequence[Filling], new: Sequence[Filling]) -> None:
+        """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
+
+        Args:
+            existing: What the user has.
+            new: What was made for this load, and nobody has seen yet.
+
+        Raises:
+            CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+            InsufficientMemoryError: There is no room for the copy.
+            SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
+        """
+        changed, fresh = placements_of(existing), placements_of(new)
+        if self._low_memory:
+            # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
+            tell_of_change(changed)
+            self._read(changed + fresh)
+        else:
+            copied = changed + [p for p in fresh if p.target.device.type != "cpu"]
+            staged = _copies(copied)
+            self._read(staged + [p for p in fresh if p.target.device.type == "cpu"])
+            tell_of_change(changed)
+            _copy_over(staged, copied)
+        tell_of_change(changed)
+        tell_types([*existing, *new])
+
+    def _read(self, placements: Sequence[Placement]) -> None:
+        if self._shared is None:
+            self._read_files(placements)
+        else:
+            save_id = str(self._contents.manifest.save_id)
+            self._shared.read(self._contents.path, save_id, placements, self._read_files)
+
+    def _read_files(self, placements: Sequence[Placement]) -> None:
+        ranges = (found for placement in placements for found in ranges_of(self._contents, placement, self._verify))
+        read_ranges(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
+
+
+def tell_of_change(placements: Sequence[Placement]) -> None:
+    """Tell autograd that targets change."""
+    for placement in placements:
+        if not placement.target.is_inference():
+            torch.autograd.graph.increment_version(placement.target)
+
+
+def _copies(placements: Sequence[Placement]) -> list[Placement]:
+    """Return the same placements in one new piece of host memory, pinned where something goes to a GPU."""
+    starts, at = [], 0
+    for saved, target, _ in placements:
+        starts.append(at)
+        at += -(-target.numel() * torch_dtype(saved.dtype).itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
+    try:
+        if any(placement.target.device.type == "cuda" for placement in placements):
+            room = torch.empty(at, dtype=torch.uint8, pin_memory=True)
+        else:
+            room = new_tensor((at,), torch.uint8, torch.device("cpu"))
+    except RuntimeError as error:
+        raise InsufficientMemoryError(
+            f"low_memory=False copies {at} bytes first, and there is no room for them; use low_memory=True: {error}",
+            nbytes=at,
+        ) from error
+    staged = []
+    for start, (saved, target, offsets) in zip(starts, placements, strict=True):
+        dtype = torch_dtype(saved.dtype)
+        flat = room[start : start + target.numel() * dtype.itemsize].view(dtype)
+        staged.append(Placement(saved, flat.view(target.shape), offsets))
+    return staged
+
+
+def _copy_over(staged: Sequence[Placement], placements: Sequence[Placement]) -> None:
+    for source, placement in zip(staged, placements, strict=True):
+        fill_box(placement.target, (0,) * placement.target.dim(), source.target, non_blocking=True)
+    for device in {p.target.device for p in placements if p.target.device.type == "cuda"}:
+        torch.cuda.synchronize(device)  # the copies read memory that is about to be freed

@@ -1,0 +1,100 @@
+"""Boxes of saved tensors, the tensors that they go into, and the byte ranges that this takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.loading.boxes import Piece, Region, near, pieces_to_read, whole_region
+from asyncckpt.loading.sinks import BoxSink, flat_start, takes_bytes
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.read_plan import Sink, Wanted
+
+
+class Placement(NamedTuple):
+    """The box of `saved` at `offsets` goes into `target`, a plain tensor of the box's shape."""
+
+    saved: SavedTensor
+    target: torch.Tensor
+    offsets: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        """What of the saved tensor is read."""
+        return whole_region(self.offsets, tuple(self.target.shape))
+
+
+def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    """Yield ((rank, part), range of that file) for all that goes into one target, which must stay alive until then."""
+    saved, target, _ = placement
+    rank, chunk = saved.chunks[0]
+    if chunk.sizes == target.shape == saved.global_shape and takes_bytes(target, torch_dtype(saved.dtype)):
+        yield (rank, chunk.part), Wanted(chunk.offset_bytes, chunk.nbytes, saved.fqn, target.data_ptr())
+        return  # the usual case, without the calculations
+    yield from wanted_ranges(contents, saved, placement.region, target, torch_dtype(saved.dtype), verify=verify)
+
+
+def wanted_ranges(
+    contents: Contents, saved: SavedTensor, region: Region, target: torch.Tensor, dtype: torch.dtype, *, verify: bool
+) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    """Yield the ranges of the files, each named by (rank, part), that hold a region of a tensor.
+
+    Args:
+        contents, saved: The checkpoint, and the tensor.
+        region: What is wanted of it.
+        target: Of the shape that the region counts.
+        dtype: Of the stored elements, or one that is as wide if the target's is the same.
+        verify: As `boxes.pieces_to_read` has it.
+    """
+    if not target.numel():
+        return
+    verify = verify and contents.source is None  # of another format nothing could be compared
+    direct = takes_bytes(target, dtype)
+    shape, itemsize = tuple(target.shape), dtype.itemsize
+    for rank, chunk in near(saved.chunks, region, saved.global_shape):
+        file, block_nbytes = (rank, chunk.part), contents.ranks[rank].index.block_nbytes
+        for piece in pieces_to_read(chunk, region, itemsize=itemsize, block_nbytes=block_nbytes, verify=verify):
+            nbytes = piece.length * itemsize
+            start = _place(piece, shape) if direct else None
+            sink: int | Sink
+            if start is None:
+                aligned = piece.times > 1 or (contents.source is None and chunk.offset_bytes % itemsize == 0)
+                total = nbytes * piece.times
+                sink = BoxSink(target, piece.offsets, piece.sizes, dtype, total, piece.strides, aligned=aligned)
+            else:
+                sink = target.data_ptr() + start * itemsize
+            at = chunk.offset_bytes + piece.start * itemsize
+            yield file, Wanted(at, nbytes, saved.fqn, sink, piece.times, piece.every * itemsize)
+
+
+def _place(piece: Piece, shape: tuple[int, ...]) -> int | None:
+    """Return the number of a piece's first element in a row-major tensor, if it is one run there; else None."""
+    if piece.length * piece.times != math.prod(piece.sizes):
+        return None
+    return flat_start(piece.offsets, piece.sizes, shape)
+
+
+SavedBox = tuple[SavedTensor, tuple[int, ...], tuple[int, ...]]
+"""A box of a saved tensor: offsets and sizes in elements."""
+
+
+def box_of(placement: Placement) -> SavedBox:
+    """Return what of the checkpoint a placement reads."""
+    return placement.saved, placement.offsets, tuple(placement.target.shape)
+
+
+def needed_nbytes(boxes: Iterable[SavedBox]) -> int:
+    """Return the bytes of boxes; one that occurs twice, or belongs to a tensor that is there whole, counts once."""
+    found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
+    whole: dict[str, int] = {}
+    for saved, offsets, sizes in boxes:
+        nbytes = math.prod(sizes) * DTYPES[saved.dtype].itemsize
+        if sizes == saved.global_shape:
+            whole[saved.fqn] = nbytes
+        found.setdefault(saved.fqn, {})[offsets, sizes] = nbytes
+    return sum(whole[fqn] if fqn in whole else sum(parts.values()) for fqn, parts in found.items())

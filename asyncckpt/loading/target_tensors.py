@@ -1,0 +1,118 @@
+"""A tensor leaf of a target, whatever its type: its global shape, and the plain tensors in it that are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedLeafError
+from asyncckpt.loading.placements import Placement
+from asyncckpt.planning.sharding.recognising import committed, sharded
+from asyncckpt.planning.sharding.shards import LocalShard, Sharded
+from asyncckpt.planning.state_dict import PLAIN_TENSORS
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.contents import SavedTensor
+
+
+class TargetTensor(NamedTuple):
+    """See the module.
+
+    Attributes:
+        value: The leaf.
+        dtype, global_shape: Of the whole tensor.
+        shards: What this process holds of it; may be empty.
+    """
+
+    value: Any
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    shards: tuple[LocalShard, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the value itself is what is filled."""
+        return len(self.shards) == 1 and self.shards[0].tensor is self.value
+
+    def takes(self, saved: SavedTensor) -> bool:
+        """Whether `saved` can be filled in as it is: shape and dtype are the same."""
+        return (self.dtype, self.global_shape) == (getattr(torch, saved.dtype, None), saved.global_shape)
+
+    def converts(self, saved: SavedTensor) -> bool:
+        """Whether the dtype of `saved` is another."""
+        return self.dtype != torch_dtype(saved.dtype)
+
+
+def target_tensor(value: Any, fqn: str) -> TargetTensor:
+    """Return what is filled of `value`.
+
+    Args:
+        value: A tensor, or a value of a type that has shards.
+        fqn: Its name, for messages.
+
+    Raises:
+        UnsupportedLeafError: Its shards cannot be what they say.
+        OverlappingShardsError: They share elements.
+    """
+    if type(value) in PLAIN_TENSORS:
+        return _whole(value, value)
+    try:
+        found = sharded(value)
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(
+            f"target {fqn!r} cannot be filled: {error.message}", leaf=fqn, type_name=type(value).__name__
+        ) from error
+    if isinstance(found, Sharded):
+        return TargetTensor(value, found.dtype, tuple(found.global_shape), tuple(found.shards))
+    return _whole(value, value if found is None else found)
+
+
+def _whole(value: Any, tensor: torch.Tensor) -> TargetTensor:
+    shape = tuple(tensor.shape)
+    return TargetTensor(value, tensor.dtype, shape, (LocalShard(tensor, (0,) * len(shape)),))
+
+
+def check_fillable(target: TargetTensor, fqn: str) -> None:
+    """Refuse a tensor whose elements share memory.
+
+    Raises:
+        ConfigError: It is expanded.
+    """
+    for tensor, _ in target.shards:
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ConfigError(
+                f"target tensor {fqn!r} is expanded: its elements share memory, so it cannot be filled; pass a clone()",
+                field="state_dict",
+                value=fqn,
+            )
+
+
+Filling = tuple[SavedTensor, TargetTensor]
+"""A saved tensor, and what it fills."""
+
+
+def placements_of(fillings: Iterable[Filling]) -> list[Placement]:
+    """Return what is read into which plain tensor; parts without elements are left out."""
+    return [
+        Placement(saved, tensor, offsets)
+        for saved, target in fillings
+        for tensor, offsets in target.shards
+        if tensor.numel()
+    ]
+
+
+def tell_types(fillings: Iterable[Filling]) -> None:
+    """Tell the values of registered types, once each, that all their shards are filled."""
+    for _, target in fillings:
+        if not target.is_whole:
+            committed(target.value, target.shards)
+
+
+def memory_of(value: Any) -> set[int]:
+    """Return the addresses of the storages that a tensor of any type lies in; none for what has no elements here."""
+    try:
+        tensors = [tensor for tensor, _ in target_tensor(value, "").shards]
+    except AsyncCkptError:
+        return set()
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}

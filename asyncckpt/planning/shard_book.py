@@ -1,0 +1,274 @@
+"""Who writes which shard: what the ranks have said of them, the same on all ranks. Pure; no torch.
+
+A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what: a rank that has not
+heard of the others' claims writes an even share of what it holds. What is agreed upon balances better, and knows of
+boxes that were given one by one, which must be compared to be known as equal.
+
+Boxes are never stored for one rank only. Ranks that contradict each other about a name can not save it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import AsyncCkptError
+from asyncckpt.planning.assignment import CUT_NBYTES, replica_of, spread
+from asyncckpt.planning.claims import ShardClaim, position_in
+from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
+from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve
+from asyncckpt.planning.shard_loads import add_grid_loads
+from asyncckpt.planning.sharding.grid import Box
+
+Rows = tuple[tuple[int, int], ...]
+"""(first row, rows) along the first dimension of a box that is larger than 1."""
+_Key = tuple[str, Box]
+
+
+class BoxDuty(NamedTuple):
+    """What a rank writes of one of its boxes; `shared`: others hold it too, `split`: and several of them write it."""
+
+    rows: Rows
+    shared: bool = False
+    split: bool = False
+
+
+class ShardDuty(NamedTuple):
+    """What a rank writes of a tensor: for each of its boxes; when it is compared; whether the others must be told."""
+
+    boxes: tuple[BoxDuty, ...]
+    turn: Turn | None
+    is_news: bool
+
+
+class ShardBook:
+    """Immutable. Part of an `Agreement`."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._given: dict[str, tuple[Given, ...]] = {}
+        self._lies: dict[str, Lie | Scattered] = {}
+        self._base: dict[int, int] = {}
+        self.conflicts: dict[str, AsyncCkptError] = {}
+        self._of_rank: dict[int, dict[_Key, BoxDuty]] = {}
+
+    def extended(
+        self, groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]], base: Mapping[int, int]
+    ) -> ShardBook:
+        """Return the book after more has been said.
+
+        Args:
+            groups: Ranks, and what each of them holds now.
+            base: Bytes that ranks write apart from shards.
+        """
+        after = ShardBook(self._world_size)
+        after._given, after._lies = dict(self._given), dict(self._lies)
+        after._base = {**self._base, **base}
+        after.conflicts = dict(self.conflicts)
+        changed: set[str] = set()
+        for ranks, claims in groups:
+            for claim in claims:
+                known = after._given.get(claim.fqn, ())
+                if any(g.ranks is ranks and g.claim == claim for g in known):
+                    continue
+                after._given[claim.fqn] = (*_without(known, ranks), Given(ranks, claim))
+                changed.add(claim.fqn)
+        for fqn in changed:
+            after._lies.pop(fqn, None)
+            after.conflicts.pop(fqn, None)
+            found = resolve(after._given[fqn], self._world_size)
+            if isinstance(found, AsyncCkptError):
+                after.conflicts[fqn] = found
+            elif found is not None:
+                after._lies[fqn] = found
+        return after
+
+    def contradict(self, names: Iterable[str]) -> None:
+        """Note names under which some ranks hold whole tensors, others shards."""
+        for fqn in names:
+            ranks = [rank for given in self._given[fqn] for rank in given.ranks]
+            text = f"ranks {ranks[:4]} hold shards of {fqn!r}, others a plain tensor of that name"
+            self.conflicts[fqn] = disagreement(text + "; describe it on all ranks, or give it another key", ranks)
+
+    def check(self) -> None:
+        """Check that the ranks do not contradict each other.
+
+        Raises:
+            RanksDisagreeError, OverlappingShardsError: They do; about the first such name.
+        """
+        if self.conflicts:
+            raise self.conflicts[min(self.conflicts)]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """What anything was said of."""
+        return self._given.keys()
+
+    def duty(self, rank: int, claim: ShardClaim) -> ShardDuty:
+        """Return what `rank` writes of a tensor of which it holds shards.
+
+        Raises:
+            AsyncCkptError: The ranks contradict each other about this name.
+        """
+        if claim.fqn in self.conflicts:
+            raise self.conflicts[claim.fqn]
+        said = self._said(rank, claim)
+        lie = self._lies.get(claim.fqn)
+        boxes = claim.of_rank(rank)
+        if not said or lie is None or (isinstance(lie, Scattered) and not lie.knows(rank, boxes)):
+            return ShardDuty(tuple(self._unagreed(rank, claim, box) for box in boxes), None, not said)
+        if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
+            return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
+        duties = self._duties(rank)
+        return ShardDuty(tuple(duties[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
+
+    def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
+        """What is written of a box that not all ranks have agreed upon: all that can be known without them.
+
+        Whoever holds a box of a mesh is known. Of other boxes it is supposed that the ranks hold it which hold the same
+        one of another tensor of that shape: so it is with an optimizer's state, which comes after the first save.
+        """
+        at = None if claim.grid is None else position_in(claim.grid, rank)
+        if claim.grid is None or at is None:
+            writer = self._writers.get((claim.shape, box), rank)
+            return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
+        holders = claim.grid.replicas(at)
+        return BoxDuty(_even_share(claim, box, holders.index(rank), len(holders)))
+
+    @cached_property
+    def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
+        """Who comes first of those that hold a box; None where that differs from tensor to tensor."""
+        found: dict[tuple[tuple[int, ...], Box], int | None] = {}
+        for lie in self._lies.values():
+            if isinstance(lie, Scattered):
+                for box, first in lie.firsts.items():
+                    found[lie.shape, box] = first if found.get((lie.shape, box), first) == first else None
+        return found
+
+    def _said(self, rank: int, claim: ShardClaim) -> bool:
+        return any(given.claim == claim and rank in given.ranks for given in self._given.get(claim.fqn, ()))
+
+    def loads(self) -> dict[int, int]:
+        """Return what each rank writes of shards, replicas taken as evenly spread."""
+        return dict(self._loads)
+
+    @cached_property
+    def _loads(self) -> dict[int, int]:
+        totals: dict[int, int] = {}
+        add_grid_loads(totals, [lie for lie in self._lies.values() if isinstance(lie, Lie)])
+        for lie in self._lies.values():
+            if isinstance(lie, Scattered):
+                for (_, sizes), ranks in lie.holders.items():
+                    nbytes = replica_of(sizes, lie.itemsize).nbytes // len(ranks)
+                    for rank in ranks:
+                        totals[rank] = totals.get(rank, 0) + nbytes
+        return totals
+
+    def compared(self, claims: Sequence[ShardClaim]) -> list[tuple[int, int | None]]:
+        """Say what of a rank's shards is compared when ranks meet, in the order in which the digests are given.
+
+        Returns:
+            (position in `claims`, number of the box; None: all its boxes as one).
+        """
+        found: list[tuple[int, int | None]] = []
+        for position, claim in enumerate(claims):
+            lie = self._lies.get(claim.fqn)
+            if isinstance(lie, Lie) and lie.grid.n_replicas > 1:
+                found.append((position, None))
+        for position, claim in enumerate(claims):
+            lie = self._lies.get(claim.fqn)
+            if isinstance(lie, Scattered) and claim.grid is None:
+                found += [(position, n) for n, box in enumerate(claim.boxes) if len(lie.holders[box]) > 1]
+        return found
+
+    def lie(self, fqn: str) -> Lie | Scattered | None:
+        """Return how a tensor is known to lie."""
+        return self._lies.get(fqn)
+
+    @cached_property
+    def _turns(self) -> dict[str, Turn]:
+        shared = sorted(fqn for fqn, lie in self._lies.items() if lie.is_shared)
+        period = max(1, -(-len(shared) // SAMPLE_LIMIT))
+        return {fqn: Turn(n % period, period) for n, fqn in enumerate(shared)}
+
+    def _duties(self, rank: int) -> dict[_Key, BoxDuty]:
+        """Return what `rank` writes of all boxes that it shares with others, or that are scattered."""
+        found = self._of_rank.get(rank)
+        if found is not None:
+            return found
+        found = dict(self._scattered.get(rank, {}))
+        groups: dict[tuple[int, ...], list[tuple[_Key, int]]] = {}
+        sharers: dict[int, tuple[int, ...]] = {}
+        for fqn in sorted(self._lies):
+            lie = self._lies[fqn]
+            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1:
+                continue
+            at = position_in(lie.grid, rank)
+            if at is None:
+                continue
+            holders = sharers.get(id(lie.grid))
+            if holders is None:
+                holders = sharers[id(lie.grid)] = lie.grid.replicas(at)
+            boxes = lie.grid.boxes(lie.shape, lie.grid.coordinate(at))
+            groups.setdefault(holders, []).extend(((fqn, box), lie.itemsize) for box in boxes)
+        for holders, keys in groups.items():
+            replicas = [replica_of(box[1], itemsize) for (_, box), itemsize in keys]
+            loads = {r: self._base.get(r, 0) + self._loads.get(r, 0) for r in holders}
+            for (key, _), cut in zip(keys, spread({holders: replicas}, loads)[holders], strict=True):
+                found[key] = _duty_of(rank, cut)
+        self._of_rank[rank] = found
+        return found
+
+    @cached_property
+    def _scattered(self) -> dict[int, dict[_Key, BoxDuty]]:
+        found: dict[int, dict[_Key, BoxDuty]] = {}
+        sets: dict[tuple[int, ...], list[tuple[_Key, int]]] = {}
+        for fqn in sorted(self._lies):
+            lie = self._lies[fqn]
+            if not isinstance(lie, Scattered):
+                continue
+            for box, ranks in lie.holders.items():
+                if len(ranks) == 1:
+                    found.setdefault(ranks[0], {})[fqn, box] = BoxDuty(_rows(box))
+                else:
+                    sets.setdefault(ranks, []).append(((fqn, box), lie.itemsize))
+        loads = {rank: self._base.get(rank, 0) + n for rank, n in self._loads.items()}
+        replicas = {ranks: [replica_of(box[1], size) for (_, box), size in keys] for ranks, keys in sets.items()}
+        for ranks, pieces in spread(replicas, loads).items():
+            for (key, _), cut in zip(sets[ranks], pieces, strict=True):
+                for rank in ranks:
+                    found.setdefault(rank, {})[key] = _duty_of(rank, cut)
+        return found
+
+
+def _without(known: tuple[Given, ...], ranks: tuple[int, ...]) -> tuple[Given, ...]:
+    if not known:
+        return ()
+    gone = frozenset(ranks)
+    kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
+    return tuple(given for given in kept if given.ranks)
+
+
+def _minus(ranks: tuple[int, ...], gone: frozenset[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank not in gone)
+
+
+def _rows(box: Box) -> Rows:
+    return ((0, replica_of(box[1], 1).n_rows),)
+
+
+def _duty_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxDuty:
+    pieces = tuple(cut)
+    return BoxDuty(tuple((first, n) for owner, first, n in pieces if owner == rank), True, len(pieces) > 1)
+
+
+def _even_share(claim: ShardClaim, box: Box, mine: int, count: int) -> Rows:
+    """Return what one of `count` ranks that hold a box writes of it, if each knows of nothing else."""
+    nbytes, n_rows = replica_of(box[1], DTYPES[claim.dtype].itemsize)
+    if nbytes <= CUT_NBYTES or n_rows < count:  # whole, by one of them
+        return _rows(box) if zlib.crc32(claim.fqn.encode()) % count == mine else ()
+    first, end = n_rows * mine // count, n_rows * (mine + 1) // count
+    return ((first, end - first),)

@@ -1,0 +1,154 @@
+"""DTensor: what its mesh and placements say, without a call that could meet other ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from asyncckpt.planning.sharding.grid import Grid
+from asyncckpt.planning.sharding.shards import LocalShard, Sharded, refused
+
+MAX_GRIDS = 4096
+"""Remembered by identity of mesh and placements: a state has a handful, which come again at every save."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Lie:
+    """How tensors of one mesh and one tuple of placements lie: their grid, and where this process stands in it."""
+
+    __slots__ = ("coordinate", "grid", "mesh", "placements")
+
+    def __init__(self, mesh: Any, placements: Any) -> None:
+        self.mesh, self.placements = weakref.ref(mesh), placements
+        ranks = mesh.mesh
+        coordinate = mesh.get_coordinate()
+        self.coordinate = None if coordinate is None else tuple(coordinate)
+        kinds = tuple(_placement(placement) for placement in placements)
+        grid = Grid(tuple(ranks.shape), tuple(ranks.flatten().tolist()), kinds)
+        self.grid = _grids.setdefault(grid, grid)
+
+
+_grids: dict[Grid, Grid] = {}
+_lies: dict[tuple[int, int], Lie] = {}
+
+
+def lie_of(spec: Any) -> Lie:
+    """Return how a tensor with this DTensorSpec lies.
+
+    Raises:
+        UnsupportedLeafError: Its placements hold something else than shards and replicas.
+    """
+    mesh, placements = spec.mesh, spec.placements
+    key = id(mesh), id(placements)
+    found = _lies.get(key)
+    if found is None or found.mesh() is not mesh or found.placements is not placements:
+        if len(_lies) >= MAX_GRIDS:
+            _lies.clear()
+            _grids.clear()
+        found = _lies[key] = Lie(mesh, placements)
+    return found
+
+
+def of_dtensor(value: Any) -> Sharded:
+    """Return what this process holds of a DTensor.
+
+    Raises:
+        UnsupportedLeafError: A placement is partial, or the local tensor is not what the placements say.
+    """
+    lie = lie_of(value._spec)
+    shape = tuple(value.shape)
+    local = local_tensor(value)
+    if lie.coordinate is None:
+        return Sharded(value.dtype, shape, (), lie.grid, "DTensor")
+    if any(placement and placement[0] >= len(shape) for placement in lie.grid.placements):
+        raise refused("DTensor", f"its placements {value._spec.placements} do not fit its shape {list(shape)}")
+    boxes = lie.grid.boxes(shape, lie.coordinate)
+    if len(boxes) == 1 and tuple(local.shape) == boxes[0][1]:
+        return Sharded(local.dtype, shape, (LocalShard(local, boxes[0][0]),), lie.grid, "DTensor")
+    shards = _cut(local, boxes, shape, value)
+    return Sharded(local.dtype, shape, shards, lie.grid, "DTensor", anchor=None if shards else local)
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    """Return the plain tensor inside a DTensor, waiting for a collective that still fills it.
+
+    Raises:
+        UnsupportedLeafError: It is none.
+    """
+    local = value._local_tensor
+    if type(local) is torch.Tensor or type(local) is torch.nn.Parameter:
+        return local
+    if hasattr(local, "wait"):
+        local = local.wait()
+    if type(local) not in _PLAIN:
+        raise refused("DTensor", f"its local tensor is a {type(local).__name__}")
+    return local  # type: ignore[no-any-return]
+
+
+def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) -> tuple[LocalShard, ...]:
+    """Cut the local tensor into its boxes, which lie in it one after the other in each dimension."""
+    starts: list[dict[int, int]] = []
+    for d in range(len(shape)):
+        sizes = {offsets[d]: sizes[d] for offsets, sizes in boxes}
+        at, found = 0, {}
+        for offset in dict.fromkeys(offsets[d] for offsets, _ in boxes):
+            found[offset] = at
+            at += sizes[offset]
+        starts.append(found)
+        if boxes and at != local.shape[d]:
+            raise _unlike(value, local)
+    if not boxes and local.numel():
+        raise _unlike(value, local)
+    shards = []
+    with torch.no_grad():
+        for offsets, sizes in boxes:
+            box = local
+            for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                if size != box.shape[d]:
+                    box = box.narrow(d, starts[d][offset], size)
+            shards.append(LocalShard(box, offsets))
+    return tuple(shards)
+
+
+def _unlike(value: Any, local: torch.Tensor) -> Exception:
+    return refused(
+        "DTensor",
+        f"its local tensor has shape {list(local.shape)}, which is not this rank's share of {list(value.shape)} by "
+        f"the placements {value._spec.placements} on a mesh of {tuple(value._spec.mesh.mesh.shape)}",
+    )
+
+
+def _placement(placement: Any) -> tuple[int, ...]:
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return ()
+    if kind == "Shard":
+        return (int(placement.dim),)
+    if kind == "_StridedShard":
+        return (int(placement.dim), int(placement.split_factor))
+    text = f"its placement {placement!r} is neither a shard nor a replica; redistribute() it first"
+    raise refused("DTensor", text)
+
+
+def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return the local tensor of a DTensor that obviously lies as `grid` says; None: look closer.
+
+    It runs for every tensor of every save, so it calls nothing of torch's in Python.
+    """
+    spec = getattr(value, "_spec", None)
+    if spec is None or grid is None:
+        return None
+    lie = _lies.get((id(spec.mesh), id(spec.placements)))
+    if lie is None or lie.grid is not grid or lie.mesh() is not spec.mesh or lie.placements is not spec.placements:
+        return None
+    local = value._local_tensor
+    return local if type(local) is torch.Tensor and value.shape == global_shape else None
+
+
+def plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `tensors` with the local tensor in the place of each DTensor."""
+    return [t if type(t) in _PLAIN else getattr(t, "_local_tensor", t) for t in tensors]

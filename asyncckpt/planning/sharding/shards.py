@@ -1,0 +1,219 @@
+"""What this process holds of a global tensor: the types that say so, and what they are taken for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.planning.sharding.flat_range import boxes_of_range
+from asyncckpt.planning.sharding.grid import Grid, overlapping
+
+
+class LocalShard(NamedTuple):
+    """A box of a global tensor that this process holds.
+
+    Attributes:
+        tensor: Plain, its shape the box's sizes; a view of the user's memory.
+        offsets: Of the box, in elements of the global tensor.
+    """
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+class Sharded(NamedTuple):
+    """A tensor of which this process holds parts.
+
+    Attributes:
+        dtype: Of all parts.
+        global_shape: In elements.
+        shards: May be empty; they never overlap.
+        grid: How it lies on a mesh; None where boxes are given one by one.
+        type_name: Of what it was described by, for messages.
+        anchor: Empty, where there are no shards and yet a local tensor: two values with the same one are one tensor.
+        is_first: False: another process is said to hold the same, and to come before this one.
+    """
+
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    shards: tuple[LocalShard, ...]
+    grid: Grid | None
+    type_name: str
+    is_first: bool = True
+    anchor: torch.Tensor | None = None
+
+
+class ShardedSlice:
+    """A box of a global tensor, for tensor parallelism and pipeline stages without DTensor.
+
+    Args:
+        tensor: What this process holds; its shape is the box's sizes.
+        global_shape: Of the whole tensor, in elements.
+        offsets: Where the box begins in it, in elements.
+        replica_id: Of equal boxes on several ranks, which one this is. A box that comes after the first save is
+            written by those with 0 until the ranks have heard of each other's, a few saves later, so give others to
+            copies. Without, it is taken to lie as an equal box of an equal shape does that is known, as an optimizer's
+            state does; else the saves until then fail (`coverage`). From then on equal boxes are written once,
+            whatever it is.
+
+    Raises:
+        UnsupportedLeafError: The box does not lie in the shape.
+    """
+
+    __slots__ = ("global_shape", "offsets", "replica_id", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int], replica_id: int = 0
+    ) -> None:
+        self.tensor, self.replica_id = tensor, replica_id
+        self.global_shape, self.offsets = tuple(global_shape), tuple(offsets)
+        if not isinstance(tensor, torch.Tensor):
+            raise refused("ShardedSlice", f"its tensor is a {type(tensor).__name__}")
+        if type(replica_id) is not int or replica_id < 0:
+            raise refused("ShardedSlice", f"its replica_id is {replica_id!r}, expected an integer from 0 on")
+        check_box("ShardedSlice", self.global_shape, self.offsets, tuple(tensor.shape))
+
+    def __repr__(self) -> str:
+        return f"ShardedSlice({list(self.tensor.shape)} at {list(self.offsets)} of {list(self.global_shape)})"
+
+
+class FlatShard:
+    """A range of the elements of a tensor in row-major order: ZeRO, Megatron's distributed optimizer.
+
+    Args:
+        tensor: One-dimensional; what this process holds. May be empty.
+        global_shape: Of the whole tensor, in elements.
+        start: Which element of the whole the range begins at.
+
+    Raises:
+        UnsupportedLeafError: The range does not lie in the shape, or the tensor has not one dimension.
+    """
+
+    __slots__ = ("global_shape", "start", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, global_shape: Sequence[int], start: int) -> None:
+        self.tensor, self.global_shape, self.start = tensor, tuple(global_shape), start
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
+            raise refused("FlatShard", "expected a tensor of one dimension")
+        check_shape("FlatShard", self.global_shape)
+        n_elements = math.prod(self.global_shape)
+        if type(start) is not int or not 0 <= start <= n_elements - tensor.numel():
+            raise refused(
+                "FlatShard",
+                f"elements [{start}, {start + tensor.numel() if type(start) is int else '?'}) of a tensor of shape "
+                f"{list(self.global_shape)}, which has {n_elements}",
+            )
+
+    def __repr__(self) -> str:
+        return f"FlatShard([{self.start}, {self.start + self.tensor.numel()}) of {list(self.global_shape)})"
+
+
+def of_slice(value: ShardedSlice) -> Sharded:
+    """Return what a `ShardedSlice` describes."""
+    check_box("ShardedSlice", value.global_shape, value.offsets, tuple(value.tensor.shape))
+    shard = LocalShard(value.tensor, value.offsets)
+    return Sharded(value.tensor.dtype, value.global_shape, (shard,), None, "ShardedSlice", value.replica_id == 0)
+
+
+def of_flat(value: FlatShard) -> Sharded:
+    """Return what a `FlatShard` describes: boxes that are views of its tensor."""
+    boxes = boxes_of_range(value.global_shape, value.start, value.tensor.numel())
+    shards = tuple(
+        LocalShard(value.tensor.narrow(0, at, math.prod(sizes)).view(sizes), offsets) for (offsets, sizes), at in boxes
+    )
+    return Sharded(value.tensor.dtype, value.global_shape, shards, None, "FlatShard")
+
+
+def of_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[Sequence[Any]]) -> Sharded:
+    """Return what is described by (tensor, offsets), or (tensor, offsets, sizes) where the tensor is padded.
+
+    Raises:
+        UnsupportedLeafError: A box lies outside, a tensor is smaller than its box, or dtypes differ.
+        OverlappingShardsError: Two boxes share elements.
+    """
+    shape = tuple(global_shape)
+    shards = []
+    for part in parts:
+        tensor, offsets = part[0], tuple(part[1])
+        if not isinstance(tensor, torch.Tensor):
+            raise refused(type_name, f"a part of type {type(tensor).__name__}")
+        if len(part) > 2:
+            tensor = _without_padding(type_name, tensor, tuple(part[2]))
+        check_box(type_name, shape, offsets, tuple(tensor.shape))
+        shards.append(LocalShard(tensor, offsets))
+    if not shards:
+        raise refused(type_name, "it has no part in this process, so its dtype is not known; return an empty one")
+    if len({shard.tensor.dtype for shard in shards}) > 1:
+        raise refused(type_name, "its parts have several dtypes")
+    check_apart(shards)
+    return Sharded(shards[0].tensor.dtype, shape, tuple(shards), None, type_name)
+
+
+def check_apart(shards: Sequence[LocalShard], fqn: str = "") -> None:
+    """Check that no element is in two of `shards`.
+
+    Raises:
+        OverlappingShardsError: One is.
+    """
+    twice = overlapping([(shard.offsets, tuple(shard.tensor.shape)) for shard in shards])
+    if twice is not None:
+        raise overlap_error(fqn, twice)
+
+
+def overlap_error(fqn: str, boxes: Sequence[Any], where: str = "in this process") -> OverlappingShardsError:
+    """Return the error for two boxes of one tensor that share elements."""
+    one, other = (f"offsets {list(offsets)} sizes {list(sizes)}" for offsets, sizes in boxes)
+    return OverlappingShardsError(
+        f"tensor {fqn!r}: two shards {where} hold the same elements and are not the same box: {one}; {other}; "
+        "correct offsets and global shape",
+        fqn=fqn,
+        boxes=[one, other],
+    )
+
+
+def named(error: OverlappingShardsError, fqn: str) -> OverlappingShardsError:
+    """Return an error of `check_apart` that was raised where the FQN was not known, with it."""
+    return OverlappingShardsError(str(error).replace("tensor ''", f"tensor {fqn!r}", 1), fqn=fqn, boxes=error.boxes)
+
+
+def _without_padding(type_name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    if len(sizes) != tensor.dim() or any(n > size for n, size in zip(sizes, tensor.shape, strict=True)):
+        raise refused(type_name, f"a part of shape {list(tensor.shape)} is to hold a box of sizes {list(sizes)}")
+    for dimension, size in enumerate(sizes):
+        if size != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, 0, size)
+    return tensor
+
+
+def check_shape(type_name: str, global_shape: tuple[int, ...]) -> None:
+    """Check that `global_shape` is one.
+
+    Raises:
+        UnsupportedLeafError: It is not.
+    """
+    if not all(type(n) is int and n >= 0 for n in global_shape):
+        raise refused(type_name, f"its global shape is {global_shape!r}")
+
+
+def check_box(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Check that a box lies in a shape.
+
+    Raises:
+        UnsupportedLeafError: It does not.
+    """
+    check_shape(type_name, global_shape)
+    fits = len(offsets) == len(sizes) == len(global_shape) and all(
+        type(o) is int and o >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, global_shape, strict=True)
+    )
+    if not fits:
+        text = f"the box with offsets {list(offsets)} and sizes {list(sizes)} does not lie in {list(global_shape)}"
+        raise refused(type_name, text)
+
+
+def refused(type_name: str, why: str) -> UnsupportedLeafError:
+    """Return the error for a shard that cannot be; whoever knows its name adds it."""
+    return UnsupportedLeafError(f"a {type_name} cannot be stored: {why}", leaf="", type_name=type_name)

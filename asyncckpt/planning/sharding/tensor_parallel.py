@@ -1,0 +1,56 @@
+"""Slices of hand-written tensor parallelism, found by comparing local with global shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.planning.sharding.shards import ShardedSlice
+
+
+def describe_tp(
+    state_dict: Mapping[str, Any], global_shapes: Mapping[str, Sequence[int]], *, tp_rank: int, tp_size: int
+) -> dict[str, Any]:
+    """Return `state_dict` with a `ShardedSlice` for each tensor that is split over a tensor parallel group.
+
+    A tensor whose local shape is its global one is left as it is: a replica. All others must be split along one
+    dimension, evenly; along which is found by the shapes. Tensors that `global_shapes` does not name, and what is no
+    tensor, are left too.
+
+    Args:
+        state_dict: FQN -> local tensor.
+        global_shapes: FQN -> shape of the whole tensor, in elements.
+        tp_rank, tp_size: Which part of how many this process holds.
+
+    Raises:
+        UnsupportedLeafError: No dimension fits, or several do; `leaf` is the FQN.
+    """
+    if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
+        raise UnsupportedLeafError(f"tp_rank={tp_rank!r} of tp_size={tp_size!r} is no rank", leaf="", type_name="int")
+    found: dict[str, Any] = {}
+    for fqn, value in state_dict.items():
+        wanted = global_shapes.get(fqn)
+        is_split = wanted is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(wanted)
+        found[fqn] = _slice(fqn, value, tuple(wanted), tp_rank, tp_size) if is_split and wanted is not None else value
+    return found
+
+
+def _slice(fqn: str, tensor: torch.Tensor, wanted: tuple[int, ...], tp_rank: int, tp_size: int) -> ShardedSlice:
+    local = tuple(tensor.shape)
+    dimensions = []
+    if len(local) == len(wanted):
+        others = [d for d in range(len(local)) if local[d] != wanted[d]]
+        dimensions = [d for d in others if len(others) == 1 and local[d] * tp_size == wanted[d]]
+    if len(dimensions) != 1:
+        raise UnsupportedLeafError(
+            f"{fqn!r} has local shape {list(local)} and global shape {list(wanted)}: no single dimension is split "
+            f"evenly over {tp_size} ranks; describe it with a ShardedSlice of your own",
+            leaf=fqn,
+            type_name=type(tensor).__name__,
+        )
+    offsets = [0] * len(local)
+    offsets[dimensions[0]] = tp_rank * local[dimensions[0]]
+    return ShardedSlice(tensor, wanted, offsets)
