@@ -130,6 +130,20 @@ def test_key_map_and_mismatches_work_as_for_ours(samples: dict[str, pathlib.Path
     assert (plan.missing, plan.nbytes) == (("no",), 1_200_000)
 
 
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_a_sharded_target_is_filled_from_a_file_that_knows_no_shards(
+    kind: str, low_memory: bool, samples: dict[str, pathlib.Path]
+) -> None:
+    whole = foreign_samples.model()
+    large = asyncckpt.ShardedSlice(torch.zeros(100, 500), (300, 1000), (50, 500))
+    turned = asyncckpt.ShardedSlice(torch.zeros(2, 8), (6, 8), (3, 0))
+    target: Any = {"large": large, "transposed": turned}
+    asyncckpt.load(samples[kind], target if kind in ("safetensors", "hf") else {"model": target}, low_memory=low_memory)
+    states.assert_same(large.tensor, whole["large"][50:150, 500:].contiguous())
+    states.assert_same(turned.tensor, whole["transposed"][3:5].contiguous())
+
+
 def test_default_map_location_is_asked(samples: dict[str, pathlib.Path]) -> None:
     found = asyncckpt.load(samples["dcp"], default_map_location="meta", keys=["model.large"])
     assert found["model"]["large"].is_meta
