@@ -160,7 +160,7 @@ def test_a_tensor_is_mapped_and_writes_stay_private(kind: str, samples: dict[str
     mapped = opened.tensor(f"{prefix}large", mmap=True)
     with open("/proc/self/maps") as maps:
         is_mapped = any(str(samples[kind]) in line for line in maps)
-    assert is_mapped == (kind not in ("legacy", "dcp")), "those two do not align what they write, so it is read"
+    assert is_mapped or kind in ("legacy", "dcp"), "those two do not align what they write; what is misaligned is read"
     mapped.zero_()
     states.assert_same(opened.tensor(f"{prefix}large"), foreign_samples.model()["large"])
 
