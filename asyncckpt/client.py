@@ -27,7 +27,8 @@ from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.slot_lender import SlotLender
-from asyncckpt.staging.slot_pool import LentSlot, SlotPool
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.withdrawals import Withdrawals
 
 MAX_SETTLED = 64

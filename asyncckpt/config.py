@@ -56,6 +56,10 @@ class CheckpointerConfig:
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
+        use_pinned_memory: Pins the memory that tensors of GPUs are copied into, once. False: the copies are slower, and
+            those behind the training are made by a thread, for which `step()` waits as it does on the CPU.
+        use_non_blocking_copy: Copies of GPUs run while the CPU goes on, and `step()` waits on the GPU. False: one after
+            the other, each waited for; behind the training by a thread, as above.
         allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
@@ -83,6 +87,8 @@ class CheckpointerConfig:
     overwrite: bool = False
     fsync: bool = True
     files_per_rank: int = 1
+    use_pinned_memory: bool = True
+    use_non_blocking_copy: bool = True
     allow_pickle: bool = False
     write_threads: int | None = None
     replicated: str = "check"
@@ -102,8 +108,8 @@ class CheckpointerConfig:
         """
         if self.staging == "device":
             raise ConfigError(
-                "staging='device': expected 'auto', 'blocking' or 'overlap'; 'device' copies on the GPU first: it "
-                "needs CUDA, for which there is no engine yet",
+                "staging='device': expected 'auto', 'blocking' or 'overlap'; a copy on the GPU, from which the one "
+                "to the host is made, does not exist yet",
                 field="staging",
                 value=repr(self.staging),
             )
@@ -217,7 +223,7 @@ _SECONDS = (
     "worker_start_timeout_s",
     "worker_shutdown_timeout_s",
 )
-_SWITCHES = ("overwrite", "fsync", "allow_pickle")
+_SWITCHES = ("overwrite", "fsync", "allow_pickle", "use_pinned_memory", "use_non_blocking_copy")
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

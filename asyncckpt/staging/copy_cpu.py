@@ -92,7 +92,7 @@ class SlotImage:
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
         self._targets = [
-            _copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
+            copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
             for c, b in zip(chunks, plan.boxes, strict=True)
         ]
         self._numbers = [b.number for b in plan.boxes]
@@ -138,6 +138,20 @@ class SlotImage:
                 (number, _cut(tensor, self._partial[n]) if n in self._partial else tensor, self._targets[n])
                 for n, number, tensor in found
             ]
+
+    def targets(self, boxes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the places of boxes."""
+        return [self._targets[n] for n in boxes]
+
+    def sources(self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]) -> list[torch.Tensor]:
+        """Return what is copied into boxes, each of the dtype and shape of its place."""
+        found = [tensors[self._numbers[n]] for n in boxes]
+        with torch.no_grad():
+            if self._partial:
+                found = [
+                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, found, strict=True)
+                ]
+            return [copyable(t) for t in found] if self._has_special else found
 
     def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, share: Share | None = None) -> None:
         """Copy `tensors`, by number, and put `save_id` into the headers. Blocks until the copies are done.
@@ -229,16 +243,10 @@ class SlotImage:
     def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int]) -> None:
         if not boxes:
             return
-        targets, sources = [self._targets[n] for n in boxes], [tensors[self._numbers[n]] for n in boxes]
+        targets, sources = self.targets(boxes), self.sources(tensors, boxes)
         # IMPORTANT: no_grad is per thread, and from a Parameter outside it the copy would hang an autograd chain on
         # the slot's views that grows with every save.
         with torch.no_grad():
-            if self._partial:
-                sources = [
-                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, sources, strict=True)
-                ]
-            if self._has_special:
-                sources = [_copyable(t) for t in sources]
             torch._foreach_copy_(targets, sources)
 
 
@@ -278,6 +286,7 @@ def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
     integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)

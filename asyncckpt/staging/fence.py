@@ -37,10 +37,15 @@ class Fence:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._watched: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def wait(self, timeout_s: float = FENCE_TIMEOUT_S) -> None:
-        """Wait until no copy runs: then tensors may be changed.
+    def wait(self, timeout_s: float = FENCE_TIMEOUT_S, *, ordered: bool = True) -> None:
+        """Wait until tensors may be changed: no copy runs, or it comes first in the current streams of this thread.
 
-        Blocks: at most `timeout_s`; copies that have not ended then are given up, and their saves fail.
+        Args:
+            timeout_s: See below.
+            ordered: False waits for the copies of devices too, for changes that come from elsewhere.
+
+        Blocks: for what is copied from the host, at most `timeout_s`; copies that have not ended then are given up,
+        and their saves fail.
 
         Raises:
             ReentrantCallError: In the copier's own thread, by a callback of `staged`.
@@ -52,7 +57,7 @@ class Fence:
             raise ReentrantCallError(
                 "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
             )
-        for late in self._copier.wait(timeout_s):
+        for late in self._copier.wait(timeout_s, ordered=ordered):
             late.give_up(
                 StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
             )

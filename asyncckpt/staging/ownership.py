@@ -71,7 +71,7 @@ class Owners:
         return (found for reference in self._optimizers if (found := reference()) is not None)
 
     def owned(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """Find what the optimizers own of `tensors`, as far as it lies on the CPU.
+        """Find what the optimizers own of `tensors`, as far as it lies on the CPU or on CUDA devices.
 
         Returns:
             The positions in `tensors`, the very same object as at the last call if they are equal; and the optimizers'
@@ -91,7 +91,7 @@ class Owners:
         numbers = [
             n
             for n, place in enumerate(found)
-            if place in owned and tensors[n].is_cpu and _lies(tensors[n], owned[place])
+            if place in owned and _has_engine(tensors[n]) and _lies(tensors[n], owned[place])
         ]
         used = {found[n] for n in numbers}
         return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
@@ -106,14 +106,19 @@ class Owners:
             )
 
     def everything(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """As `owned`, for a caller who promises to change nothing: all of them that lie on the CPU."""
-        return self._same([n for n, tensor in enumerate(tensors) if tensor.is_cpu]), []
+        """As `owned`, for a caller who promises to change nothing: all of them that lie there."""
+        return self._same([n for n, tensor in enumerate(tensors) if _has_engine(tensor)]), []
 
     def _same(self, numbers: list[int]) -> frozenset[int]:
         found = frozenset(numbers)
         if found != self._last:
             self._last = found
         return self._last
+
+
+def _has_engine(tensor: torch.Tensor) -> bool:
+    """Whether it can be copied behind the training; others, on the meta device for instance, are copied at once."""
+    return tensor.is_cpu or tensor.is_cuda
 
 
 def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:

@@ -53,6 +53,11 @@ class SourceWatch:
         self._sources = sources
         self._digests = [tensor_digest(tensor) for _, tensor, _ in sources]
 
+    @property
+    def digests_sources(self) -> bool:
+        """Whether `check` reads the sources, so that they must not change before it."""
+        return bool(self._sources)
+
     def check(self) -> None:
         """Prove, after the copy, that nothing has changed.
 

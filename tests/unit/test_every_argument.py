@@ -56,6 +56,10 @@ FIELDS = {
     "fsync": "integration/test_async_settings.py::test_without_fsync_the_manifest_says_so",
     "files_per_rank": "integration/test_async_settings.py::test_files_per_rank_spreads_the_tensors",
     "allow_pickle": "integration/test_async_leaves.py::test_pickles_go_through_a_worker_that_does_not_open_them",
+    "use_pinned_memory": "unit/test_staging_devices.py::"
+    "test_without_pinned_memory_nothing_is_registered_and_the_fence_waits, "
+    "unit/test_staging_devices.py::test_a_slot_is_pinned_once_and_unpinned_before_it_is_unmapped",
+    "use_non_blocking_copy": "unit/test_staging_devices.py::test_non_blocking_copies_are_those_that_were_asked_for",
     "write_threads": "integration/test_async_settings.py::test_write_threads_are_asked_for, "
     "unit/test_thread_arguments.py::test_write_threads_write_at_once",
     "replicated": "integration/test_ranks_arguments.py::"
@@ -78,6 +82,8 @@ SYNC_FIELDS = {
     "fsync": "integration/test_sync_checkpointer.py::test_settings_change_what_is_written",
     "files_per_rank": "integration/test_sync_checkpointer.py::test_settings_change_what_is_written",
     "allow_pickle": "unit/test_allow_pickle.py::test_any_leaf_comes_back_when_both_sides_allow_it",
+    "use_pinned_memory": "integration/test_overlap_devices.py::test_a_synchronous_save_goes_the_same_way",
+    "use_non_blocking_copy": "integration/test_overlap_devices.py::test_a_synchronous_save_goes_the_same_way",
     "write_threads": "unit/test_thread_arguments.py::test_write_threads_write_at_once",
     "replicated": "integration/test_ranks_arguments.py::"
     "test_replicated_says_whether_replicas_are_compared_or_taken_on_trust",
