@@ -6,6 +6,7 @@ import ctypes
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +59,12 @@ def write_file(
         out = _Out(files, fd, path, step, blocks=file.digest_blocks)
         crcs: dict[int, int] = {}
         wanted = {n for n, _ in file.crc_at}
-        for number, piece in enumerate(file.pieces):
-            if isinstance(piece, Payload):
-                crcs[number] = _write_payload(out, piece, slabs, written, with_crc=number in wanted)
-            else:
-                out.write(memoryview(piece))
+        with ThreadPoolExecutor(1, "asyncckpt-crc") as pool:
+            for number, piece in enumerate(file.pieces):
+                if isinstance(piece, Payload):
+                    crcs[number] = _write_payload(out, piece, slabs, written, pool if number in wanted else None)
+                else:
+                    out.write(memoryview(piece))
         for number, offset in file.crc_at:
             write_all(files, fd, memoryview(crcs[number].to_bytes(4, "little")), offset, path)
         if file.digest_blocks:
@@ -70,21 +72,26 @@ def write_file(
         fsync_file(files, fd, path)
 
 
-def _write_payload(out: _Out, piece: Payload, slabs: Iterator[Slab], written: Written, *, with_crc: bool) -> int:
-    digest, crc, done = xxhash.xxh3_128(), 0, 0
+def _write_payload(out: _Out, piece: Payload, slabs: Iterator[Slab], written: Written, pool: Executor | None) -> int:
+    """Write a tensor; return its CRC-32, which `pool` computes beside the writes, or 0 without one."""
+    digest, done = xxhash.xxh3_128(), 0
+    crc: Future[int] | None = None
     while True:
         slab = next(slabs)
         assert slab.tensor == piece.tensor, "slabs come in another order than pieces"
-        digest.update(slab.data)
-        if with_crc:
-            crc = zlib.crc32(slab.data, crc)
-        out.write(slab.data)
+        crc = pool.submit(zlib.crc32, slab.data, crc.result() if crc else 0) if pool is not None else None
+        try:
+            digest.update(slab.data)
+            out.write(slab.data)
+        finally:
+            if crc is not None:
+                crc.result()  # the slab's memory is used again
         done += len(slab.data)
         if slab.is_last:
             break
     assert done == piece.nbytes, "a tensor of another length than its piece"
     written.tensors[piece.tensor] = digest.digest()
-    return crc
+    return crc.result() if crc else 0
 
 
 class _Out:
