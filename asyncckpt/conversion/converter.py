@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.config import RankInfo
-from asyncckpt.conversion.holding import Holding, settled
+from asyncckpt.conversion.holding import Holding, listed, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress, slabs
 from asyncckpt.conversion.pieces import Payload, Target
@@ -177,7 +177,7 @@ class _Conversion:
             tensors=len(kinds) - kinds.count("O"),
             objects=kinds.count("O"),
             nbytes=target.nbytes,
-            changed=tuple(holding.changed + self._metadata_lost(contents)),
+            changed=tuple(holding.changed + self._metadata_lost(contents) + _versions_lost(whole)),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
         )
@@ -261,6 +261,12 @@ class _Conversion:
         if not names or self._to not in ("dcp", "torch"):
             return []
         return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+
+
+def _versions_lost(outline: Outline) -> list[str]:
+    if not outline.emptied:
+        return []
+    return [f"the _metadata of {listed(outline.emptied)} is not kept: renaming left nothing there"]
 
 
 _CHECKS: dict[str, Callable[[Outline], Holding]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.config import RankInfo
@@ -15,6 +15,7 @@ from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, selected
+from asyncckpt.planning.keys import mappings
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 
@@ -32,6 +33,7 @@ class Outline:
         names: Of the tensors: the FQN of their first leaf.
         objects: JSON forms by number.
         away: FQNs of leaves that belong to single ranks, and are not in the tree.
+        emptied: Names of OrderedDicts with `_metadata` that renaming left without a leaf, so that they are gone.
     """
 
     contents: Contents
@@ -40,6 +42,7 @@ class Outline:
     names: list[str] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     away: list[str] = field(default_factory=list)
+    emptied: list[str] = field(default_factory=list)
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf) in order."""
@@ -87,15 +90,23 @@ def outline_of(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
     tree = saved.without_holes(tree)
+    versioned = _versioned(tree)
     if key_map is not None:
         tree = renamed(tree, _renamer(key_map), contents.path)
-    return _numbered(contents, files, saved, tree, away)
+    outline = _numbered(contents, files, saved, tree, away)
+    outline.emptied = sorted(versioned - _versioned(tree))
+    return outline
+
+
+def _versioned(tree: Node) -> set[str]:
+    """Return the names of the OrderedDicts that have `_metadata`."""
+    return {fqn_of(path) for path, node in mappings(tree) if node[0] == "o" and node[2] is not None}
 
 
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
     """Return the outline with the leaves alone that `keep` wants; numbers stay."""
     tree = _kept(outline.tree, (), keep) or ("d", ())
-    return Outline(outline.contents, tree, outline.tensors, outline.names, outline.objects, outline.away)
+    return replace(outline, tree=tree)
 
 
 def _kept(node: Node, path: tuple[Any, ...], keep: Callable[[str], bool]) -> Node | None:

@@ -12,6 +12,7 @@ import states
 import torch
 
 import asyncckpt
+from asyncckpt.errors import UnsupportedLeafError
 
 pytest.importorskip("numpy")
 
@@ -92,3 +93,29 @@ def test_stock_dcp_load_reshards_a_converted_torch_file(world_size: int, tmp_pat
     torch.save({"model": WHOLE, "same": torch.ones(3), "step": 7}, tmp_path / "a.pt")
     asyncckpt.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
     rank_processes.run(world_size, load_stock, str(tmp_path / "dcp"), world_size)
+
+
+def save_ours(rank: int, path: str) -> None:
+    state = {
+        "w": torch.arange(3_000_000.0),
+        "rng": asyncckpt.PerRank(torch.tensor([rank])),
+        "n": asyncckpt.PerRank(rank),
+    }
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save({**state, "step": 3}, path)
+
+
+def test_a_checkpoint_of_ours_of_several_ranks_becomes_one_file_and_what_belongs_to_a_rank_is_named(
+    tmp_path: pathlib.Path,
+) -> None:
+    rank_processes.run(2, save_ours, str(tmp_path / "ours"))
+    opened = asyncckpt.open_checkpoint(tmp_path / "ours", rank_info=asyncckpt.RankInfo(0, 1))
+    assert opened.world_size == 2
+    with pytest.raises(UnsupportedLeafError, match="PerRank") as caught:
+        asyncckpt.convert(tmp_path / "ours", tmp_path / "a.pt", to="torch")
+    assert "rng: " in str(caught.value)
+    assert "n: " in str(caught.value)
+    report = asyncckpt.convert(tmp_path / "ours", tmp_path / "a.pt", to="torch", partial=True)
+    assert set(report.left_out) == {"rng", "n"}
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    states.assert_same(found, {"w": torch.arange(3_000_000.0), "step": 3})

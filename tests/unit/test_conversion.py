@@ -262,6 +262,14 @@ def test_key_map_that_puts_two_leaves_in_one_place_is_refused(table: dict[str, s
     assert not (tmp_path / "y").exists()
 
 
+def test_versions_of_a_module_that_renaming_emptied_are_reported(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    for to in ("torch", "safetensors"):
+        report = asyncckpt.convert(sources["torch"], tmp_path / to, to=to, **chosen("torch", "safetensors"))
+        assert any("_metadata of model" in line for line in report.changed)
+
+
 def test_keys_choose_and_unknown_ones_are_named(tmp_path: pathlib.Path) -> None:
     save({"a": {"x": torch.ones(1), "n": 1}, "b": torch.ones(2)}, tmp_path / "s")
     report = asyncckpt.convert(tmp_path / "s", tmp_path / "t", to="torch", keys="a")
