@@ -18,6 +18,7 @@ from asyncckpt.format.structure import Chunk, Structure, decode_structure
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files, read_small_file
+from asyncckpt.storage.source import Source
 
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
 
@@ -42,12 +43,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """See the module. `tensors` is by FQN, in the order of the ranks and their structures."""
+    """See the module. `tensors` is by FQN, in the order of the ranks and their structures.
+
+    `source`: None for a checkpoint of ours; of another format what reading it needs.
+    """
 
     path: str
     manifest: Manifest
     ranks: tuple[RankContents, ...]
     tensors: dict[str, SavedTensor]
+    source: Source | None = None
 
 
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
@@ -157,6 +162,8 @@ def _misplaced(path: str, rank: int, fqn: str) -> CorruptCheckpointError:
 def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = None) -> None:
     """Prove that every shard is there in full, so that no length in an index leads to an absurd allocation.
 
+    Of another format this was proven when it was opened.
+
     Args:
         contents: The checkpoint.
         files: The storage seam.
@@ -166,6 +173,8 @@ def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = Non
         CorruptCheckpointError: A shard is missing, of another length, or no regular file.
         OSError: The file system refused.
     """
+    if contents.source is not None:
+        return
     needed = None if of is None else {(rank, chunk.part) for rank, chunk in of.chunks}
     for number, rank in enumerate(contents.ranks):
         for part, shard in enumerate(rank.index.shards):
@@ -189,6 +198,8 @@ def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:
         UnsupportedFormatError: Written by a newer version.
         OSError: It cannot be read.
     """
+    if contents.source is not None:
+        return list(contents.source.objects)
     index, structure = contents.ranks[rank].index, contents.ranks[rank].structure
     record = index.objects
     data = read_named_file(
