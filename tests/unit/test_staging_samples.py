@@ -103,9 +103,11 @@ def test_samples_of_what_no_optimizer_owns_are_of_the_save_whatever_comes_next(p
         optimizer = torch.optim.SGD([torch.nn.Parameter(state["w"])], lr=1.0)
         saver.stager.overlap.attach(optimizer)
         expected = {name: block_digest(bits(state[name])) for name in ("a", "d")}
+        device.frozen = pinned  # else `save()` waits for it
         handle = saver.save(state)
         for name in expected:  # as a forward pass changes the statistics of a BatchNorm: no hook is in between
             device.launch(0, partial(state[name].data.fill_, 9.0))
+        device.frozen = False
         for _ in range(9):
             device.some()
         assert saver.ended(handle) is None
