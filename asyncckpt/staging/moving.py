@@ -91,6 +91,9 @@ _read.argtypes = [
 _REFUSALS = (errno.ENOSYS, errno.EPERM)
 """Of sandboxes that filter the call; a process may always read itself otherwise (process_vm_readv(2))."""
 
+STEP_NBYTES = 1 << 20
+"""Of a copy by way of a file: what a core's cache holds. Chosen, not measured."""
+
 
 def careful_move(target: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` from address `source` to address `target`. Releases the GIL.
@@ -104,10 +107,30 @@ def careful_move(target: int, source: int, nbytes: int) -> None:
     while done < nbytes:
         here, there = _Range(target + done, nbytes - done), _Range(source + done, nbytes - done)
         n = _read(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if n < 0:
-            code = ctypes.get_errno()
-            if code not in _REFUSALS:
-                raise OSError(code, f"memory has gone while it was copied: {os.strerror(code)}")
+        if n >= 0:
+            done += n
+            continue
+        code = ctypes.get_errno()
+        if code in _REFUSALS:
             ctypes.memmove(target + done, source + done, nbytes - done)
-            return
-        done += n
+        else:
+            _move_by_a_file(target + done, source + done, nbytes - done)
+        return
+
+
+def _move_by_a_file(target: int, source: int, nbytes: int) -> None:
+    """As `careful_move`. The kernel reads another process's memory only where it is pages of memory; a device's, such
+    as what cudaHostAlloc returns, it answers with EFAULT. Of one's own it writes to a file whatever can be read.
+    """
+    fd = os.memfd_create("asyncckpt-move", os.MFD_CLOEXEC)
+    try:
+        done = 0
+        while done < nbytes:
+            n = os.pwrite(fd, _bytes(source + done, min(STEP_NBYTES, nbytes - done)), 0)
+            done += os.preadv(fd, [_bytes(target + done, n)], 0)
+    finally:
+        os.close(fd)
+
+
+def _bytes(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * nbytes).from_address(address)
