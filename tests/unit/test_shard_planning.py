@@ -220,6 +220,22 @@ def test_unequal_replicas_of_shards_are_an_error_and_never_stored_per_rank(kind:
 
 
 @pytest.mark.usefixtures("grids")
+@pytest.mark.parametrize("orders", [("ab", "ba"), ("abc", "acb"), ("axb", "ab"), ("ab", "axb")])
+def test_replicas_are_compared_whatever_order_their_ranks_hold_them_in(orders: tuple[str, str]) -> None:
+    both, alone = grid_of((2,), None), [grid_of((2,), None, ranks=(rank, 2 + rank)) for rank in range(2)]
+    held: list[Any] = [{}, {}, {}, {}]
+    for rank in range(4):
+        for name in orders[rank % 2]:  # "x" lies on another mesh, between the others
+            grid = alone[rank % 2] if name == "x" else grid_of((4,), None) if name == "c" else both
+            held[rank][name] = OnGrid(whole(4, 4), grid, rank)
+    Ranks(4).exchange(held)
+    held[1]["b"] = OnGrid(whole(4, 4, seed=1), both, 1)
+    with pytest.raises(ReplicaMismatchError) as caught:
+        Ranks(4).exchange(held)
+    assert (caught.value.fqn, caught.value.ranks) == ("b", [0, 1])
+
+
+@pytest.mark.usefixtures("grids")
 def test_replicas_that_were_initialised_with_zeros_are_replicas() -> None:
     grid, zeros = grid_of((2,), None), torch.zeros(600, 600)
     ranks, held = Ranks(2), [{"w": OnGrid(zeros, grid, rank)} for rank in range(2)]
