@@ -9,6 +9,7 @@ Boxes are never stored for one rank only. Ranks that contradict each other about
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -68,15 +69,12 @@ class ShardBook:
         after._given, after._lies = dict(self._given), dict(self._lies)
         after._base = {**self._base, **base}
         after.conflicts = dict(self.conflicts)
-        changed: set[str] = set()
+        said: dict[str, list[Given]] = {}
         for ranks, claims in groups:
             for claim in claims:
-                known = after._given.get(claim.fqn, ())
-                if any(g.ranks is ranks and g.claim == claim for g in known):
-                    continue
-                after._given[claim.fqn] = (*_without(known, ranks), Given(ranks, claim))
-                changed.add(claim.fqn)
-        for fqn in changed:
+                said.setdefault(claim.fqn, []).append(Given(ranks, claim))
+        for fqn, given in said.items():
+            after._given[fqn] = (*_without(after._given.get(fqn, ()), given), *given)
             after._lies.pop(fqn, None)
             after.conflicts.pop(fqn, None)
             found = resolve(after._given[fqn], self._world_size)
@@ -244,10 +242,11 @@ class ShardBook:
         return found
 
 
-def _without(known: tuple[Given, ...], ranks: tuple[int, ...]) -> tuple[Given, ...]:
+def _without(known: tuple[Given, ...], said: Sequence[Given]) -> tuple[Given, ...]:
+    """Return what is left of `known`: what ranks say now takes the place of what they have said."""
     if not known:
         return ()
-    gone = frozenset(ranks)
+    gone = frozenset(itertools.chain.from_iterable(given.ranks for given in said))
     kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
     return tuple(given for given in kept if given.ranks)
 

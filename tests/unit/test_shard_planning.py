@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from simulated_ranks import Ranks
 
 from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
+from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.contributions import Change
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.shard_book import ShardBook
+from asyncckpt.planning.shard_lies import Lie
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.storage.proof import uncovered
 
@@ -376,3 +380,42 @@ def test_nonsense_in_a_claim_is_refused(seed: int) -> None:
             for claim in found:
                 for rank in range(10):
                     claim.of_rank(rank)
+
+
+def boxes_by_hand(n_ranks: int, n_tensors: int) -> list[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
+    """What ranks say of tensors of which each holds two rows, without a mesh."""
+    return [
+        (
+            (rank,),
+            tuple(
+                ShardClaim(f"w{n}", "float32", (2 * n_ranks, 3), None, (((2 * rank, 0), (2, 3)),))
+                for n in range(n_tensors)
+            ),
+        )
+        for rank in range(n_ranks)
+    ]
+
+
+def seconds(call: Any) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def test_boxes_by_hand_are_noted_in_time_linear_in_ranks() -> None:
+    few, many = boxes_by_hand(128, 20), boxes_by_hand(2048, 20)
+    short = min(seconds(lambda: ShardBook(128).extended(few, {})) for _ in range(3))
+    assert seconds(lambda: ShardBook(2048).extended(many, {})) < 64 * short  # 16 times as much; squared it would be 256
+
+
+@pytest.mark.usefixtures("grids")
+def test_meshes_that_are_joined_are_the_same_one_for_all_tensors() -> None:
+    held = [
+        {f"w{n}": OnGrid(whole(4, 4), grid_of((2,), 0, ranks=(rank // 2 * 2, rank // 2 * 2 + 1)), rank) for n in (0, 1)}
+        for rank in range(4)
+    ]
+    ranks = Ranks(4)
+    ranks.exchange(held)  # type: ignore[arg-type]
+    one, other = (ranks.agreement.shards.lie(f"w{n}") for n in (0, 1))
+    assert isinstance(one, Lie) and isinstance(other, Lie)
+    assert one.grid is other.grid and one.grid.ranks == (0, 1, 2, 3)
