@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ class ShardBook:
             raise self.conflicts[min(self.conflicts)]
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         """What anything was said of."""
         return self._given.keys()
 
