@@ -22,7 +22,7 @@ from asyncckpt.planning.claims import ShardClaim, position_in
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
 from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve
 from asyncckpt.planning.shard_loads import add_grid_loads
-from asyncckpt.planning.sharding.grid import Box
+from asyncckpt.planning.sharding.grid import Box, Grid
 
 Rows = tuple[tuple[int, int], ...]
 """(first row, rows) along the first dimension of a box that is larger than 1."""
@@ -126,14 +126,17 @@ class ShardBook:
     def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
         """What is written of a box that not all ranks have agreed upon: all that can be known without them.
 
-        Whoever holds a box of a mesh is known. Of other boxes it is supposed that the ranks hold it which hold the same
-        one of another tensor of that shape: so it is with an optimizer's state, which comes after the first save.
+        Whoever holds a box of a mesh is known, but for its like of other ranks. Of these, and of other boxes, it
+        is supposed that the ranks hold it which hold the same one of another tensor of that shape: so it is with an
+        optimizer's state, which comes after the first save.
         """
-        at = None if claim.grid is None else position_in(claim.grid, rank)
-        if claim.grid is None or at is None:
+        grid = claim.grid and self._wider.get((claim.grid, claim.shape), self._wider.get((claim.grid, None)))
+        grid = grid or claim.grid
+        at = None if grid is None else position_in(grid, rank)
+        if grid is None or at is None:
             writer = self._writers.get((claim.shape, box), rank)
             return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
-        holders = claim.grid.replicas(at)
+        holders = grid.replicas(at)
         return BoxDuty(_even_share(claim, box, holders.index(rank), len(holders)))
 
     @cached_property
@@ -144,6 +147,25 @@ class ShardBook:
             if isinstance(lie, Scattered):
                 for box, first in lie.firsts.items():
                     found[lie.shape, box] = first if found.get((lie.shape, box), first) == first else None
+        return found
+
+    @cached_property
+    def _wider(self) -> dict[tuple[Grid, tuple[int, ...] | None], Grid | None]:
+        """What a mesh of some ranks and its like of others were joined to, of tensors of a shape, and of any shape.
+
+        None where that differs from tensor to tensor.
+        """
+        found: dict[tuple[Grid, tuple[int, ...] | None], Grid | None] = {}
+        seen: set[tuple[int, int, tuple[int, ...]]] = set()  # hashing a grid takes as long as it has ranks
+        for fqn, lie in self._lies.items():
+            if not isinstance(lie, Lie):
+                continue
+            for grid in (given.claim.grid for given in self._given[fqn]):
+                if grid is None or (id(grid), id(lie.grid), lie.shape) in seen:
+                    continue
+                seen.add((id(grid), id(lie.grid), lie.shape))
+                for key in ((grid, lie.shape), (grid, None)):
+                    found[key] = lie.grid if found.setdefault(key, lie.grid) == lie.grid else None
         return found
 
     def _said(self, rank: int, claim: ShardClaim) -> bool:

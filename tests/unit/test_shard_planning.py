@@ -180,6 +180,48 @@ def test_an_optimizer_s_slices_that_come_after_the_first_save_lie_as_its_weights
     assert max(loads_of(ranks)) < moment.nbytes * 0.6
 
 
+def pair(rank: int, placement: int | None = 0) -> Any:
+    """The mesh of two ranks in which a rank of four is: tensor parallelism, of which there are replicas."""
+    return grid_of((2,), placement, ranks=(rank // 2 * 2, rank // 2 * 2 + 1))
+
+
+@pytest.mark.usefixtures("grids")
+def test_an_optimizer_s_shards_on_meshes_of_some_ranks_lie_as_its_weights_do() -> None:
+    weight, moment, other = whole(2048, 600), whole(2048, 600, seed=1), whole(6, 2)
+    ranks = Ranks(4)
+    held: list[Any] = [{"w": OnGrid(weight, pair(rank), rank)} for rank in range(4)]
+    ranks.exchange(held)
+    more = [
+        {**held[rank], "moment": OnGrid(moment, pair(rank), rank), "x": OnGrid(other, pair(rank), rank)}
+        for rank in range(4)
+    ]
+    found = ranks.save(more)
+    assert states.bits_of(found["moment"]) == states.bits_of(moment)
+    assert states.bits_of(found["x"]) == states.bits_of(other)
+    assert all(plan.news for plan in ranks.made)
+    ranks.apply(Change(contributions=ranks.news(more)))
+    assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
+
+
+@pytest.mark.usefixtures("grids")
+def test_what_comes_later_on_the_mesh_of_one_stage_is_that_stage_s_alone() -> None:
+    """Stages share an embedding: its meshes are joined, those of their own layers are not."""
+    ranks = Ranks(4)
+    shared, own = whole(10, 2), whole(6, 2)
+    held: list[Any] = [
+        {"emb": OnGrid(shared, pair(rank), rank), f"layer{rank // 2}": OnGrid(own, pair(rank), rank)}
+        for rank in range(4)
+    ]
+    ranks.exchange(held)
+    for rank in range(4):
+        new = {"m.emb": shared, f"m.layer{rank // 2}": own, f"y{rank // 2}": whole(4, 4)}
+        held[rank] |= {name: OnGrid(tensor, pair(rank), rank) for name, tensor in new.items()}
+    found = ranks.save(held)
+    expected = {"m.emb": shared, "m.layer0": own, "m.layer1": own, "y0": whole(4, 4), "y1": whole(4, 4)}
+    assert set(found) == {"emb", "layer0", "layer1", *expected}
+    assert all(states.bits_of(found[name]) == states.bits_of(tensor) for name, tensor in expected.items())
+
+
 def test_a_hole_is_found() -> None:
     plan, _ = PlanCache(files_per_rank=1).take({"w": ShardedSlice(whole(3, 4), (4, 4), (0, 0))})
     ((fqn, why),) = uncovered([plan.structure])
