@@ -187,7 +187,7 @@ class ShardBook:
                         totals[rank] = totals.get(rank, 0) + nbytes
         return totals
 
-    def compared(self, claims: Sequence[ShardClaim]) -> list[tuple[int, int | None]]:
+    def compared(self, claims: Sequence[ShardClaim], rank: int) -> list[tuple[int, int | None]]:
         """Say what of a rank's shards is compared when ranks meet, in the order in which the digests are given.
 
         Returns:
@@ -200,8 +200,8 @@ class ShardBook:
                 found.append((position, None))
         for position, claim in enumerate(claims):
             lie = self._lies.get(claim.fqn)
-            if isinstance(lie, Scattered) and claim.grid is None:
-                found += [(position, n) for n, box in enumerate(claim.boxes) if len(lie.holders[box]) > 1]
+            if isinstance(lie, Scattered):
+                found += [(position, n) for n, box in enumerate(claim.of_rank(rank)) if len(lie.holders[box]) > 1]
         return found
 
     def lie(self, fqn: str) -> Lie | Scattered | None:

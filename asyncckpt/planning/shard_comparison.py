@@ -31,9 +31,17 @@ def compare_shards(book: ShardBook, contributions: Mapping[int, Contribution], d
     """
     first: dict[_Slot, tuple[int, bytes]] = {}
     lists = {id(contribution.shards): contribution.shards for contribution in contributions.values()}
-    runs = _alike({number: _runs(book, claims) for number, claims in lists.items()})
+    scattered = {number for number, claims in lists.items() if any(_is_taken_apart(book, claim) for claim in claims)}
+    runs: dict[tuple[int, int], list[_Run]] = {}
+    for rank, contribution in contributions.items():
+        number = id(contribution.shards)
+        key = number, rank if number in scattered else -1
+        if key not in runs:
+            runs[key] = _runs(book, contribution.shards, rank)
+    runs = _alike(runs)
     for rank in sorted(contributions):
-        known = runs[id(contributions[rank].shards)]
+        number = id(contributions[rank].shards)
+        known = runs[number, rank if number in scattered else -1]
         raw, end = digests[rank], known[-1].end if known else 0
         if len(raw) != end:
             detail = f"rank {rank} gave {len(raw)} bytes for the digests of its shards, expected {end}"
@@ -60,7 +68,12 @@ class _Run(NamedTuple):
     end: int
 
 
-def _alike(runs: dict[int, list[_Run]]) -> dict[int, list[_Run]]:
+def _is_taken_apart(book: ShardBook, claim: ShardClaim) -> bool:
+    """Whether a tensor that is on a mesh here lies in boxes all the same: on other ranks it is on another, or none."""
+    return claim.grid is not None and isinstance(book.lie(claim.fqn), Scattered)
+
+
+def _alike(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], list[_Run]]:
     """Take those apart that do not have the same names on all ranks.
 
     IMPORTANT: a run is compared with runs of the same names. Ranks that hold the same tensors in another order, or one
@@ -72,8 +85,8 @@ def _alike(runs: dict[int, list[_Run]]) -> dict[int, list[_Run]]:
     if not broken:
         return runs
     return {
-        number: [one for run in known for one in (_singles(run) if run.names in broken else (run,))]
-        for number, known in runs.items()
+        key: [one for run in known for one in (_singles(run) if run.names in broken else (run,))]
+        for key, known in runs.items()
     }
 
 
@@ -83,7 +96,7 @@ def _singles(run: _Run) -> Iterator[_Run]:
         yield _Run((name,), run.lie, begin, begin + DIGEST_NBYTES)
 
 
-def _runs(book: ShardBook, claims: Sequence[ShardClaim]) -> list[_Run]:
+def _runs(book: ShardBook, claims: Sequence[ShardClaim], rank: int) -> list[_Run]:
     """Return what of a rank's digests belongs together."""
     found: list[_Run] = []
     names: list[str] = []  # of the run that is being gathered
@@ -95,7 +108,7 @@ def _runs(book: ShardBook, claims: Sequence[ShardClaim]) -> list[_Run]:
             found.append(_Run(tuple(names), last, begin, at))
         names.clear()
 
-    for position, box in book.compared(claims):
+    for position, box in book.compared(claims, rank):
         fqn = claims[position].fqn
         lie = book.lie(fqn)
         assert lie is not None
@@ -103,7 +116,7 @@ def _runs(book: ShardBook, claims: Sequence[ShardClaim]) -> list[_Run]:
             assert box is not None
             end_run()
             last = None
-            found.append(_Run((fqn, str(claims[position].boxes[box])), lie, at, at + DIGEST_NBYTES))
+            found.append(_Run((fqn, str(claims[position].of_rank(rank)[box])), lie, at, at + DIGEST_NBYTES))
         else:
             if last is None or lie.grid is not last.grid:
                 end_run()

@@ -282,6 +282,15 @@ def test_replicas_are_compared_whatever_order_their_ranks_hold_them_in(orders: t
 
 
 @pytest.mark.usefixtures("grids")
+def test_replicas_on_meshes_of_different_shapes_are_compared_too() -> None:
+    meshes = [grid_of((2,), 0, ranks=(0, 1)), grid_of((1, 2), None, 0, ranks=(2, 3))]
+    held = [{"w": OnGrid(whole(4, 4, seed=int(rank == 3)), meshes[rank // 2], rank)} for rank in range(4)]
+    with pytest.raises(ReplicaMismatchError) as caught:
+        Ranks(4).exchange(held)
+    assert (caught.value.fqn, caught.value.ranks) == ("w", [1, 3])
+
+
+@pytest.mark.usefixtures("grids")
 def test_replicas_that_were_initialised_with_zeros_are_replicas() -> None:
     grid, zeros = grid_of((2,), None), torch.zeros(600, 600)
     ranks, held = Ranks(2), [{"w": OnGrid(zeros, grid, rank)} for rank in range(2)]
