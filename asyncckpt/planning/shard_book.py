@@ -117,11 +117,12 @@ class ShardBook:
         lie = self._lies.get(claim.fqn)
         boxes = claim.of_rank(rank)
         if not said or lie is None or (isinstance(lie, Scattered) and not lie.knows(rank, boxes)):
-            return ShardDuty(tuple(self._unagreed(rank, claim, box) for box in boxes), None, not said)
+            duties = tuple(self._unagreed(rank, claim, box) for box in boxes)
+            return ShardDuty(duties, Turn(0, 1) if any(duty.shared for duty in duties) else None, not said)
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
-        duties = self._duties(rank)
-        return ShardDuty(tuple(duties[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
+        agreed = self._duties(rank)
+        return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
 
     def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
         """What is written of a box that not all ranks have agreed upon: all that can be known without them.
@@ -137,7 +138,8 @@ class ShardBook:
             writer = self._writers.get((claim.shape, box), rank)
             return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
         holders = grid.replicas(at)
-        return BoxDuty(_even_share(claim, box, holders.index(rank), len(holders)))
+        rows = _even_share(claim, box, holders.index(rank), len(holders))
+        return BoxDuty(rows, len(holders) > 1, rows not in ((), _rows(box)))
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:

@@ -282,6 +282,21 @@ def test_replicas_are_compared_whatever_order_their_ranks_hold_them_in(orders: t
 
 
 @pytest.mark.usefixtures("grids")
+@pytest.mark.parametrize(("rows", "split"), [(7, False), (4096, True)])
+def test_replicas_that_come_later_are_compared_in_every_save_from_their_first_on(rows: int, split: bool) -> None:
+    mesh = grid_of((2, 2), None, 0)
+    held: list[Any] = [{"w": OnGrid(whole(4, 4), mesh, rank)} for rank in range(4)]
+    ranks = Ranks(4)
+    ranks.exchange(held)
+    for rank in range(4):
+        held[rank]["m"] = OnGrid(whole(rows, 640, seed=int(rank == 2)), mesh, rank)
+    found = ranks.samples(held, 5)
+    assert [s.names[-1] for s in found[:3]] == [f"m [0:{-(-rows // 2)},0:640]", found[1].names[-1], found[0].names[-1]]
+    assert {s.split[-1] for s in found} == {int(split)}
+    assert found[0].digests[-8:] != found[2].digests[-8:] and found[1].digests[-8:] == found[3].digests[-8:]
+
+
+@pytest.mark.usefixtures("grids")
 def test_replicas_on_meshes_of_different_shapes_are_compared_too() -> None:
     meshes = [grid_of((2,), 0, ranks=(0, 1)), grid_of((1, 2), None, 0, ranks=(2, 3))]
     held = [{"w": OnGrid(whole(4, 4, seed=int(rank == 3)), meshes[rank // 2], rank)} for rank in range(4)]
