@@ -202,10 +202,11 @@ class Coordination:
         self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
-        """From now on each rank stores its own of these tensors. Called on all ranks alike."""
+        """From now on each rank stores its own of these tensors; shards are agreed on anew. On all ranks alike."""
         assert self.agreement is not None
         change = Change(contributions={}, per_rank=tuple(fqns))
-        self.agreement = self.agreement.extended(change, change.encode())
+        after = self.agreement.extended(change, change.encode())
+        self.agreement = after if after.shards.names.isdisjoint(fqns) else None
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
@@ -244,7 +245,9 @@ class Coordination:
             if self.agreement is not None:
                 change = Change.decode(raw)
                 self.agreement = self.agreement.extended(change, raw)
-                if self.agreement.shards.conflicts:  # known to all ranks: they meet until it is settled
+                shards = self.agreement.shards
+                # Known to all ranks: they meet until contradictions are settled, and shards covered again.
+                if shards.conflicts or not shards.names.isdisjoint(change.per_rank):
                     self.forget()
                 if change.per_rank:
                     _log.warning(

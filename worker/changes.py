@@ -50,13 +50,17 @@ class ChangeBook:
         self._t = tables
 
     def note(self, save: Save, names: Iterable[str]) -> None:
-        """FQNs that are to be stored for each rank from the next change on."""
+        """FQNs that are to be stored for each rank from the next change on, or agreed on anew, if they are of shards.
+
+        Those of which a change told that held for this very save already are told again: the ranks have agreed since.
+        """
         run = self._run_of(save)
         if run is not None:
+            again = SaveId.parse(save.save_id).sequence >= run.effective
             for name in names:
                 fits = len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS
-                if fits and not _NOT_WHOLE.search(name):
-                    run.names.setdefault(name, False)
+                if (fits or name in run.names) and not _NOT_WHOLE.search(name):
+                    run.names[name] = run.names.get(name, False) and not again
 
     def publish(self, save: Save, *, complete: bool) -> None:
         """Make what is new known to all ranks of the run.
