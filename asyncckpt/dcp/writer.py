@@ -189,9 +189,14 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         with self._failures(ticket.save_id, ticket.rank):
             if not self._is_coordinator:
                 self._prepare_directory(ticket.save_id)
-            results, self._unfinished = write_part(
-                plan, planner, ticket, options, self._files, keep_open=self._is_coordinator
-            )
+            try:
+                results, self._unfinished = write_part(
+                    plan, planner, ticket, options, self._files, keep_open=self._is_coordinator
+                )
+            except BaseException:
+                if ticket.world_size == 1:  # else others may still be writing
+                    self._abandon()
+                raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
