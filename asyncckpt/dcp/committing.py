@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
 from asyncckpt.dcp.nesting import nested
+from asyncckpt.dcp.planner_data import METADATA_KEY, kept_planner_data
 from asyncckpt.dcp.rank_part import Unfinished
 from asyncckpt.dcp.results import StoredLeaf, StoredRank
 from asyncckpt.errors import SaveFailedError
@@ -41,7 +43,8 @@ def commit_all(
         files: The storage seam.
 
     Raises:
-        SaveFailedError: Code `coverage`: a tensor is not stored exactly once; `results`: a rank's are missing.
+        SaveFailedError: Code `coverage`: a tensor is not stored exactly once; `results`: a rank's, or a leaf's, are
+            missing.
         UnsupportedLeafError: A key that the index cannot hold.
         CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
     """
@@ -49,14 +52,7 @@ def commit_all(
     found = [result.storage_data for part in results for result in part]
     ranks = {entry.rank: entry.result for entry in found if isinstance(entry, StoredRank)}
     if sorted(ranks) != list(range(job.world_size)):
-        detail = f"results of ranks {sorted(ranks)}, expected {job.world_size} of them"
-        raise SaveFailedError(
-            f"save {job.save_id} to {job.path}: {detail}; nothing was published",
-            code="results",
-            path=job.path,
-            detail=detail,
-            save_id=str(job.save_id),
-        )
+        raise _incomplete(job, f"results of ranks {sorted(ranks)}, expected {job.world_size} of them")
     raws: dict[str, Any] = {}
     for part in results:
         for result in part:
@@ -78,7 +74,7 @@ def commit_all(
         step=step if type(step) is int else 0,
         world_size=job.world_size,
         fsync=job.fsync,
-        metadata="{}",
+        metadata=json.dumps({METADATA_KEY: {"planner_data": kept_planner_data(metadata)}}),
         package=__version__,
     )
     commit.publish(job.path, manifest, files=files, umask=job.umask, overwrite=job.overwrite)
@@ -106,7 +102,9 @@ def _whole(unfinished: Unfinished, metadata: Metadata, raws: dict[str, Any]) -> 
                     chunks=(),
                 )
             leaves[fqn] = ("T", numbers[fqn])
-        elif isinstance(about, BytesStorageMetadata) and fqn in raws:
+        elif isinstance(about, BytesStorageMetadata):
+            if fqn not in raws:
+                raise _incomplete(unfinished.job, f"the planner names a leaf {fqn!r} that no rank has written")
             leaves[fqn] = leaf(raws[fqn])
     tree = nested(leaves, metadata.planner_data, lambda: leaf(None))
     check_keys(tree)
@@ -118,6 +116,16 @@ def _whole(unfinished: Unfinished, metadata: Metadata, raws: dict[str, Any]) -> 
         part_nbytes=tuple(nbytes for _, nbytes in job.parts),
     )
     return replace(job, structure=encode_structure(structure), objects=encode_objects(job.save_id, values))
+
+
+def _incomplete(job: RankJob, detail: str) -> SaveFailedError:
+    return SaveFailedError(
+        f"save {job.save_id} to {job.path}: {detail}; nothing was published",
+        code="results",
+        path=job.path,
+        detail=detail,
+        save_id=str(job.save_id),
+    )
 
 
 def _structure_of(path: str, done: RankResult, files: Files) -> bytes:

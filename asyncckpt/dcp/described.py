@@ -1,8 +1,8 @@
 """A committed checkpoint as torch.distributed.checkpoint sees one: its metadata, built from the index.
 
-The names are those that `flatten_state_dict` of this torch gives the saved state dict, so that a state dict of the same
-shape finds them. Other names of the same leaves, as planners without flattening use them, are answered too, though not
-listed: a leaf as it was stored, or a whole container.
+The names are those of the planner that saved it. Of what AsyncCheckpointer has saved, they are those that this torch's
+`flatten_state_dict` gives the state dict, so that one of the same shape finds them. Other names of the same leaves, as
+planners without flattening use them, are answered too, though not listed: leaves as they were stored, and containers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from asyncckpt.config import RankInfo
 from asyncckpt.dcp.leaf_values import planner_bytes, saved_bytes
+from asyncckpt.dcp.planner_data import planner_data_of, was_saved_by_torch
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError, PickledLeafError
 from asyncckpt.format.structure import Chunk
-from asyncckpt.format.tree import Node
+from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.fetching import bytes_of
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
@@ -86,10 +87,17 @@ class Described:
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
         self._marks: dict[int, SavedTensor] = {}
         self._paths: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._allow_pickle = allow_pickle
         try:
-            self._values, self._paths = flatten_state_dict(self._skeleton(self._tree.tree))
-        except ValueError:  # two names become one where torch looks into what we keep as one leaf
-            self._values = {fqn: self._skeleton(node) for fqn, node in self._tree.leaves.items()}
+            if not was_saved_by_torch(contents.manifest):
+                self._values, self._paths = flatten_state_dict(self._skeleton(self._tree.tree))
+        except ValueError:
+            pass  # two names become one where torch looks into what we keep as one leaf
+        if not self._values:
+            for path, node in leaves(self._tree.tree):
+                if node is not HOLE:
+                    self._values[fqn_of(path)], self._paths[fqn_of(path)] = self._skeleton(node), path
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, Chunk]]] = {}
 
     def metadata(self, load_id: str) -> Metadata:
@@ -100,7 +108,7 @@ class Described:
         save_id = str(self.contents.manifest.save_id)
         return Metadata(
             state_dict_metadata=known,
-            planner_data=dict(self._paths),
+            planner_data=planner_data_of(self.contents.manifest, self._paths, allow_pickle=self._allow_pickle),
             storage_meta=StorageMeta(checkpoint_id=self.contents.path, save_id=save_id, load_id=load_id),
         )
 

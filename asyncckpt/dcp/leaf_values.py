@@ -36,11 +36,9 @@ def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:
     if isinstance(planner, DefaultSavePlanner) and _makes_bytes_by_default(type(planner)):
         value = planner.lookup_object(item.index)
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        if _keeps_types(value):
-            try:
-                return encode_value(value, _extend)
-            except UnknownTypeError:
-                pass  # the planner's bytes, then
+        raw = encode_exactly(value)
+        if raw is not None or value is None:
+            return raw
     found = planner.resolve_data(item)
     if not isinstance(found, io.BytesIO):
         raise UnsupportedLeafError(
@@ -53,6 +51,16 @@ def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:
         return encode_value(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), _extend)
     except Exception:  # torch names no set of errors for bytes that are not its own, or hold more than it takes
         return {"$": TAG, "v": [name, base64.b64encode(data).decode()]}
+
+
+def encode_exactly(value: Any) -> Any:
+    """Return the JSON form of a value that keeps all its types; None where there is none."""
+    if not _keeps_types(value):
+        return None
+    try:
+        return encode_value(value, _extend)
+    except UnknownTypeError:
+        return None
 
 
 def _makes_bytes_by_default(kind: type[DefaultSavePlanner]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,9 +87,9 @@ class StreamedImage:
         start, end, _ = piece.indices(self._nbytes)
         buffer = self._buffer(end - start)
         at = start
-        for region in self._regions[max(0, bisect_right(self._starts, start) - 1) :]:
-            if region.start >= end:
-                break
+        first = max(0, bisect_right(self._starts, start) - 1)
+        for number in range(first, bisect_left(self._starts, end)):
+            region = self._regions[number]
             low, high = max(start, region.start), min(end, region.end)
             if low >= high:
                 continue

@@ -51,7 +51,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         single_file_per_rank: One shard file per rank; False: one per tensor, at most 1000.
         sync_files: Whether files and directories are fsynced.
         thread_count: Threads of each rank that write.
-        per_thread_copy_ahead: Of tensors on a CUDA device, so many bytes are fetched ahead of being written.
+        per_thread_copy_ahead: Of tensors on a CUDA device, so many bytes per thread are fetched ahead of being written.
         cache_staged_state_dict: Whether `stage` keeps its pinned copies for the next `dcp.async_save` with this writer.
         overwrite: Whether an older checkpoint at the path is replaced, in one step; else it is refused.
 
@@ -182,7 +182,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
             fsync=self.sync_files,
             threads=self.thread_count,
             one_file=self.single_file_per_rank,
-            copy_ahead_nbytes=self.per_thread_copy_ahead,
+            copy_ahead_nbytes=self.per_thread_copy_ahead * self.thread_count,
             overwrite=self.overwrite,
             umask=current_umask(),
         )

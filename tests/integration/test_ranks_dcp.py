@@ -1,4 +1,4 @@
-"""Stock `dcp.save`, `dcp.async_save`, `dcp.load` on several ranks through `asyncckpt.dcp`: resharded, failing, killed."""
+"""Stock `dcp.save`, `dcp.async_save`, `dcp.load` on ranks through `asyncckpt.dcp`: resharded, failing, dying."""
 
 from __future__ import annotations
 
@@ -201,6 +201,12 @@ def save_strided(rank: int, root: str) -> Any:
     state = {"model": dict(model.state_dict()), "rows": asyncckpt.ShardedSlice(rows, (4, 3), (rank, 0)), "n": rank}
     dcp.save(state, storage_writer=StorageWriter(f"{root}/ours"), planner=ShardedSavePlanner())
     dcp.save(state, checkpoint_id=f"{root}/stock", planner=ShardedSavePlanner())
+    found = asyncckpt.load(f"{root}/ours")  # with as many ranks as saved
+    same(found["model"], whole(state["model"]))
+    assert torch.equal(found["rows"], torch.arange(4.0)[:, None].expand(4, 3)) and found["n"] in range(4)
+    filled = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "n": -1}
+    dcp.load(filled, storage_reader=StorageReader(f"{root}/ours"), planner=ShardedLoadPlanner())
+    same(whole(filled["model"]), found["model"])
     return whole(state["model"])
 
 
