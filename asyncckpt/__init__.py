@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
+    from asyncckpt.conversion.converter import ConversionReport as ConversionReport
+    from asyncckpt.conversion.converter import convert as convert
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.factories import make_async_checkpointer as make_async_checkpointer
     from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
@@ -48,6 +50,7 @@ _WHERE = {
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
     "CommitHook": "parts",
+    "ConversionReport": "conversion.converter",
     "FlatShard": "planning.sharding.shards",
     "LoadPlan": "loading.load_plan",
     "OpenCheckpoint": "loading.opened",
@@ -57,6 +60,7 @@ _WHERE = {
     "SaveReport": "handle",
     "ShardedSlice": "planning.sharding.shards",
     "SyncCheckpointer": "sync_checkpointer",
+    "convert": "conversion.converter",
     "describe_tp": "planning.sharding.tensor_parallel",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
@@ -79,6 +83,7 @@ __all__ = [
     "Checkpointer",
     "CheckpointerConfig",
     "CommitHook",
+    "ConversionReport",
     "FlatShard",
     "LoadPlan",
     "OpenCheckpoint",
@@ -89,6 +94,7 @@ __all__ = [
     "ShardedSlice",
     "SyncCheckpointer",
     "__version__",
+    "convert",
     "describe_tp",
     "latest_checkpoint",
     "load",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgpack
 
 from asyncckpt.config import RankInfo
+from asyncckpt.links import Links
 from asyncckpt.protocol import messages
 
 NOT_AGREED = "no agreement: "
@@ -27,6 +28,7 @@ class Run(Protocol):
     rank: RankInfo
     run_id: str
     agreement: Any
+    links: Links
 
     @property
     def alone(self) -> bool:
@@ -63,21 +65,32 @@ class Changes:
         self._run, self._send = run, send
         self._taken = 0
         self._fetching = False
-        self._session = self._instance = ""
+        self._session = ""
 
     def connected(self, session: str, instance: str) -> bool:
-        """There is a session, perhaps with another worker, which counts changes from one; says whether it is new."""
+        """There is a session, perhaps with another worker; says whether it is new."""
         if self._run.alone or session == self._session:
             return False
-        if self._instance not in ("", instance):
-            self._taken = 0
-            self._run.start_over()
-        self._session, self._instance = session, instance
+        if not self._run.links.follows:
+            self._decides(instance)
+        self._session = session
+        self._run.links.say_again(self._send)
         return True
 
-    def seen(self, changes: int) -> None:
-        """The worker has published so many changes of this run."""
-        if changes > self._taken and not self._fetching and not self._run.alone:
+    def _decides(self, instance: str) -> None:
+        """This worker decides in the run; another one than before counts changes from one."""
+        links = self._run.links
+        if links.leader not in ("", instance):
+            self._taken = 0
+            self._run.start_over()
+        links.leader = instance
+
+    def seen(self, changes: int, leader: str) -> None:
+        """The worker `leader` has published so many changes of this run."""
+        if self._run.alone or not leader:
+            return
+        self._decides(leader)
+        if changes > self._taken and not self._fetching:
             self._fetch(self._taken + 1, b"")
 
     def _fetch(self, number: int, data: bytes) -> None:

@@ -27,7 +27,8 @@ from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.slot_lender import SlotLender
-from asyncckpt.staging.slot_pool import LentSlot, SlotPool
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.withdrawals import Withdrawals
 
 MAX_SETTLED = 64
@@ -248,7 +249,7 @@ class WorkerProcess(CheckpointProcess):
             self._pending.news(row)
             if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
                 self.run.forget()
-        self._changes.seen(reply.changes)
+        self._changes.seen(reply.changes, reply.leader)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:
         if self.hooks.asks:

@@ -22,8 +22,8 @@ MAX_SLOTS = 16
 MIN_SHARD_NBYTES = 64 * 1024
 """Of `max_shard_bytes`: a header takes pages of it. Chosen, far below what anybody wants."""
 
-_OTHER_VARIABLES = ("ENDPOINT", "JOB")
-"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE` and `protocol.endpoint.JOB_VARIABLES`."""
+_OTHER_VARIABLES = ("ENDPOINT", "JOB", "ADVERTISE")
+"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE`, `protocol.endpoint.JOB_VARIABLES`, the worker's."""
 
 _TESTS = "TEST_"
 _log = logging.getLogger("asyncckpt")
@@ -60,6 +60,10 @@ class CheckpointerConfig:
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
         max_shard_bytes: No shard file is larger: more files are written, and larger tensors are cut between rows; None:
             no limit.
+        use_pinned_memory: Pins the memory that tensors of GPUs are copied into, once. False: the copies are slower, and
+            those behind the training are made by a thread, for which `step()` waits as it does on the CPU.
+        use_non_blocking_copy: Copies of GPUs run while the CPU goes on, and `step()` waits on the GPU. False: one after
+            the other, each waited for; behind the training by a thread, as above.
         allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
@@ -88,6 +92,8 @@ class CheckpointerConfig:
     fsync: bool = True
     files_per_rank: int = 1
     max_shard_bytes: int | None = None
+    use_pinned_memory: bool = True
+    use_non_blocking_copy: bool = True
     allow_pickle: bool = False
     write_threads: int | None = None
     replicated: str = "check"
@@ -107,8 +113,8 @@ class CheckpointerConfig:
         """
         if self.staging == "device":
             raise ConfigError(
-                "staging='device': expected 'auto', 'blocking' or 'overlap'; 'device' copies on the GPU first: it "
-                "needs CUDA, for which there is no engine yet",
+                "staging='device': expected 'auto', 'blocking' or 'overlap'; a copy on the GPU, from which the one "
+                "to the host is made, does not exist yet",
                 field="staging",
                 value=repr(self.staging),
             )
@@ -223,7 +229,7 @@ _SECONDS = (
     "worker_start_timeout_s",
     "worker_shutdown_timeout_s",
 )
-_SWITCHES = ("overwrite", "fsync", "allow_pickle")
+_SWITCHES = ("overwrite", "fsync", "allow_pickle", "use_pinned_memory", "use_non_blocking_copy")
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

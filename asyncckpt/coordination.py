@@ -20,6 +20,7 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.introductions import check_equal, unpacked
+from asyncckpt.links import Links, Worker
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
 from asyncckpt.planning.flattened import Flattened
@@ -42,7 +43,7 @@ class Coordination:
         config: For `plan_timeout_s` and `replicated`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
-        place: Names the worker that is to commit; "" where there is none.
+        worker: Of this rank; None: there is none.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Coordination:
         find: Callable[[], Exchange],
         *,
         package: str,
-        place: Callable[[], str] = str,
+        worker: Worker | None = None,
     ) -> None:
-        self.rank, self._config, self._find, self._package, self._place = rank, config, find, package, place
+        self.rank, self._config, self._find, self._package = rank, config, find, package
+        self.links = Links(rank, worker or Worker(), config.worker_timeout_s)
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self._first: Agreement | None = None
@@ -83,9 +85,9 @@ class Coordination:
 
         Raises:
             PlanTimeoutError: Ranks have not called `save()` within `plan_timeout_s`.
-            RanksDisagreeError: They save something else, or to another place, or have another worker.
+            RanksDisagreeError: They save something else, or to another place.
             SaveFailedError: A rank has failed before it came, or the exchange broke down.
-            WorkerUnavailableError: Without a process group, and without the worker.
+            WorkerUnavailableError, EndpointError: No process group, and no worker; or the workers cannot be linked.
 
         Blocks: in the first save, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
@@ -130,6 +132,8 @@ class Coordination:
             self._waited_in_vain = False
             check_equal(everybody)
             self.run_id, self.knows_run = everybody[0]["run"], True
+            workers = [found["worker"] for found in everybody]
+            self.links.settle(self.run_id, workers, lambda data: meeting.gather(data, self._deadline()))
             raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
             self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
             meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
@@ -171,7 +175,7 @@ class Coordination:
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
             "overwrite": self._config.overwrite,
-            "worker": self._place(),
+            "worker": self.links.instance(),
         }
 
     def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
@@ -198,10 +202,11 @@ class Coordination:
         self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
-        """From now on each rank stores its own of these tensors. Called on all ranks alike."""
+        """From now on each rank stores its own of these tensors; shards are agreed on anew. On all ranks alike."""
         assert self.agreement is not None
         change = Change(contributions={}, per_rank=tuple(fqns))
-        self.agreement = self.agreement.extended(change, change.encode())
+        after = self.agreement.extended(change, change.encode())
+        self.agreement = after if after.shards.names.isdisjoint(fqns) else None
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
@@ -240,7 +245,9 @@ class Coordination:
             if self.agreement is not None:
                 change = Change.decode(raw)
                 self.agreement = self.agreement.extended(change, raw)
-                if self.agreement.shards.conflicts:  # known to all ranks: they meet until it is settled
+                shards = self.agreement.shards
+                # Known to all ranks: they meet until contradictions are settled, and shards covered again.
+                if shards.conflicts or not shards.names.isdisjoint(change.per_rank):
                     self.forget()
                 if change.per_rank:
                     _log.warning(

@@ -66,6 +66,9 @@ class Overlapping(Checkpointer):
     def fence(self) -> None:
         """Wait until everything that was saved has been copied: for loops that change tensors outside the hooks.
 
+        For tensors on GPUs it is the calling thread's current streams that wait, not the CPU: whoever changes them
+        from other streams, or from another thread, waits for `staged`.
+
         Blocks: for running copies, at most 60 s; what has not been copied then is given up, and its save fails.
 
         Raises:
@@ -73,7 +76,8 @@ class Overlapping(Checkpointer):
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
-        self._wait_for_copies()
+        if self._overlap is not None:
+            self._overlap.fence.wait()
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
         """Do now what the first save of such a state would do: plan it, get memory, fault its pages in.
@@ -113,13 +117,9 @@ class Overlapping(Checkpointer):
     def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
         """As `Checkpointer.load`; into tensors of a `state_dict`, after `fence()`."""
         self._check_usable()
-        if state_dict is not None:
-            self._wait_for_copies()
+        if state_dict is not None and self._overlap is not None:
+            self._overlap.fence.wait(ordered=False)
         return super().load(path, state_dict, **kw)
-
-    def _wait_for_copies(self) -> None:
-        if self._overlap is not None:
-            self._overlap.fence.wait()
 
     @property
     def _overlap(self) -> Overlap | None:

@@ -16,7 +16,7 @@ from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveReport
 from asyncckpt.protocol import lifecycle
-from asyncckpt.staging.slot_pool import LentSlot
+from asyncckpt.staging.lent_slot import LentSlot
 
 Rest = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
 """Begins to copy what `save()` has left for later: (the future that then completes, called at the end: with None when

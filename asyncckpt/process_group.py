@@ -88,6 +88,7 @@ class GroupMeeting(Meeting):
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
+        self._one_machine = False
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
@@ -97,7 +98,7 @@ class GroupMeeting(Meeting):
         try:
             if self._group is None:
                 self._arrive(deadline)
-                self._group = _gloo(self._store, self._rank.rank, self._rank.world_size, deadline)
+                self._group = _gloo(self._store, self._rank.rank, self._rank.world_size, deadline, self._one_machine)
             return _all_gather(self._group, self._rank, payload, deadline)
         except AsyncCkptError:
             raise
@@ -128,14 +129,7 @@ class GroupMeeting(Meeting):
             except PlanTimeoutError:
                 self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
                 raise
-        on_this = store.add(here, 0)
-        if on_this != world_size:
-            raise SaveFailedError(
-                f"{on_this} of {world_size} ranks are on the machine of rank {self._rank.rank}; this version saves "
-                "from ranks of one machine only",
-                code="several_machines",
-                rank=self._rank.rank,
-            )
+        self._one_machine = store.add(here, 0) == world_size
 
     def _look_for_refusal(self) -> None:
         if self._store.check(["refused"]):
@@ -151,7 +145,7 @@ class GroupMeeting(Meeting):
         Blocks: until all of them have, at most until `deadline`.
         """
         store = PrefixStore("circle/" + "-".join(map(str, ranks)), self._store)
-        return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline), deadline)
+        return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline, self._one_machine), deadline)
 
     def close(self) -> None:
         self._group = None  # closes its connections
@@ -186,11 +180,14 @@ class Circle:
         self._group = None
 
 
-def _gloo(store: Any, rank: int, world_size: int, deadline: float) -> Any:
+def _gloo(store: Any, rank: int, world_size: int, deadline: float, one_machine: bool) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+    if not one_machine:  # as the user's own groups: GLOO_SOCKET_IFNAME, else the host's name
+        return gloo(store, rank, world_size, timeout)
     options = gloo._Options()
-    options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     return gloo(store, rank, world_size, options)
 
 

@@ -10,7 +10,7 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session
-from asyncckpt.staging.slot_pool import LentSlot
+from asyncckpt.staging.lent_slot import LentSlot
 
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
 """Sends a request, made from its id, to the worker that there is; None when there is none."""

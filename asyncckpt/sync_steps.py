@@ -31,6 +31,8 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.engine import Engine
+from asyncckpt.staging.room import PrivateRoom
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.directory import prepare_directory, remove_made
@@ -67,8 +69,9 @@ class SyncSteps:
         )
         self._files = files or Files()
         self._made: list[str] = []
-        self._memory: Memory | None = None
+        self._memory: PrivateRoom | None = None
         self._image: SlotImage | None = None
+        self._engine = Engine(config)
         self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, files=self._files))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
@@ -111,10 +114,13 @@ class SyncSteps:
                 fsync=self.config.fsync,
                 overwrite=self.config.overwrite,
             )
-            image = self._image_for(plan)
+            room, image = self._image_for(plan)
             try:
-                image.fill(flat.tensors, save_id)
-            except RuntimeError as error:
+                self._engine.copy(room, image, flat.tensors, save_id, image.split(frozenset()), overlapped=False)
+            except BaseException as error:
+                room.settle()
+                if isinstance(error, AsyncCkptError) or not isinstance(error, RuntimeError):
+                    raise
                 raise StagingError(
                     f"step {step}: copying the state into memory failed: {error}",
                     save_id=str(save_id),
@@ -179,7 +185,7 @@ class SyncSteps:
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", path, error)
 
-    def _image_for(self, plan: SavePlan) -> SlotImage:
+    def _image_for(self, plan: SavePlan) -> tuple[PrivateRoom, SlotImage]:
         wanted = PAGE_NBYTES + plan.body_nbytes
         limit = self.config.arena_limit_bytes
         if limit is not None and wanted > limit:
@@ -188,18 +194,18 @@ class SyncSteps:
                 nbytes=wanted,
                 limit=limit,
             )
-        if self._memory is None or self._memory.nbytes < wanted:
+        if self._memory is None or not self._memory.is_quiet() or self._memory.mapping.nbytes < wanted:
             self._drop()
             check_memory(wanted, 0)
             try:
-                self._memory = Memory(-1, wanted)
+                self._memory = PrivateRoom(memory=Memory(-1, wanted))
             except OSError as error:
                 raise InsufficientMemoryError(
                     f"the snapshot needs {wanted} bytes of memory, and the kernel refused: {error}", nbytes=wanted
                 ) from error
         if self._image is None or self._image.plan is not plan:
-            self._image = SlotImage(self._memory.address, plan)
-        return self._image
+            self._image = SlotImage(self._memory.mapping.address, plan)
+        return self._memory, self._image
 
     def _job(self, plan: SavePlan, path: str, save_id: SaveId, objects: bytes, umask: int) -> RankJob:
         return RankJob(
@@ -219,7 +225,9 @@ class SyncSteps:
 
     def _write(self, job: RankJob) -> RankResult:
         assert self._memory is not None
-        return write_rank_files(job, self._memory.view(), files=self._files, pool=self._pool, check=lambda: None)
+        return write_rank_files(
+            job, self._memory.mapping.view(), files=self._files, pool=self._pool, check=lambda: None
+        )
 
     def _drop(self) -> None:
         self._image = None  # the views go before the mapping

@@ -35,9 +35,9 @@ class Gate:
                 assert self._open.wait(DEADLINE_S)
             copy(image, tensors, share, *pace)
 
-        def noted(copier: Copier, timeout_s: float) -> Any:
+        def noted(copier: Copier, timeout_s: float, **options: Any) -> Any:
             self.waited.set()
-            return wait(copier, timeout_s)
+            return wait(copier, timeout_s, **options)
 
         monkeypatch.setattr(SlotImage, "copy", held)
         monkeypatch.setattr(Copier, "wait", noted)

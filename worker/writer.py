@@ -26,6 +26,7 @@ from asyncckpt.storage.record import build_manifest
 from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
+from asyncckpt_worker.shared import await_shared
 from asyncckpt_worker.slots import SlotStore
 
 MIN_THREADS = 2
@@ -137,6 +138,8 @@ class Writer:
         begun = time.perf_counter()
 
         def run() -> None:
+            if job.remote:
+                await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
             manifest = build_manifest(
                 SaveId.parse(request.save_id),
                 results,

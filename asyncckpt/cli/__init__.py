@@ -12,11 +12,20 @@ import sys
 from collections.abc import Sequence
 
 from asyncckpt import __version__
-from asyncckpt.cli import demo, inspect, ls, run, verify, worker
+from asyncckpt.cli import convert, demo, diff, inspect, ls, run, verify, worker
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of
 from asyncckpt.errors import AsyncCkptError
 
-COMMANDS = {"demo": demo, "run": run, "ls": ls, "inspect": inspect, "verify": verify, "worker": worker}
+COMMANDS = {
+    "demo": demo,
+    "run": run,
+    "ls": ls,
+    "inspect": inspect,
+    "verify": verify,
+    "diff": diff,
+    "convert": convert,
+    "worker": worker,
+}
 
 
 def parser() -> argparse.ArgumentParser:

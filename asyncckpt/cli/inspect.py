@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
+from asyncckpt.foreign.kinds import OURS, read_any
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.tree import fqn_of, leaves, per_rank_nodes
-from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_contents, read_objects
+from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 
 HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
@@ -22,14 +23,14 @@ MAX_VALUE_CHARS = 60
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("path", metavar="PATH", help="a checkpoint's directory")
+    parser.add_argument("path", metavar="PATH", help="a checkpoint of any kind")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes 3 for a damaged or incomplete checkpoint, 4 for none, 1 for an unreadable one."""
     files = Files()
-    contents = read_contents(os.path.abspath(args.path), files)
+    contents = read_any(os.path.abspath(args.path), files)
     described = _describe(contents, files)
     if args.json:
         print_json(described)
@@ -39,26 +40,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(contents: Contents, files: Files) -> dict[str, Any]:
-    manifest = contents.manifest
+    manifest, shards = contents.manifest, _shards(contents)
     return {
         "path": contents.path,
+        "kind": contents.source.kind if contents.source is not None else OURS,
         "step": manifest.step,
         "save_id": str(manifest.save_id),
         "created": manifest.created,
         "writer": manifest.writer,
         "fsync": manifest.fsync,
         "world_size": manifest.world_size,
-        "nbytes": manifest.nbytes,
+        "nbytes": sum(shard["nbytes"] for shard in shards) if contents.source is not None else manifest.nbytes,
         "metadata": dict(manifest.metadata),
         "timings": dict(manifest.timings),
-        "shards": [
-            {"rank": rank, "name": shard.name, "nbytes": shard.nbytes}
-            for rank, rank_contents in enumerate(contents.ranks)
-            for shard in rank_contents.index.shards
-        ],
+        "shards": shards,
         "tensors": [_tensor(contents, tensor) for tensor in contents.tensors.values()],
         "objects": [found for rank in range(len(contents.ranks)) for found in _objects(contents, rank, files)],
     }
+
+
+def _shards(contents: Contents) -> list[dict[str, Any]]:
+    """The files with tensors; of another format a file is there once, however many places in it have a number."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank, rank_contents in enumerate(contents.ranks):
+        for shard in rank_contents.index.shards:
+            if shard.name:
+                found.setdefault(shard.name, {"rank": rank, "name": shard.name, "nbytes": shard.nbytes})
+    return list(found.values())
 
 
 def _tensor(contents: Contents, tensor: SavedTensor) -> dict[str, Any]:
@@ -115,11 +123,15 @@ def _shown(raw: Any) -> str:
 
 
 def _print(described: dict[str, Any]) -> None:
-    for name in ("path", "step", "save_id", "created", "writer", "fsync", "world_size"):
+    names = ["path", "kind", "created", "writer"]
+    if described["kind"] == OURS:
+        names += ["step", "save_id", "fsync", "world_size"]
+    for name in names:
         print(f"{name}: {described[name]}")
     print(f"size: {human(described['nbytes'])}")
     print("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
-    print("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
+    if described["kind"] == OURS:
+        print("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
     print(f"\nshards: {len(described['shards'])}")
     print_table(
         ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]

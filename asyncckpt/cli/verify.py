@@ -8,11 +8,13 @@ from typing import Any
 
 from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, human, print_json
 from asyncckpt.errors import AsyncCkptError
+from asyncckpt.foreign.kinds import OURS
+from asyncckpt.foreign.verification import verify_any
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers, verify_checkpoint
+from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
 
 HELP = "check every checksum, size and shape of checkpoints; names what is damaged"
 EXAMPLE = "asyncckpt verify runs/a/step-300"
@@ -23,7 +25,7 @@ _GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoint directories")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoints of any kind")
     parser.add_argument("--fast", action="store_true", help="skip the data: manifest, indexes, sizes, coverage only")
     parser.add_argument(
         "--threads", type=_count, default=DEFAULT_THREADS, help="threads that read (default: %(default)s)"
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """
     files, codes, rows = Files(), set(), []
     for path in args.paths:
-        verdict = verify_checkpoint(os.path.abspath(path), files, fast=args.fast, threads=max(1, args.threads))
+        verdict = verify_any(os.path.abspath(path), files, fast=args.fast, threads=max(1, args.threads))
         rows.append(_row(verdict, files))
         codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
         if not args.json:
@@ -60,11 +62,13 @@ def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
     sound = verdict.contents
     return {
         "path": verdict.path,
+        "kind": sound.source.kind if sound and sound.source is not None else OURS if sound else None,
         "state": verdict.state,
         "step": sound.manifest.step if sound else None,
         "save_id": str(sound.manifest.save_id) if sound else None,
         "tensors": len(sound.tensors) if sound else None,
         "read_nbytes": verdict.read_nbytes,
+        "unchecked": verdict.unchecked,
         "faults": [_fault(f) for f in verdict.faults],
         "other_files": _other_files(verdict.path, files, sound) if sound else [],
     }
@@ -85,6 +89,10 @@ def _fault(fault: AsyncCkptError | OSError) -> dict[str, Any]:
 
 def _print(row: dict[str, Any], fast: bool) -> None:
     if row["state"] == OK:
+        if row["kind"] != OURS:
+            depth = row["unchecked"] or f"{human(row['read_nbytes'])} compared with their CRC-32"
+            print(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
+            return
         depth = "sizes and indexes" if fast else f"{human(row['read_nbytes'])} compared"
         print(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
         return

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from asyncckpt.errors import ConfigError, CorruptCheckpointError
+from asyncckpt.loading.foreign_ranges import read_foreign
 from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
@@ -74,6 +75,9 @@ def read_ranges(
     by_file: dict[tuple[int, int], list[Wanted]] = {}
     for file, wanted in ranges:
         by_file.setdefault(file, []).append(wanted)
+    if contents.source is not None:
+        read_foreign(contents, by_file, files, threads=threads)
+        return
     requests = []
     for (rank, part), found in sorted(by_file.items()):
         index = contents.ranks[rank].index

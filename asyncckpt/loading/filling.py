@@ -59,6 +59,7 @@ class Filler:
         Raises:
             CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
             InsufficientMemoryError: There is no room for the copy.
+            StateLoadError: A registered type refused its shards.
             SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
         """
         changed, fresh = placements_of(existing), placements_of(new)
@@ -73,7 +74,7 @@ class Filler:
             tell_of_change(changed)
             _copy_over(staged, copied)
         tell_of_change(changed)
-        tell_types([*existing, *new])
+        tell_types([*existing, *new], self._contents.path)
 
     def _read(self, placements: Sequence[Placement]) -> None:
         if self._shared is None:
@@ -120,6 +121,7 @@ def _copies(placements: Sequence[Placement]) -> list[Placement]:
 
 def _copy_over(staged: Sequence[Placement], placements: Sequence[Placement]) -> None:
     for source, placement in zip(staged, placements, strict=True):
-        fill_box(placement.target, (0,) * placement.target.dim(), source.target, non_blocking=True)
+        pinned = placement.target.device.type == "cuda"
+        fill_box(placement.target, (0,) * placement.target.dim(), source.target, non_blocking=pinned)
     for device in {p.target.device for p in placements if p.target.device.type == "cuda"}:
         torch.cuda.synchronize(device)  # the copies read memory that is about to be freed

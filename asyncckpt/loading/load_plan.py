@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError
+from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import leaves
 from asyncckpt.loading.matching import KeyMap, Mismatch, match
 from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
@@ -17,7 +18,7 @@ from asyncckpt.loading.selection import Selection, key_list
 from asyncckpt.loading.target_tensors import placements_of
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import SavedTensor, read_contents
+from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 
 
@@ -81,7 +82,7 @@ def plan_load(
     """
     names = key_list(keys)
     reader = find_rank_info(rank_info)
-    contents = read_contents(absolute_path(path), Files())
+    contents = read_any(absolute_path(path), Files())
     saved = SavedTree(contents, reader)
     refused: list[Mismatch] = []
     matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)

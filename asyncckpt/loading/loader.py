@@ -86,7 +86,8 @@ def load(
         InsufficientMemoryError: There is no room for what `low_memory=False` copies.
         UnsupportedPathError: A URL, or no path at all.
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
-        StateLoadError: An object of the target did not take its state; everything else has been filled.
+        StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else
+            has been filled.
         ConfigError: An argument that makes no sense; `keys` that name a part of an object that takes its state whole.
         OSError: The files cannot be read.
 

@@ -13,9 +13,12 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
+from asyncckpt.foreign.kinds import OURS
 from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
+from asyncckpt.loading.mapped import mapped_tensor
 from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
@@ -45,11 +48,12 @@ class OpenCheckpoint:
     threads. A context manager, for those who like to see where it ends.
 
     Attributes:
-        path: Its directory.
-        step: The training step, as the user counts.
-        save_id: Of the save, as text.
-        world_size: Ranks that saved it.
-        metadata: The JSON that was given to `save`.
+        path: Its directory, or file.
+        kind: `asyncckpt`; or of another format `dcp`, `torch`, `safetensors`, `hf`.
+        step: The training step, as the user counts; of another format its leaf `step`, -1 without one.
+        save_id: Of the save, as text; zeros for another format.
+        world_size: Ranks that saved it; 1 for another format.
+        metadata: The JSON that was given to `save`, or what the format keeps beside its tensors.
     """
 
     def __init__(self, contents: Contents, reader: RankInfo, files: Files, *, allow_pickle: bool = False) -> None:
@@ -57,6 +61,7 @@ class OpenCheckpoint:
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
         self.save_id = str(manifest.save_id)
         self.metadata: dict[str, Any] = dict(manifest.metadata)
+        self.kind = contents.source.kind if contents.source is not None else OURS
         self._contents, self._reader, self._files = contents, reader, files
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
@@ -82,7 +87,15 @@ class OpenCheckpoint:
         """The same of every tensor in the shards, by stored name: those of one rank are called `fqn@rank3`."""
         return {saved.fqn: _info(saved) for saved in self._saved.tensors}
 
-    def tensor(self, fqn: str, slices: Any = None, *, verify: bool = True, threads: int | None = None) -> torch.Tensor:
+    def tensor(
+        self,
+        fqn: str,
+        slices: Any = None,
+        *,
+        verify: bool = True,
+        threads: int | None = None,
+        mmap: bool = False,
+    ) -> torch.Tensor:
         """Read a tensor or a numpy array, or a part of it.
 
         Args:
@@ -90,9 +103,12 @@ class OpenCheckpoint:
             slices: What indexing would take: ints, slices with positive steps, `...`, or a tuple of them. None: all.
             verify: False reads the needed pages only, and checks no checksum.
             threads: Reading threads; None takes 4.
+            mmap: Map the file instead of reading it, where the tensor lies in one piece: pages come in when they are
+                looked at, and no checksum is compared. What is written to the tensor stays in this process; the file
+                must not be cut short while it lives. Otherwise the tensor is read.
 
         Returns:
-            A new tensor on the CPU, contiguous, of the saved dtype.
+            A new tensor on the CPU, of the saved dtype; contiguous unless it is mapped.
 
         Raises:
             MissingKeysError: There is none of this name.
@@ -105,8 +121,13 @@ class OpenCheckpoint:
 
         Blocks: for the reads.
         """
-        count = thread_count(threads)
-        return read_tensor(self._contents, self._found(fqn), slices, self._files, threads=count, verify=verify)
+        count, saved = thread_count(threads), self._found(fqn)
+        if mmap:
+            region_of(slices, saved.global_shape, fqn)  # refuses what reading would
+            mapped = mapped_tensor(self._contents, saved, self._files)
+            if mapped is not None:
+                return mapped if slices is None else mapped[tuple(slices) if isinstance(slices, list) else slices]
+        return read_tensor(self._contents, saved, slices, self._files, threads=count, verify=verify)
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:

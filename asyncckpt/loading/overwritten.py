@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.names import owner_of
-from asyncckpt.storage.contents import Contents, read_contents
+from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.standing import standing_at
 
@@ -23,13 +24,14 @@ def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T]) -> T
     """Return what `use` makes of the checkpoint at `path`; begin again when another has taken its place meanwhile.
 
     Raises:
-        AsyncCkptError, OSError: From `read_contents` and `use`.
+        AsyncCkptError, OSError: From `read_any` and `use`.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            return use(read_contents(path, files))
+            return use(read_any(path, files))
         except CorruptCheckpointError as error:
-            owner, standing = owner_of(error.file or ""), standing_at(path, files)
+            owner = owner_of(error.file or "")
+            standing = standing_at(path, files) if owner is not None else None
             # A file that is missing or damaged, of the checkpoint that stands, is what it looks like.
             if owner is None or standing is None or standing.save_id == owner or attempt == MAX_ATTEMPTS:
                 raise

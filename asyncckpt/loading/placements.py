@@ -53,6 +53,7 @@ def wanted_ranges(
     """
     if not target.numel():
         return
+    verify = verify and contents.source is None  # of another format nothing could be compared
     direct = takes_bytes(target, dtype)
     shape, itemsize = tuple(target.shape), dtype.itemsize
     for rank, chunk in near(saved.chunks, region, saved.global_shape):
@@ -62,7 +63,7 @@ def wanted_ranges(
             start = _place(piece, shape) if direct else None
             sink: int | Sink
             if start is None:
-                aligned = piece.times > 1 or chunk.offset_bytes % itemsize == 0
+                aligned = piece.times > 1 or (contents.source is None and chunk.offset_bytes % itemsize == 0)
                 total = nbytes * piece.times
                 sink = BoxSink(target, piece.offsets, piece.sizes, dtype, total, piece.strides, aligned=aligned)
             else:

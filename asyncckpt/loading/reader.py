@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import Node, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
@@ -29,7 +30,7 @@ from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import Contents, check_lengths, read_contents
+from asyncckpt.storage.contents import Contents, check_lengths
 from asyncckpt.storage.files import Files
 
 _logger = logging.getLogger("asyncckpt.loading")
@@ -50,7 +51,9 @@ class _Options:
 
 
 class DefaultReader(CheckpointReader):
-    """Reads checkpoints in asyncckpt's own format. Has no state; safe to use from several threads.
+    """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.foreign` knows.
+
+    Has no state; safe to use from several threads.
 
     Args:
         files: The storage seam.
@@ -109,7 +112,7 @@ class DefaultReader(CheckpointReader):
             )
             directory = absolute_path(path)
             if shared is not None:  # all ranks would have to begin again together
-                return load(read_contents(directory, self._files))
+                return load(read_any(directory, self._files))
             return read_of_one_save(directory, self._files, load)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def read_tensor(
-    contents: Contents, saved: SavedTensor, slices: Any, files: Files, *, threads: int, verify: bool
+    contents: Contents,
+    saved: SavedTensor,
+    slices: Any,
+    files: Files,
+    *,
+    threads: int,
+    verify: bool,
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what `slices` select of a tensor: a new, contiguous one on the CPU.
 
@@ -29,6 +37,7 @@ def read_tensor(
         files: The storage seam.
         threads: Reading threads.
         verify: Read whole blocks and compare their checksums; False reads the pages that are needed.
+        room: Bytes of host memory, enough and aligned, that the result lies in; None: new memory.
 
     Raises:
         ConfigError: Slices that make no sense.
@@ -39,7 +48,11 @@ def read_tensor(
     region = region_of(slices, saved.global_shape, saved.fqn)
     dtype = torch_dtype(saved.dtype)
     check_lengths(contents, files, saved)
-    found = tensor_for(saved, contents.path, shape=region.counts, dtype=_CARRIERS[dtype.itemsize])
-    ranges = wanted_ranges(contents, saved, region, found, found.dtype, verify=verify)
+    carrier = _CARRIERS[dtype.itemsize]
+    if room is None:
+        found = tensor_for(saved, contents.path, shape=region.counts, dtype=carrier)
+    else:
+        found = room[: math.prod(region.counts) * carrier.itemsize].view(carrier).view(region.counts)
+    ranges = wanted_ranges(contents, saved, region, found, carrier, verify=verify)
     read_ranges(contents, ranges, files, threads=threads, verify=verify)
     return found.view(dtype).view(region.shape).detach()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError, ConfigError, StateLoadError, UnsupportedLeafError
 from asyncckpt.loading.placements import Placement
 from asyncckpt.planning.sharding.recognising import committed, sharded
 from asyncckpt.planning.sharding.shards import LocalShard, Sharded
@@ -102,11 +102,30 @@ def placements_of(fillings: Iterable[Filling]) -> list[Placement]:
     ]
 
 
-def tell_types(fillings: Iterable[Filling]) -> None:
-    """Tell the values of registered types, once each, that all their shards are filled."""
-    for _, target in fillings:
-        if not target.is_whole:
+def tell_types(fillings: Iterable[Filling], path: str) -> None:
+    """Tell the values of registered types, once each, that all their shards are filled.
+
+    Args:
+        fillings: What was filled.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        StateLoadError: A type's `from_shards` raised.
+    """
+    for saved, target in fillings:
+        if target.is_whole:
+            continue
+        try:
             committed(target.value, target.shards)
+        except Exception as error:
+            kind, detail = type(target.value).__name__, f"{type(error).__name__}: {error}"
+            raise StateLoadError(
+                f"{path}: from_shards() of {saved.fqn!r}, a {kind}, refused what was saved: {detail}",
+                path=path,
+                fqn=saved.fqn,
+                type_name=kind,
+                detail=detail,
+            ) from error
 
 
 def memory_of(value: Any) -> set[int]:

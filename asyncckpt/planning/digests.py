@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,17 +36,31 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Samples(NamedTuple):
-    """Digests of windows of replicas at one save: names, one byte each that says whether it is split, 8 bytes each."""
+    """Digests of windows of replicas at one save: names, one byte each that says whether it is split, 8 bytes each.
+
+    `apart`: positions, and bytes, of windows that were left to the caller; their digests are zeros until `completed`.
+    """
 
     names: list[str]
     split: bytes
     digests: bytes
+    apart: Sequence[tuple[int, torch.Tensor]] = ()
+
+    def completed(self, windows: Sequence[bytes]) -> Samples:
+        """Return these samples with the digests of what was apart, in the same order."""
+        digests = bytearray(self.digests)
+        for (n, _), raw in zip(self.apart, windows, strict=True):
+            digests[DIGEST_NBYTES * n : DIGEST_NBYTES * (n + 1)] = block_digest(raw)
+        return self._replace(digests=bytes(digests), apart=())
 
     def encode(self) -> bytes:
         """Return the request's field (protocol/SPEC.md): b"" without any."""
         each = range(0, len(self.digests), DIGEST_NBYTES)
         digests = (self.digests[i : i + DIGEST_NBYTES] for i in each)
         return encode_samples(zip(self.names, map(bool, self.split), digests, strict=True))
+
+
+NO_SAMPLES = Samples([], b"", b"")
 
 
 def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
@@ -69,11 +83,14 @@ def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]
     Raises:
         RuntimeError: From torch, when one cannot be read.
     """
-    leaves, found = list(flat.shards.values()), []
-    for position, box in compared:
-        sources = leaves[position].sources if box is None else (leaves[position].sources[box],)
-        digests = [tensor_digest(flat.tensors[source]) for source in sources]
-        found.append(digests[0] if len(digests) == 1 else block_digest(b"".join(digests)))
+    leaves = list(flat.shards.values())
+    sources = [leaves[at].sources if box is None else (leaves[at].sources[box],) for at, box in compared]
+    raw = _digests([flat.tensors[source] for part in sources for source in part], tensor_digest)
+    found, begin = [], 0
+    for part in sources:
+        end = begin + DIGEST_NBYTES * len(part)
+        found.append(raw[begin:end] if len(part) == 1 else block_digest(raw[begin:end]))
+        begin = end
     return b"".join(found)
 
 
@@ -99,13 +116,16 @@ def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contrib
     return replace(contribution, digests=tuple(found.get(number, b"") for number in flat.common))
 
 
-def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
+def sample_digests(
+    plan: SavePlan, flat: Flattened, sequence: int, apart: Callable[[torch.Tensor], bool] = lambda tensor: False
+) -> Samples:
     """Digest the windows that every rank compares at save `sequence`.
 
     Args:
         plan: Of this rank; without other ranks there is nothing to compare.
         flat: The state, as `PlanCache.take` gave it with `plan`; not changed since.
         sequence: Of the save id.
+        apart: Says of which tensors the windows are left to the caller: to bring them over waits for their device.
 
     Raises:
         RuntimeError: From torch, when a tensor cannot be read.
@@ -113,13 +133,17 @@ def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
     names: list[str] = []
     split, digests = bytearray(), []
     elsewhere: list[tuple[int, torch.Tensor]] = []
+    left: list[tuple[int, torch.Tensor]] = []
     due = [shared for turn, shared in plan.shared.items() if sequence % turn.period == turn.position]
     for shared in itertools.chain.from_iterable(due):
         window = window_of(shared.turn, shared.n_elements, shared.itemsize, sequence)
         if window is None:
             continue
         tensor = flat.tensors[shared.number]
-        if tensor.is_cpu and tensor.is_contiguous():
+        if apart(tensor):
+            left.append((len(names), _elements(tensor, window)))
+            digests.append(bytes(DIGEST_NBYTES))
+        elif tensor.is_cpu and tensor.is_contiguous():
             address = tensor.data_ptr() + window.start * shared.itemsize
             digests.append(block_digest(_memory(address, window.n * shared.itemsize)))
         else:
@@ -129,7 +153,7 @@ def sample_digests(plan: SavePlan, flat: Flattened, sequence: int) -> Samples:
         split.append(shared.split)
     for n, raw in _fetched(elsewhere):
         digests[n] = block_digest(raw)
-    return Samples(names, bytes(split), b"".join(digests))
+    return Samples(names, bytes(split), b"".join(digests), left)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,13 +191,13 @@ def _as_initialised(tensor: torch.Tensor) -> bool:
         return bool((few == first).all()) and bool((bits == first).all())
 
 
-def _digests(tensors: Sequence[torch.Tensor]) -> bytes:
+def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], bytes] = claim_digest) -> bytes:
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if nbytes < THREADED_NBYTES or threads < 2 or len(tensors) < 2:
-        return b"".join(map(claim_digest, tensors))
+        return b"".join(map(digest, tensors))
     with ThreadPoolExecutor(threads, thread_name_prefix="asyncckpt-digest") as pool:
-        return b"".join(pool.map(claim_digest, tensors))
+        return b"".join(pool.map(digest, tensors))
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:

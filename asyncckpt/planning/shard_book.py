@@ -9,8 +9,9 @@ Boxes are never stored for one rank only. Ranks that contradict each other about
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from asyncckpt.planning.claims import ShardClaim, position_in
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
 from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve
 from asyncckpt.planning.shard_loads import add_grid_loads
-from asyncckpt.planning.sharding.grid import Box
+from asyncckpt.planning.sharding.grid import Box, Grid
 
 Rows = tuple[tuple[int, int], ...]
 """(first row, rows) along the first dimension of a box that is larger than 1."""
@@ -68,15 +69,12 @@ class ShardBook:
         after._given, after._lies = dict(self._given), dict(self._lies)
         after._base = {**self._base, **base}
         after.conflicts = dict(self.conflicts)
-        changed: set[str] = set()
+        said: dict[str, list[Given]] = {}
         for ranks, claims in groups:
             for claim in claims:
-                known = after._given.get(claim.fqn, ())
-                if any(g.ranks is ranks and g.claim == claim for g in known):
-                    continue
-                after._given[claim.fqn] = (*_without(known, ranks), Given(ranks, claim))
-                changed.add(claim.fqn)
-        for fqn in changed:
+                said.setdefault(claim.fqn, []).append(Given(ranks, claim))
+        for fqn, given in said.items():
+            after._given[fqn] = (*_without(after._given.get(fqn, ()), given), *given)
             after._lies.pop(fqn, None)
             after.conflicts.pop(fqn, None)
             found = resolve(after._given[fqn], self._world_size)
@@ -103,7 +101,7 @@ class ShardBook:
             raise self.conflicts[min(self.conflicts)]
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         """What anything was said of."""
         return self._given.keys()
 
@@ -119,24 +117,29 @@ class ShardBook:
         lie = self._lies.get(claim.fqn)
         boxes = claim.of_rank(rank)
         if not said or lie is None or (isinstance(lie, Scattered) and not lie.knows(rank, boxes)):
-            return ShardDuty(tuple(self._unagreed(rank, claim, box) for box in boxes), None, not said)
+            duties = tuple(self._unagreed(rank, claim, box) for box in boxes)
+            return ShardDuty(duties, Turn(0, 1) if any(duty.shared for duty in duties) else None, not said)
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
-        duties = self._duties(rank)
-        return ShardDuty(tuple(duties[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
+        agreed = self._duties(rank)
+        return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
 
     def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
         """What is written of a box that not all ranks have agreed upon: all that can be known without them.
 
-        Whoever holds a box of a mesh is known. Of other boxes it is supposed that the ranks hold it which hold the same
-        one of another tensor of that shape: so it is with an optimizer's state, which comes after the first save.
+        Whoever holds a box of a mesh is known, but for its like of other ranks. Of these, and of other boxes, it
+        is supposed that the ranks hold it which hold the same one of another tensor of that shape: so it is with an
+        optimizer's state, which comes after the first save.
         """
-        at = None if claim.grid is None else position_in(claim.grid, rank)
-        if claim.grid is None or at is None:
+        grid = claim.grid and self._wider.get((claim.grid, claim.shape), self._wider.get((claim.grid, None)))
+        grid = grid or claim.grid
+        at = None if grid is None else position_in(grid, rank)
+        if grid is None or at is None:
             writer = self._writers.get((claim.shape, box), rank)
             return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
-        holders = claim.grid.replicas(at)
-        return BoxDuty(_even_share(claim, box, holders.index(rank), len(holders)))
+        holders = grid.replicas(at)
+        rows = _even_share(claim, box, holders.index(rank), len(holders))
+        return BoxDuty(rows, len(holders) > 1, rows not in ((), _rows(box)))
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
@@ -146,6 +149,25 @@ class ShardBook:
             if isinstance(lie, Scattered):
                 for box, first in lie.firsts.items():
                     found[lie.shape, box] = first if found.get((lie.shape, box), first) == first else None
+        return found
+
+    @cached_property
+    def _wider(self) -> dict[tuple[Grid, tuple[int, ...] | None], Grid | None]:
+        """What a mesh of some ranks and its like of others were joined to, of tensors of a shape, and of any shape.
+
+        None where that differs from tensor to tensor.
+        """
+        found: dict[tuple[Grid, tuple[int, ...] | None], Grid | None] = {}
+        seen: set[tuple[int, int, tuple[int, ...]]] = set()  # hashing a grid takes as long as it has ranks
+        for fqn, lie in self._lies.items():
+            if not isinstance(lie, Lie):
+                continue
+            for grid in (given.claim.grid for given in self._given[fqn]):
+                if grid is None or (id(grid), id(lie.grid), lie.shape) in seen:
+                    continue
+                seen.add((id(grid), id(lie.grid), lie.shape))
+                for key in ((grid, lie.shape), (grid, None)):
+                    found[key] = lie.grid if found.setdefault(key, lie.grid) == lie.grid else None
         return found
 
     def _said(self, rank: int, claim: ShardClaim) -> bool:
@@ -167,7 +189,7 @@ class ShardBook:
                         totals[rank] = totals.get(rank, 0) + nbytes
         return totals
 
-    def compared(self, claims: Sequence[ShardClaim]) -> list[tuple[int, int | None]]:
+    def compared(self, claims: Sequence[ShardClaim], rank: int) -> list[tuple[int, int | None]]:
         """Say what of a rank's shards is compared when ranks meet, in the order in which the digests are given.
 
         Returns:
@@ -180,8 +202,8 @@ class ShardBook:
                 found.append((position, None))
         for position, claim in enumerate(claims):
             lie = self._lies.get(claim.fqn)
-            if isinstance(lie, Scattered) and claim.grid is None:
-                found += [(position, n) for n, box in enumerate(claim.boxes) if len(lie.holders[box]) > 1]
+            if isinstance(lie, Scattered):
+                found += [(position, n) for n, box in enumerate(claim.of_rank(rank)) if len(lie.holders[box]) > 1]
         return found
 
     def lie(self, fqn: str) -> Lie | Scattered | None:
@@ -244,10 +266,11 @@ class ShardBook:
         return found
 
 
-def _without(known: tuple[Given, ...], ranks: tuple[int, ...]) -> tuple[Given, ...]:
+def _without(known: tuple[Given, ...], said: Sequence[Given]) -> tuple[Given, ...]:
+    """Return what is left of `known`: what ranks say now takes the place of what they have said."""
     if not known:
         return ()
-    gone = frozenset(ranks)
+    gone = frozenset(itertools.chain.from_iterable(given.ranks for given in said))
     kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
     return tuple(given for given in kept if given.ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -72,14 +73,18 @@ def resolve(given: Sequence[Given], world_size: int) -> Lie | Scattered | AsyncC
         members = set(said)
         if not all(members.issuperset(grid.ranks) for grid in distinct):
             return None
-        joined = distinct[0] if len(distinct) == 1 else _joined(distinct)
+        joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
         if joined is not None:
             return Lie(joined, first.shape, itemsize)
     return _scattered(given, itemsize)
 
 
-def _joined(grids: Sequence[Grid]) -> Grid | None:
-    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None if unlike."""
+@functools.lru_cache(256)
+def _joined(grids: tuple[Grid, ...]) -> Grid | None:
+    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None if unlike.
+
+    The very same one for all tensors that lie alike: what is done for each grid is done once.
+    """
     ordered = sorted(grids, key=lambda grid: grid.ranks)
     ranks = tuple(itertools.chain.from_iterable(grid.ranks for grid in ordered))
     alike = len({(grid.mesh, grid.placements) for grid in grids}) == 1

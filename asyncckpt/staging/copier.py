@@ -108,10 +108,16 @@ class Copier:
         """Return the addresses of the storages that copies still read from."""
         return {place for copy in list(self._copies) for place in copy.places() if place}
 
-    def wait(self, timeout_s: float) -> list[DeferredCopy]:
-        """Wait until the copies that there are have ended; returns those that have not within `timeout_s`."""
-        copies = list(self._copies)
-        concurrent.futures.wait([copy.staged for copy in copies], timeout_s)
+    def wait(self, timeout_s: float, *, ordered: bool = False) -> list[DeferredCopy]:
+        """Wait until the copies that there are have ended; returns those that have not within `timeout_s`.
+
+        Args:
+            timeout_s: For all of them.
+            ordered: Those that streams of devices can put before what the calling thread does next need not have ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        copies = [copy for copy in list(self._copies) if not (ordered and copy.release(deadline))]
+        concurrent.futures.wait([copy.staged for copy in copies], max(0.0, deadline - time.monotonic()))
         return [copy for copy in copies if not copy.staged.done()]
 
     def give_up(self, error: BaseException) -> None:

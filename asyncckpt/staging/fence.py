@@ -23,6 +23,26 @@ FENCE_TIMEOUT_S = 60.0
 takes so long unless the machine is in trouble."""
 
 
+class _ModuleHook:
+    """Waits before a module's `load_state_dict()`. It is part of the module: a pickle of that holds one that does not.
+
+    A module that is copied (`copy.deepcopy`, for an average of the weights) waits as its original does.
+    """
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self._wait is not None:
+            self._wait()
+
+    def __reduce__(self) -> Any:
+        return _ModuleHook, ()
+
+    def __deepcopy__(self, memo: Any) -> _ModuleHook:
+        return self
+
+
 class Fence:
     """See the module. Nothing of it works in a forked child, whose parent does the copying.
 
@@ -37,10 +57,15 @@ class Fence:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._watched: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def wait(self, timeout_s: float = FENCE_TIMEOUT_S) -> None:
-        """Wait until no copy runs: then tensors may be changed.
+    def wait(self, timeout_s: float = FENCE_TIMEOUT_S, *, ordered: bool = True) -> None:
+        """Wait until tensors may be changed: no copy runs, or it comes first in the current streams of this thread.
 
-        Blocks: at most `timeout_s`; copies that have not ended then are given up, and their saves fail.
+        Args:
+            timeout_s: See below.
+            ordered: False waits for the copies of devices too, for changes that come from elsewhere.
+
+        Blocks: for what is copied from the host, at most `timeout_s`; copies that have not ended then are given up,
+        and their saves fail.
 
         Raises:
             ReentrantCallError: In the copier's own thread, by a callback of `staged`.
@@ -52,7 +77,7 @@ class Fence:
             raise ReentrantCallError(
                 "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
             )
-        for late in self._copier.wait(timeout_s):
+        for late in self._copier.wait(timeout_s, ordered=ordered):
             late.give_up(
                 StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
             )
@@ -70,7 +95,8 @@ class Fence:
         for one in module.modules():
             if one not in self._modules:
                 self._modules.add(one)
-                handle = one.register_load_state_dict_pre_hook(self._hook())  # type: ignore[no-untyped-call]
+                hook = _ModuleHook(self.wait)
+                handle = one.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
     def _wait_for_sharer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

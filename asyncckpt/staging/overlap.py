@@ -64,7 +64,7 @@ class Overlap:
 
     def detach(self) -> None:
         """Wait for running copies, as `Fence.wait`, and take everything back that `attach` did."""
-        self.fence.wait()
+        self.fence.wait(ordered=False)
         self.fence.remove()
         self._owners.clear()
         self._attached = False

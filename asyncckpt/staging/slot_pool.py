@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
@@ -21,56 +19,15 @@ from asyncckpt.errors import (
     SlotTimeoutError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.lent_slot import LentSlot
 
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
 
 SPARE_SAVES = 8
 """After so many saves in turn that found all other slots free, one of these is given back. Chosen, not measured."""
-
-
-class Views(Protocol):
-    """Views into a slot's memory, made for `plan`. The pool drops them before it unmaps the slot."""
-
-    @property
-    def plan(self) -> SavePlan:
-        """What they were made for."""
-
-
-@dataclass(eq=False)
-class LentSlot:
-    """A slot of this process.
-
-    Attributes:
-        number: The worker's name for it.
-        memory: Its mapping; closed by the pool only.
-        session: The session that it was lent to; with another one it is worth nothing.
-        generation: Of the snapshot that it holds or receives.
-        user: The save that uses it, or None.
-        views: What the stager keeps with the slot: views into its memory, for the plan that it was last used for.
-        kept: As `views`, for other plans, the latest last.
-        used: Grows with every use of a slot of this pool.
-        staging: The training thread is copying into it; nobody else unmaps it.
-        orphaned: Its worker is gone; it is closed instead of reused.
-    """
-
-    number: int
-    memory: SlotMemory
-    session: str = ""
-    generation: int = 0
-    user: SaveId | None = None
-    views: Views | None = None
-    kept: list[Views] = field(default_factory=list)
-    used: int = 0
-    staging: bool = False
-    orphaned: bool = False
-
-    def knows(self, plan: SavePlan) -> bool:
-        """Whether there are views for `plan`, or for one of the same layout."""
-        return any(views is not None and views.plan.layout is plan.layout for views in (self.views, *self.kept))
 
 
 class SlotPool:
@@ -143,7 +100,7 @@ class SlotPool:
                     self._use(slot, save_id)
                     self._slots.append(slot)
                     return slot
-                if any(s.user is not None for s in self._slots):  # the machine has no room for one more: wait for one
+                if any(not s.free for s in self._slots):  # the machine has no room for one more: wait for one
                     self._wait(deadline, save_id, step, path)
 
     def _use(self, slot: LentSlot, save_id: SaveId) -> None:
@@ -156,7 +113,7 @@ class SlotPool:
         Returns:
             `slot`, which is free and large enough, or another such one in its place.
         """
-        spare = [s for s in self._slots if s.user is None and s is not slot]
+        spare = [s for s in self._slots if s.free and s is not slot]
         if len(spare) < len(self._slots) - 1 or not spare:
             self._apart = 0
             return slot
@@ -174,23 +131,23 @@ class SlotPool:
             raise CheckpointerClosedError("the checkpointer was closed while a save waited for a slot")
 
     def _free_slot(self, nbytes: int, plan: SavePlan) -> LentSlot | None:
-        free = [s for s in self._slots if s.user is None and s.memory.nbytes >= nbytes]
+        free = [s for s in self._slots if s.free and s.memory.nbytes >= nbytes]
         return min(free, key=lambda s: (not s.knows(plan), s.memory.nbytes), default=None)
 
     def fits(self, nbytes: int) -> bool:
         """Whether all slots are in use, and one of them has room for `nbytes`."""
         with self._changed:
-            return all(s.user is not None for s in self._slots) and any(s.memory.nbytes >= nbytes for s in self._slots)
+            return not any(s.free for s in self._slots) and any(s.memory.nbytes >= nbytes for s in self._slots)
 
     def _make_room(self, nbytes: int) -> bool:
         """Give back free slots, which are all too small, and say whether one of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes
-        busy = [s for s in self._slots if s.user is not None]
+        busy = [s for s in self._slots if not s.free]
         held = sum(s.memory.nbytes for s in busy) + nbytes
         if len(busy) >= self._config.slots or (limit is not None and held > limit):
             return False  # it must wait for one in use; smaller structures keep theirs
         # The least recently used go first. While saves do not overlap, all of them: then memory is one snapshot.
-        free = sorted((s for s in self._slots if s.user is None), key=lambda s: s.used)
+        free = sorted((s for s in self._slots if s.free), key=lambda s: s.used)
         left = sum(s.memory.nbytes for s in free)
         while free and (
             not busy or len(self._slots) >= self._config.slots or (limit is not None and held + left > limit)
@@ -205,7 +162,7 @@ class SlotPool:
                 return self._allocate(nbytes)
             except InsufficientMemoryError:
                 with self._changed:
-                    free = [s for s in self._slots if s.user is None]
+                    free = [s for s in self._slots if s.free]
                     if len(free) == len(self._slots):
                         raise
                     for slot in free:
@@ -241,8 +198,8 @@ class SlotPool:
         with self._changed:
             for slot in [s for s in self._slots if s.user == save_id]:
                 slot.user, slot.staging = None, False
-                if slot.orphaned:
-                    self._drop(slot, tell=False)
+                if slot.orphaned or (not slot.free and slot.lost):
+                    self._drop(slot, tell=not slot.orphaned)
             self._changed.notify_all()
 
     def give_up(self, save_id: SaveId) -> None:
@@ -264,9 +221,7 @@ class SlotPool:
 
     def _drop(self, slot: LentSlot, *, tell: bool) -> None:
         self._slots.remove(slot)
-        slot.views = None  # the views go before the mapping
-        slot.kept.clear()
-        slot.memory.close()
+        slot.close()
         if tell:
             self._release(slot.number)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,16 +20,17 @@ from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.planning.contributions import Contribution
-from asyncckpt.planning.digests import news_of, sample_digests
+from asyncckpt.planning.digests import NO_SAMPLES, news_of, sample_digests
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.protocol.request import encode_request
 from asyncckpt.staging.deferred import DeferredCopy
+from asyncckpt.staging.engine import Engine
+from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.slot_pool import LentSlot
+from asyncckpt.staging.requests import News, Requests, seal_with
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import image_of, warm
@@ -43,14 +43,6 @@ REQUEST_SLACK_NBYTES = 64 * 1024
 
 TELL_AGAIN = 4
 """News are hashed whole, so they go with one save, and again with every so manieth as long as no change has come."""
-
-
-class _News(NamedTuple):
-    """See `SaveRequest`'s fields of the same names."""
-
-    plan: str
-    samples: bytes
-    contribution: bytes
 
 
 class SlotStager(CheckpointStager):
@@ -66,7 +58,8 @@ class SlotStager(CheckpointStager):
     def __init__(
         self, process: WorkerProcess, ranks: Coordination, config: CheckpointerConfig, *, package: str
     ) -> None:
-        self._process, self._ranks, self._config, self._package = process, ranks, config, package
+        self._process, self._ranks, self._config = process, ranks, config
+        self._requests = Requests(ranks.rank, config, package)
         self.plans = PlanCache(
             files_per_rank=config.files_per_rank,
             rank=ranks.rank.rank,
@@ -74,6 +67,7 @@ class SlotStager(CheckpointStager):
             max_shard_nbytes=config.max_shard_bytes,
         )
         self.overlap = Overlap(config)
+        self._engine = Engine(config)
         self._told: SavePlan | None = None
         self._met_at = -1
 
@@ -106,7 +100,9 @@ class SlotStager(CheckpointStager):
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
         news = self._news(plan, flat, save_id.sequence)
-        request = encode_request(self._request(plan, encode_objects(save_id, leaves), save_id, umask, news, kw))
+        objects, asks = encode_objects(save_id, leaves), self._process.hooks.asks
+        asked = self._requests.build(plan, objects, save_id, umask, news, kw, asks_hooks=asks)
+        request = encode_request(asked)
         wanted = slot_nbytes(plan.body_nbytes, len(request))
         slot: LentSlot | None = None
         try:
@@ -128,14 +124,19 @@ class SlotStager(CheckpointStager):
             watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
             if self._config.overlap_check == "hash":
                 watch.digest(image.pairs(flat.tensors, rest))
-            image.fill(flat.tensors, save_id, now)
+            windows = [window for _, window in news.samples.apart]
+            left, transfer = self._engine.copy(
+                slot, image, flat.tensors, save_id, (now, rest), windows, overlapped=bool(later)
+            )
             copied = time.perf_counter()
             seal = partial(slot.memory.control.seal, request, image.body_end)
+            if windows and transfer is not None:
+                seal = partial(seal_with, slot, image.body_end, asked, news.samples, transfer)
             if not later:
                 seal()
         except BaseException as error:
-            if slot is not None and isinstance(slot.views, SlotImage):
-                slot.views.settle()
+            if slot is not None:
+                slot.settle()
             known = self._withdraw(save_id, error, step, path)
             if known is error or not isinstance(error, Exception):
                 raise
@@ -148,9 +149,10 @@ class SlotStager(CheckpointStager):
         }
         deferred = DeferredCopy(
             image,
-            rest,
+            left,
             flat.tensors,
             watch,
+            transfer,
             seal=seal,
             withdraw=lambda error: self._withdraw(save_id, error, step, path),
             entrust=partial(self._process.settled.append, save_id.sequence),
@@ -225,8 +227,18 @@ class SlotStager(CheckpointStager):
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat))
         kw = {"step": 0, "path": "/", "metadata": None}
-        request = encode_request(self._request(plan, objects, save_id, current_umask(), _News("", b"", b""), kw))
-        warm(self._process.pool, plan, slot_nbytes(plan.body_nbytes, len(request)), spare_nbytes=REQUEST_SLACK_NBYTES)
+        news, asks = News("", NO_SAMPLES, b""), self._process.hooks.asks
+        request = encode_request(
+            self._requests.build(plan, objects, save_id, current_umask(), news, kw, asks_hooks=asks)
+        )
+        ready = partial(self._engine.pin, devices=self._engine.devices_of(flat.tensors))
+        warm(
+            self._process.pool,
+            plan,
+            slot_nbytes(plan.body_nbytes, len(request)),
+            ready,
+            spare_nbytes=REQUEST_SLACK_NBYTES,
+        )
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
@@ -235,13 +247,13 @@ class SlotStager(CheckpointStager):
         if not ranks.alone:
             with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
                 self._process.connect()  # to another worker the ranks have agreed on less
+            ranks.advance(save_id.sequence)
             met = ranks.must_meet
             if met:
                 flat = self.plans.flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
-            ranks.advance(save_id.sequence)
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
             save_id = save_id._replace(run_id=ranks.run_id)
@@ -250,43 +262,17 @@ class SlotStager(CheckpointStager):
             self._told, self._met_at = plan, save_id.sequence
         return plan, flat, save_id
 
-    def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> _News:
+    def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> News:
         """Return what this save tells the worker about replicas and structure."""
         if plan.agreement is None:
-            return _News("", b"", b"")
+            return News("", NO_SAMPLES, b"")
         checked = self._config.replicated == "check"
-        samples = sample_digests(plan, flat, sequence).encode() if checked else b""
+        samples = sample_digests(plan, flat, sequence, self._engine.is_apart) if checked else NO_SAMPLES
         contribution = b""
         if plan.news and (plan is not self._told or (sequence % TELL_AGAIN == 0 and sequence != self._met_at)):
             self._told = plan
             contribution = news_of(plan, flat, compare=checked).encode()
-        return _News(plan.fingerprint, samples, contribution)
-
-    def _request(
-        self, plan: SavePlan, objects: bytes, save_id: SaveId, umask: int, news: _News, kw: Mapping[str, Any]
-    ) -> SaveRequest:
-        return SaveRequest(
-            save_id=str(save_id),
-            step=kw["step"],
-            path=kw["path"],
-            rank=self._ranks.rank.rank,
-            world_size=self._ranks.rank.world_size,
-            parts=plan.part_ranges(),
-            structure=plan.structure,
-            objects=objects,
-            n_tensors=plan.n_tensors,
-            metadata=json.dumps(kw.get("metadata") or {}, allow_nan=False),
-            fsync=self._config.fsync,
-            overwrite=self._config.overwrite,
-            umask=umask,
-            write_threads=self._config.write_threads or 0,
-            package=self._package,
-            commit_timeout_s=self._config.commit_timeout_s,
-            hook_timeout_s=self._config.hook_timeout_s if self._process.hooks.asks else 0.0,
-            plan=news.plan,
-            samples=news.samples,
-            contribution=news.contribution,
-        )
+        return News(plan.fingerprint, samples, contribution)
 
     def close(self) -> None:
         """Give up copies that still run, and take the hooks away; the slots belong to the process."""

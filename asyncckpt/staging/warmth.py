@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 
 from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.names import SaveId
@@ -11,7 +12,8 @@ from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.slot_pool import LentSlot, SlotPool
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
 
 _numbers = itertools.count()
 
@@ -37,13 +39,16 @@ def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
     return found
 
 
-def warm(pool: SlotPool, plan: SavePlan, nbytes: int, *, spare_nbytes: int) -> None:
+def warm(
+    pool: SlotPool, plan: SavePlan, nbytes: int, ready: Callable[[LentSlot], object], *, spare_nbytes: int
+) -> None:
     """See to it that the pool has a slot of `nbytes`, with its pages mapped and views for `plan`.
 
     Args:
         pool: Of the checkpointer.
         plan: To be saved.
         nbytes: What a save of it needs.
+        ready: Called with the slot, whose pages are there: pins it where that is needed.
         spare_nbytes: As for `SlotPool.acquire`.
 
     Raises:
@@ -59,6 +64,7 @@ def warm(pool: SlotPool, plan: SavePlan, nbytes: int, *, spare_nbytes: int) -> N
     try:
         if slot.views is None:
             _fault_in(slot)
+        ready(slot)
         image_of(slot, plan)
     finally:
         pool.free(user)

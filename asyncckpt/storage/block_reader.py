@@ -46,7 +46,7 @@ class ReadReport:
 
 def read_shards(
     path: str,
-    save_id: SaveId,
+    save_id: SaveId | None,
     requests: Sequence[ShardRequest],
     *,
     files: Files,
@@ -60,7 +60,7 @@ def read_shards(
 
     Args:
         path: The checkpoint's directory.
-        save_id: Whose files they must be.
+        save_id: Whose files they must be; None: files of another format, which have no digests to verify.
         requests: One per file.
         files: The storage seam.
         threads: Readers, the calling thread among them.
@@ -112,7 +112,7 @@ class _Reader:
     def __init__(
         self,
         path: str,
-        save_id: SaveId,
+        save_id: SaveId | None,
         files: Files,
         verify: bool,
         on_corrupt: Callable[[CorruptCheckpointError], None] | None,

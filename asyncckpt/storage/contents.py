@@ -14,10 +14,11 @@ from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import is_reserved, split_per_rank_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
-from asyncckpt.format.structure import Chunk, Structure, decode_structure
+from asyncckpt.format.structure import Chunk, Structure, TensorEntry, decode_structure
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files, read_small_file
+from asyncckpt.storage.source import Source
 
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
 
@@ -42,12 +43,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """See the module. `tensors` is by FQN, in the order of the ranks and their structures."""
+    """See the module. `tensors` is by FQN, in the order of the ranks and their structures.
+
+    `source`: None for a checkpoint of ours; of another format what reading it needs.
+    """
 
     path: str
     manifest: Manifest
     ranks: tuple[RankContents, ...]
     tensors: dict[str, SavedTensor]
+    source: Source | None = None
 
 
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
@@ -114,20 +119,20 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
 
 
 def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
-    tensors: dict[str, SavedTensor] = {}
+    first: dict[str, TensorEntry] = {}
+    found: dict[str, list[tuple[int, Chunk]]] = {}
     for rank, contents in enumerate(ranks):
         for entry in contents.structure.tensors:
             if "@rank" in entry.fqn and is_reserved(entry.fqn) and not _belongs_to(rank, entry.fqn):
                 raise _misplaced(path, rank, entry.fqn)
-            chunks = tuple((rank, chunk) for chunk in entry.chunks)
-            known = tensors.get(entry.fqn)
-            if known is not None:
-                if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
-                    raise _contradiction(path, contents, known, f"{entry.dtype}{list(entry.global_shape)}")
-                chunks = known.chunks + chunks
-            tensors[entry.fqn] = SavedTensor(
-                fqn=entry.fqn, dtype=entry.dtype, global_shape=entry.global_shape, chunks=chunks
-            )
+            known = first.setdefault(entry.fqn, entry)
+            if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
+                raise _contradiction(path, contents, known, f"{entry.dtype}{list(entry.global_shape)}")
+            found.setdefault(entry.fqn, []).extend((rank, chunk) for chunk in entry.chunks)
+    tensors = {
+        fqn: SavedTensor(fqn=fqn, dtype=known.dtype, global_shape=known.global_shape, chunks=tuple(found[fqn]))
+        for fqn, known in first.items()
+    }
     for tensor in tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0][1].sizes == tensor.global_shape:
             continue  # the usual case, without a call
@@ -139,7 +144,7 @@ def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     return tensors
 
 
-def _contradiction(path: str, rank: RankContents, known: SavedTensor, found: str) -> CorruptCheckpointError:
+def _contradiction(path: str, rank: RankContents, known: TensorEntry, found: str) -> CorruptCheckpointError:
     detail = f"rank {rank.index.rank} has it as {found}, an earlier rank as {known.dtype}{list(known.global_shape)}"
     return CorruptCheckpointError(f"{path}: tensor {known.fqn!r}: {detail}", path=path, fqn=known.fqn, detail=detail)
 
@@ -157,6 +162,8 @@ def _misplaced(path: str, rank: int, fqn: str) -> CorruptCheckpointError:
 def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = None) -> None:
     """Prove that every shard is there in full, so that no length in an index leads to an absurd allocation.
 
+    Of another format this was proven when it was opened.
+
     Args:
         contents: The checkpoint.
         files: The storage seam.
@@ -166,6 +173,8 @@ def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = Non
         CorruptCheckpointError: A shard is missing, of another length, or no regular file.
         OSError: The file system refused.
     """
+    if contents.source is not None:
+        return
     needed = None if of is None else {(rank, chunk.part) for rank, chunk in of.chunks}
     for number, rank in enumerate(contents.ranks):
         for part, shard in enumerate(rank.index.shards):
@@ -189,6 +198,8 @@ def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:
         UnsupportedFormatError: Written by a newer version.
         OSError: It cannot be read.
     """
+    if contents.source is not None:
+        return list(contents.source.objects)
     index, structure = contents.ranks[rank].index, contents.ranks[rank].structure
     record = index.objects
     data = read_named_file(

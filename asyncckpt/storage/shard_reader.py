@@ -25,7 +25,7 @@ class ShardReader:
     Args:
         path: The checkpoint's directory.
         shard: Name and exact length of the file.
-        save_id: Whose file it must be.
+        save_id: Whose file it must be; None: a file of another format, which may be reached by a link.
         files: The storage seam.
 
     Raises:
@@ -33,16 +33,17 @@ class ShardReader:
         OSError: It cannot be opened or read.
     """
 
-    def __init__(self, path: str, shard: ShardRecord, save_id: SaveId, files: Files) -> None:
+    def __init__(self, path: str, shard: ShardRecord, save_id: SaveId | None, files: Files) -> None:
         self.name, self.nbytes = shard.name, shard.nbytes
         self._directory, self._files = path, files
         self._path = os.path.join(path, shard.name)
+        self._flags = os.O_RDONLY | (os.O_NOFOLLOW if save_id is not None else 0)
         self._direct_fd = -1
         self._tried_direct = False
         self._nowait = True
         self._lock = threading.Lock()
         try:
-            self._fd = files.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._fd = files.open(self._path, self._flags | os.O_NONBLOCK)
         except OSError as error:
             if error.errno not in _NOT_A_FILE:
                 raise
@@ -53,7 +54,7 @@ class ShardReader:
             self.close()
             raise
 
-    def _check(self, save_id: SaveId) -> None:
+    def _check(self, save_id: SaveId | None) -> None:
         with contextlib.suppress(OSError):
             self._files.advise_random(self._fd)
         found = self._files.fstat(self._fd)
@@ -66,6 +67,8 @@ class ShardReader:
                 offset=min(found.st_size, self.nbytes),
                 nbytes=abs(found.st_size - self.nbytes),
             )
+        if save_id is None:
+            return
         marker = bytearray(SAVE_ID_NBYTES)
         try:
             self._files.preadv(self._fd, [marker], SAVE_ID_OFFSET)
@@ -167,7 +170,7 @@ class ShardReader:
                 return self._direct_fd
             self._tried_direct = True
             try:
-                fd = self._files.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECT)
+                fd = self._files.open(self._path, self._flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.ENOENT):
                     return -1

@@ -42,12 +42,14 @@ class Verdict:
         contents: Its manifest and indexes; None when they are not sound or not there.
         faults: Everything that is wrong; empty when the checkpoint is sound.
         read_nbytes: Bytes of shard files that were read and compared.
+        unchecked: Of another format: what it cannot tell; empty when everything was checked.
     """
 
     path: str
     contents: Contents | None = None
     faults: list[AsyncCkptError | OSError] = field(default_factory=list)
     read_nbytes: int = 0
+    unchecked: str = ""
 
     @property
     def state(self) -> str:
@@ -129,6 +131,8 @@ def _attempt(action: Callable[[], object], report: Callable[[AsyncCkptError | OS
 
 def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
     """Return names in the directory that the checkpoint does not name: foreign files, or another attempt's."""
+    if contents.source is not None:
+        return []
     known = {"manifest.json"}
     for rank in contents.manifest.ranks:
         known.add(rank.index_name)

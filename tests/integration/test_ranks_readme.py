@@ -1,4 +1,4 @@
-"""The README's block for several ranks, run by two."""
+"""The README's blocks for several ranks and for shards, run by two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runs_the_dcp_block(rank: int, directory: str) -> int:
 
 def test_the_block_for_stock_checkpoints_as_it_stands(tmp_path: pathlib.Path) -> None:
     assert rank_processes.run(2, runs_the_dcp_block, str(tmp_path)) == [300, 300]
-    found = asyncckpt.open_checkpoint(tmp_path / "runs/c/step-300")
+    found = asyncckpt.open_checkpoint(tmp_path / "runs/d/step-300")
     assert (found.step, found.world_size) == (300, 2)
 
 
@@ -48,3 +48,21 @@ def test_the_block_for_several_ranks_as_it_stands(
         rank_processes.run(2, runs_the_block, str(tmp_path), environ=environ) == [str(tmp_path / "runs/b/step-1")] * 2
     )
     assert manifest_of(tmp_path / "runs/b/step-2")["world_size"] == 2
+
+
+def runs_the_block_on_shards(rank: int, directory: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    os.chdir(directory)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 3)  # uneven over two ranks
+    names = {"torch": torch, "asyncckpt": asyncckpt, "model": model}
+    exec(blocks("python")[2], names)
+    return [p.full_tensor().detach() for p in model.parameters()], list(names["whole"]["model"].values())
+
+
+def test_the_block_for_shards_as_it_stands(tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker) -> None:
+    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    for trained, loaded in rank_processes.run(2, runs_the_block_on_shards, str(tmp_path), environ=environ):
+        assert [tuple(t.shape) for t in loaded] == [(3, 16), (3,)]
+        assert all(torch.equal(a, b) for a, b in zip(trained, loaded, strict=True))
+    tensors = asyncckpt.open_checkpoint(tmp_path / "runs/c/step-1").tensors
+    assert tensors["model.weight"].nbytes == 3 * 16 * 4

@@ -86,6 +86,15 @@ def test_settings_change_what_is_written(tmp_path: pathlib.Path) -> None:
     states.assert_same(asyncckpt.load(tmp_path / "a"), state)
 
 
+def test_max_shard_bytes_limits_every_file(tmp_path: pathlib.Path) -> None:
+    state = {f"t{n}": torch.full((30_000,), float(n)) for n in range(6)}
+    with SyncCheckpointer(fsync=False, max_shard_bytes=65_536) as checkpointer:
+        checkpointer.save(state, tmp_path / "a")
+    sizes = [p.stat().st_size for p in (tmp_path / "a").glob("*.safetensors")]
+    assert len(sizes) >= 12 and max(sizes) <= 65_536
+    states.assert_same(asyncckpt.load(tmp_path / "a"), state)
+
+
 def test_errors_raise_and_the_next_save_works(checkpointer: SyncCheckpointer, tmp_path: pathlib.Path) -> None:
     checkpointer.save(STATE, tmp_path / "a")
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}

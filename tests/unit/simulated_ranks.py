@@ -59,7 +59,7 @@ class Ranks:
         book.check()
         if compare:
             wanted = candidates(given)
-            shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards)) for r in given}
+            shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards, r)) for r in given}
             compare_shards(book, given, shards)
             given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
         self.apply(Change(contributions=given))

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "memory": {"errors", "dtypes"},
     "protocol": {"errors", "dtypes"},
     "storage": {"errors", "dtypes", "format", "memory"},
+    "foreign": {"errors", "dtypes", "format", "storage"},
     "per_rank": set(),
     "planning": {"errors", "dtypes", "format", "protocol", "per_rank"},
 }
@@ -39,7 +40,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("protocol", "format", "memory", "storage", "cli"),
+    *("protocol", "format", "memory", "storage", "foreign", "cli"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 

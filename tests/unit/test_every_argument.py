@@ -55,7 +55,13 @@ FIELDS = {
     "test_saves_that_follow_too_closely_fail_by_name_and_never_run_at_once",
     "fsync": "integration/test_async_settings.py::test_without_fsync_the_manifest_says_so",
     "files_per_rank": "integration/test_async_settings.py::test_files_per_rank_spreads_the_tensors",
+    "max_shard_bytes": "integration/test_async_settings.py::"
+    "test_no_shard_file_is_larger_than_the_limit_and_the_index_knows_which_holds_what",
     "allow_pickle": "integration/test_async_leaves.py::test_pickles_go_through_a_worker_that_does_not_open_them",
+    "use_pinned_memory": "unit/test_staging_devices.py::"
+    "test_without_pinned_memory_nothing_is_registered_and_the_fence_waits, "
+    "unit/test_staging_devices.py::test_a_slot_is_pinned_once_and_unpinned_before_it_is_unmapped",
+    "use_non_blocking_copy": "unit/test_staging_devices.py::test_non_blocking_copies_are_those_that_were_asked_for",
     "write_threads": "integration/test_async_settings.py::test_write_threads_are_asked_for, "
     "unit/test_thread_arguments.py::test_write_threads_write_at_once",
     "replicated": "integration/test_ranks_arguments.py::"
@@ -71,13 +77,17 @@ FIELDS = {
     "worker_shutdown_timeout_s": "integration/test_async_ends.py::test_close_leaves_to_the_worker_what_takes_too_long",
     "rank_info": "integration/test_async_settings.py::test_rank_info_lets_rank_zero_of_a_world_save_alone",
 }
+SHARDING = "unit/test_sharding_types.py::"
 SYNC_FIELDS = {
     "arena_limit_bytes": "integration/test_sync_checkpointer.py::test_a_state_larger_than_limit_or_memory_is_refused",
     "overwrite": "integration/test_ranks_overwrite.py::"
     "test_sync_saves_replace_one_another_at_one_path_and_nothing_else",
     "fsync": "integration/test_sync_checkpointer.py::test_settings_change_what_is_written",
     "files_per_rank": "integration/test_sync_checkpointer.py::test_settings_change_what_is_written",
+    "max_shard_bytes": "integration/test_sync_checkpointer.py::test_max_shard_bytes_limits_every_file",
     "allow_pickle": "unit/test_allow_pickle.py::test_any_leaf_comes_back_when_both_sides_allow_it",
+    "use_pinned_memory": "integration/test_overlap_devices.py::test_a_synchronous_save_goes_the_same_way",
+    "use_non_blocking_copy": "integration/test_overlap_devices.py::test_a_synchronous_save_goes_the_same_way",
     "write_threads": "unit/test_thread_arguments.py::test_write_threads_write_at_once",
     "replicated": "integration/test_ranks_arguments.py::"
     "test_replicated_says_whether_replicas_are_compared_or_taken_on_trust",
@@ -228,11 +238,45 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
         {"rank": "unit/test_open_checkpoint.py::test_a_reader_of_another_world_finds_every_ranks_values_by_name"},
     ),
     (
+        asyncckpt.ShardedSlice,
+        {
+            "tensor": "unit/test_shard_planning.py::test_slices_are_stored_once_each_and_equal_ones_are_split",
+            "global_shape": f"{SHARDING}test_shards_outside_of_their_tensor_are_refused_when_they_are_made",
+            "offsets": "unit/test_shard_planning.py::test_slices_that_overlap_on_two_ranks_are_refused_with_both_boxes",
+            "replica_id": "unit/test_shard_planning.py::test_slices_that_are_new_are_written_by_the_first_replica",
+        },
+    ),
+    (
+        asyncckpt.FlatShard,
+        {
+            "tensor": f"{SHARDING}test_flat_ranges_are_few_boxes_that_are_views",
+            "global_shape": f"{SHARDING}test_flat_ranges_are_few_boxes_that_are_views",
+            "start": f"{SHARDING}test_flat_ranges_are_few_boxes_that_are_views",
+        },
+    ),
+    (
+        asyncckpt.describe_tp,
+        {
+            "state_dict": f"{SHARDING}test_tensor_parallel_slices_are_found_by_their_shapes",
+            "global_shapes": f"{SHARDING}test_tensor_parallel_slices_are_found_by_their_shapes",
+            "tp_rank": f"{SHARDING}test_tensor_parallel_slices_are_found_by_their_shapes",
+            "tp_size": f"{SHARDING}test_tensor_parallel_slices_that_no_single_dimension_explains_are_refused",
+        },
+    ),
+    (
+        asyncckpt.register_shard_type,
+        {
+            "kind": f"{SHARDING}test_a_type_that_is_none_cannot_be_registered",
+            "to_shards": f"{SHARDING}test_padded_shards_of_a_registered_type_are_stored_without_their_padding",
+            "from_shards": f"{SHARDING}test_a_registered_type_is_told_once_when_all_its_parts_are_in",
+        },
+    ),
+    (
         asyncckpt.latest_checkpoint,
         {"root": "unit/test_loading_load.py::test_the_newest_checkpoint_is_told_and_what_is_passed_over_is_said"},
     ),
 ]
-GENERAL = ("kw", "fields", "path", "root", "optimizers", "rank", "state_dict")
+GENERAL = ("kw", "fields", "tensor", "kind", "global_shapes", "path", "root", "optimizers", "rank", "state_dict")
 """Arguments that are given by position: a test need not name them."""
 
 NOT_YET = ["keep_in_memory", "layout"]
@@ -345,7 +389,7 @@ def test_fields_of_a_replaced_process_are_refused_by_name(field: dataclasses.Fie
         assert caught.value.field == field.name
 
 
-@pytest.mark.parametrize("name", ["staging", "overlap_check", "files_per_rank", "fsync", "write_threads"])
+@pytest.mark.parametrize("name", ["staging", "overlap_check", "max_shard_bytes", "fsync", "write_threads"])
 def test_fields_of_a_replaced_stager_are_refused_by_name(name: str) -> None:
     given = {name: getattr(CheckpointerConfig(), name)}
     with pytest.raises(ConfigError, match=f"{name} is about the default stager"):

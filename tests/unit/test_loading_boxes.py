@@ -14,12 +14,14 @@ from storage_samples import SAVE_ID, RecordingFiles, manifest_of
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Chunk, Structure, TensorEntry, encode_structure
 from asyncckpt.loading.boxes import inside, near, region_of, whole_region
 from asyncckpt.loading.loader import load
+from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.planning.sharding.shards import FlatShard, ShardedSlice
@@ -247,3 +249,41 @@ def test_a_part_of_thousands_of_chunks_is_found_without_looking_closely_at_each(
         inside(chunks[49][1], region) is None
         and inside(chunk, region_of((slice(100, 104, 2),), (10_000, 2), "w")) is None
     )
+
+
+ROWS, COLUMNS = 512, 8192
+MESHES: dict[str, list[Box]] = {
+    "Shard(0)": [((n * ROWS // 4, 0), (ROWS // 4, COLUMNS)) for n in range(4)],
+    "Shard(1)": [((0, n * COLUMNS // 4), (ROWS, COLUMNS // 4)) for n in range(4)],
+    "2 x 2": [((a * ROWS // 2, b * COLUMNS // 2), (ROWS // 2, COLUMNS // 2)) for a in range(2) for b in range(2)],
+}
+
+
+@pytest.mark.parametrize("saved", MESHES)
+def test_a_rank_of_another_mesh_reads_at_most_a_tenth_more_than_it_needs(tmp_path: Path, saved: str) -> None:
+    value = torch.randn(ROWS, COLUMNS)
+    by_rank: Boxes = {rank: [box] for rank, box in enumerate(MESHES[saved])}
+    path = save_boxes(tmp_path / "c", {"w": value}, {"w": by_rank}, 4)
+    for cuts in MESHES.values():
+        for offsets, sizes in (cuts[0], cuts[2]):
+            for verify in (True, False):
+                mine, files = torch.zeros(sizes), RecordingFiles()
+                target = {"top": {"w": ShardedSlice(mine, (ROWS, COLUMNS), offsets)}}
+                DefaultReader(files).read(path, target, verify=verify)
+                rows, columns = (slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                assert torch.equal(mine, value[rows, columns])
+                limit = touched_nbytes(path, offsets, sizes) if verify else mine.numel() * 4
+                assert sum(n for at, n in files.read_ranges if n > SAVE_ID_NBYTES) <= 1.1 * limit
+
+
+def touched_nbytes(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Return the bytes of the blocks that hold a box of the tensor w."""
+    contents, found = read_contents(path, FILES), set()
+    for rank, chunk in contents.tensors["w"].chunks:
+        (r, c), (height, width) = chunk.offsets, chunk.sizes
+        low, high = max(c, offsets[1]), min(c + width, offsets[1] + sizes[1])
+        for row in range(max(r, offsets[0]), min(r + height, offsets[0] + sizes[0])) if low < high else ():
+            start = chunk.offset_bytes + ((row - r) * width + low - c) * 4
+            end = start + (high - low) * 4
+            found |= {(rank, block) for block in range(start // BLOCK_NBYTES, (end - 1) // BLOCK_NBYTES + 1)}
+    return len(found) * BLOCK_NBYTES

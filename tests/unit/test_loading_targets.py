@@ -23,6 +23,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     OverlappingShardsError,
     ShapeMismatchError,
+    StateLoadError,
     UnsupportedLeafError,
 )
 from asyncckpt.format.checksum import BLOCK_NBYTES
@@ -142,6 +143,27 @@ def test_a_registered_type_is_not_told_of_a_load_that_failed(tmp_path: Path, til
     with pytest.raises(CorruptCheckpointError):
         load(path, {"w": target})
     assert target.commits == 0 and not bool(target.parts[0, 0].any())
+
+
+def test_a_registered_type_that_refuses_its_parts_is_named(tmp_path: Path, tiles: None) -> None:
+    def refuse(value: Tiles, parts: Any) -> None:
+        raise ValueError("not today")
+
+    register_shard_type(Tiles, _tiles_out, refuse)
+    path = save(tmp_path / "c", {"w": torch.randn(10, 7)})
+    with pytest.raises(StateLoadError, match=r"'w', a Tiles.*not today") as caught:
+        load(path, {"w": Tiles((10, 7), (4, 3), [(0, 0)])})
+    assert (caught.value.fqn, caught.value.type_name) == ("w", "Tiles")
+
+
+def test_a_checkpointer_takes_the_options_of_load(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"w": torch.arange(6.0)})
+    part = ShardedSlice(torch.zeros(2), (6,), (3,))
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.load(path, {"w": part}, low_memory=False, threads=2, redundant_reads="none")
+        assert part.tensor.tolist() == [3, 4]
+        with pytest.raises(ConfigError, match="low_memory"):
+            checkpointer.load(path, {"w": part}, low_memory=2)
 
 
 @pytest.mark.parametrize(

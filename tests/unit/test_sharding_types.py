@@ -92,7 +92,7 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
         start = rng.randint(0, n_elements)
         stop = rng.randint(start, n_elements)
         local = whole[start:stop].clone()
-        found = sharded(FlatShard(local, shape, start))
+        found = sharded(FlatShard(local, global_shape=shape, start=start))
         assert isinstance(found, Sharded) and len(found.shards) <= max(1, 2 * len(shape) - 1)
         target = torch.full(shape, -1)
         for tensor, offsets in found.shards:
@@ -109,6 +109,8 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
         (lambda: ShardedSlice(torch.ones(2, 3), (4, 3), (-1, 0)), "does not lie"),
         (lambda: ShardedSlice(torch.ones(2, 3), (4,), (0, 0)), "does not lie"),
         (lambda: ShardedSlice(torch.ones(2), (4.0,), (0,)), "global shape"),  # type: ignore[arg-type]
+        (lambda: ShardedSlice(torch.ones(1), (1 << 70,), (1 << 69,)), "global shape"),
+        (lambda: ShardedSlice(torch.ones(0, 1 << 40), (1 << 40, 1 << 40), (0, 0)), "global shape"),
         (lambda: ShardedSlice([1, 2], (4,), (0,)), "list"),  # type: ignore[arg-type]
         (lambda: ShardedSlice(torch.ones(2), (4,), (0,), replica_id=-1), "replica_id"),
         (lambda: FlatShard(torch.ones(2, 3), (6,), 0), "one dimension"),

@@ -25,7 +25,8 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.slot_pool import SPARE_SAVES, LentSlot, SlotPool
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SPARE_SAVES, SlotPool
 
 KIB = 1024
 SMALL, LARGE = 64 * KIB, 128 * KIB

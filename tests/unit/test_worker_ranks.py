@@ -623,6 +623,17 @@ def test_trainers_report_again_when_the_worker_expects_it() -> None:
     assert slot_stager.TELL_AGAIN == TELL_AGAIN
 
 
+def test_a_name_is_told_again_if_it_was_found_under_the_change_that_told_it() -> None:
+    """Of shards, which the ranks have agreed on anew by then; not of each save until the change holds."""
+    bench, told = Ranks(), []
+    for number in range(4):
+        for rank in range(2):
+            samples = sampled(OTHER if rank else EQUAL, split=True)
+            bench.stages(rank, sequence(number), number + 1, path=f"/ckpt/{number}", **samples)
+        told.append(len(bench.changes()))
+    assert told == [1, 1, 2, 2] and [c["effective"] for c in bench.changes()] == [2, 4]
+
+
 @pytest.mark.parametrize(("differing", "effective"), [(False, 45), (True, 43)])
 def test_change_holds_some_saves_after_the_highest_that_was_heard_of(differing: bool, effective: int) -> None:
     bench = Ranks()

@@ -1,0 +1,149 @@
+"""`asyncckpt convert`: a checkpoint of any kind into any other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from asyncckpt.cli.output import EXIT_OK, human, print_json
+from asyncckpt.errors import ConfigError
+from asyncckpt.foreign.kinds import KINDS
+
+HELP = "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face"
+EXAMPLE = "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BAR_WIDTH = 30
+_REDRAW_S = 0.1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("source", metavar="SRC", help="a checkpoint: directory or file; its kind is recognised")
+    parser.add_argument(
+        "target", metavar="DST", help="what is written: a directory for asyncckpt, dcp, hf; else a file"
+    )
+    parser.add_argument("--to", required=True, choices=KINDS, help="the kind of DST")
+    parser.add_argument("--keys", metavar="FQN", nargs="+", help="only these names, or what is below them")
+    parser.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="put NEW in place of OLD at the start of names; again for more; the first that fits counts",
+    )
+    parser.add_argument("--key-map", metavar="FILE", help="JSON: an object from names in SRC to names in DST")
+    parser.add_argument("--max-shard-bytes", metavar="N", type=_size, help="limit of one file, such as 5GB")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that stands at DST")
+    parser.add_argument("--partial", action="store_true", help="leave out what DST cannot hold, and name it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _size(text: str) -> int:
+    number = text.lower().removesuffix("b")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    nbytes = int(float(number.removesuffix(unit)) * _UNITS[unit])
+    if nbytes < 1:
+        raise ValueError("at least 1")
+    return nbytes
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit codes 4 when there is no source, 3 when it is damaged, 1 when the target cannot be made."""
+    from asyncckpt.conversion.converter import convert
+
+    bar = _Bar() if sys.stderr.isatty() and not args.json else None
+    started = time.perf_counter()
+    try:
+        report = convert(
+            args.source,
+            args.target,
+            to=args.to,
+            keys=args.keys,
+            key_map=_key_map(args),
+            max_shard_bytes=args.max_shard_bytes,
+            overwrite=args.overwrite,
+            partial=args.partial,
+            progress=bar,
+        )
+    finally:
+        if bar is not None:
+            bar.close()
+    seconds = time.perf_counter() - started
+    if args.json:
+        print_json({**asdict(report), "seconds": round(seconds, 3)})
+        return EXIT_OK
+    print(
+        f"{args.target}: {report.kind} to {report.to}, {report.tensors} tensors, {report.objects} objects, "
+        f"{human(report.nbytes)} in {seconds:.1f} s, read back and compared"
+    )
+    for line in report.changed:
+        print(f"  changed: {line}")
+    for name in report.left_out:
+        print(f"  left out: {name}")
+    return EXIT_OK
+
+
+def _key_map(args: argparse.Namespace) -> dict[str, str] | Callable[[str], str] | None:
+    pairs: list[tuple[str, str]] = []
+    for text in args.rename:
+        old, equals, new = text.partition("=")
+        if not equals or not old:
+            raise ConfigError(f"--rename {text!r}: expected OLD=NEW", field="rename", value=text)
+        pairs.append((old, new))
+    table: dict[str, str] = _table(args.key_map) if args.key_map else {}
+    if not pairs:
+        return table or None
+
+    def rename(fqn: str) -> str:
+        if fqn in table:
+            return table[fqn]
+        for old, new in pairs:
+            if fqn.startswith(old):
+                return new + fqn[len(old) :]
+        return fqn
+
+    return rename
+
+
+def _table(path: str) -> dict[str, str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found: Any = json.load(file)
+    except ValueError as error:
+        raise ConfigError(f"--key-map {path}: no JSON: {error}", field="key_map", value=path) from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ConfigError(f"--key-map {path}: expected an object of texts", field="key_map", value=path)
+    return found
+
+
+class _Bar:
+    """A line on the terminal, drawn anew as it goes."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._drawn = 0.0
+        self._width = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if now - self._drawn < _REDRAW_S and done < total:
+            return
+        self._drawn = now
+        share = done / total if total else 1.0
+        filled = int(share * _BAR_WIDTH)
+        speed = done / max(now - self._started, 1e-6)
+        line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:4.0%} {human(speed)}/s"
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def close(self) -> None:
+        """Clear the line."""
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()

@@ -1,0 +1,44 @@
+"""`asyncckpt diff`: what differs between two checkpoints of any kinds: leaves, types, shapes, values."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
+
+HELP = "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ"
+EXAMPLE = "asyncckpt diff runs/a/step-300 runs/b/step-300"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("first", metavar="A", help="a checkpoint of any kind")
+    parser.add_argument("second", metavar="B", help="another one")
+    parser.add_argument("--keys", metavar="FQN", nargs="+", help="only these names, or what is below them")
+    parser.add_argument("--fast", action="store_true", help="names, dtypes, shapes and objects; skip the tensors' data")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit code 0 when nothing differs, 1 when something does, 3 and 4 as `inspect`."""
+    from asyncckpt.conversion.comparison import compare
+
+    found = compare(os.path.abspath(args.first), os.path.abspath(args.second), keys=args.keys, data=not args.fast)
+    rows: list[dict[str, Any]] = [row.described() for row in found.differences]
+    if args.json:
+        print_json({"equal": not rows, "leaves": found.leaves, "differences": rows})
+    elif not rows:
+        print(f"equal: {found.leaves} leaves" + (", data not compared" if args.fast else ""))
+    else:
+        print(f"{len(rows)} of {found.leaves} leaves differ")
+        print_table(
+            ("FQN", "WHAT", "A", "B", "MAX ABS DIFFERENCE"),
+            [[r["fqn"], r["what"], r["a"] or "-", r["b"] or "-", _number(r["max_abs_difference"])] for r in rows],
+        )
+    return EXIT_FAILED if rows else EXIT_OK
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

@@ -1,0 +1,278 @@
+"""`asyncckpt.convert`: from any kind of checkpoint to any other, streaming."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from asyncckpt.config import RankInfo
+from asyncckpt.conversion.holding import Holding, listed, settled
+from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
+from asyncckpt.conversion.payloads import Progress, slabs
+from asyncckpt.conversion.pieces import Payload, Target
+from asyncckpt.conversion.proof import prove
+from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
+from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
+from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
+from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, torch_target
+from asyncckpt.conversion.writing import Written, write_file
+from asyncckpt.errors import AsyncCkptError, ConfigError
+from asyncckpt.foreign.kinds import KINDS, read_any
+from asyncckpt.format.names import SaveId
+from asyncckpt.loading.differences import report_differences
+from asyncckpt.loading.fetching import bytes_of, thread_count
+from asyncckpt.loading.saved_objects import SavedObjects
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.selection import key_list
+from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.paths import absolute_path
+from asyncckpt.staging.umask import current_umask
+from asyncckpt.storage.catalog import next_epoch_beside
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.failures import save_failure
+from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
+
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
+"""Endings of files in a Hugging Face directory that hold weights, and so are not copied along."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """What was converted.
+
+    Attributes:
+        kind: Of the source.
+        to: Of the target.
+        tensors, objects: Leaves of each sort; a tied tensor counts under each name.
+        nbytes: Length of the target's files that were streamed.
+        changed: What the target holds in another form, one sentence each, with names.
+        left_out: FQNs that the target cannot hold (`partial=True`).
+        copied: Other files of a Hugging Face directory, copied along.
+    """
+
+    kind: str
+    to: str
+    tensors: int
+    objects: int
+    nbytes: int
+    changed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    copied: tuple[str, ...]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str,
+    keys: str | Iterable[str] | None = None,
+    key_map: KeyMap | None = None,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    partial: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a checkpoint of any kind that is read to any kind that is written.
+
+    The target is written beside its place under a hidden name, read back and compared, and renamed: it is there whole
+    or not at all. Tensors pass in slabs; needs no process group and no worker. Memory: 256 MB, and the largest tensor
+    where its elements are not row-major in the source.
+
+    Args:
+        src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
+        dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its directory must exist.
+        to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
+        keys: FQNs, or prefixes, of the source: only these. None takes everything.
+        key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
+        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; a larger tensor has a file of its
+            own. None: one file; for `hf` 5 GB.
+        overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
+        partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
+        threads: Reading threads; None takes 4.
+        progress: Called with (bytes done, bytes in all); written and compared bytes both count.
+
+    Returns:
+        What was done, and what the target holds in another form.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is at `src`; or the directory of `dst` is not there.
+        CheckpointNotCommittedError: A save of ours was begun at `src` and never committed.
+        CheckpointExistsError: Something is at `dst`, and `overwrite` is False or it is no checkpoint.
+        CorruptCheckpointError: The source is damaged; or the target read back differs.
+        UnsupportedFormatError: The source is of no known kind, or holds something that is not read: named.
+        UnsupportedLeafError: The target cannot hold some leaves, all named; or this torch lacks a dtype.
+        MissingKeysError: `keys` name something that is not there.
+        DuplicateNameError: Two leaves have, or get, one name.
+        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target.
+        ConfigError: An argument that makes no sense.
+        UnsupportedPathError: A URL, or no path at all.
+        OSError: The source cannot be read.
+
+    Blocks: for reading and writing everything.
+    """
+    conversion = _Conversion(absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), progress)
+    _check_arguments(to, max_shard_bytes, conversion.source, conversion.path)
+    return conversion.run(key_list(keys), key_map, max_shard_bytes, partial)
+
+
+def _check_arguments(to: str, max_shard_bytes: int | None, source: str, path: str) -> None:
+    if to not in KINDS:
+        raise ConfigError(f"to={to!r}: expected one of {', '.join(KINDS)}", field="to", value=repr(to))
+    if max_shard_bytes is not None:
+        if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes={max_shard_bytes!r}: a positive integer", field="max_shard_bytes")
+        if to in ("torch", "safetensors"):
+            raise ConfigError(f"to={to!r} is one file: max_shard_bytes is for directories", field="max_shard_bytes")
+    real_source, real_path = os.path.realpath(source), os.path.realpath(path)
+    if os.path.commonpath([real_source, real_path]) in (real_source, real_path):
+        raise ConfigError(f"{path} and the source {source} are the same or inside each other", field="dst")
+
+
+class _Conversion:
+    """One call."""
+
+    def __init__(
+        self, source: str, path: str, to: str, overwrite: bool, threads: int, progress: Progress | None
+    ) -> None:
+        self.source, self.path = source, path
+        self._to, self._overwrite, self._threads = to, overwrite, threads
+        self._progress = progress
+        self._files = Files()
+        self._umask = current_umask()
+        self._done = self._total = 0
+
+    def run(
+        self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
+    ) -> ConversionReport:
+        contents = read_any(self.source, self._files)
+        replace = check_place(self.path, self._files, overwrite=self._overwrite)
+        whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
+        holding = _CHECKS[self._to](whole)
+        self._refuse_pickled(whole, holding)
+        outline = settled(whole, holding, to=self._to, partial=partial)
+        self._report_differences(contents)
+        target = self._target(outline, max_shard_bytes)
+        extras = self._extras(contents)
+        room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
+        check_room(self.path, room, self._files)
+        self._total = 2 * target.nbytes
+        with beside(self.path) as temporary:
+            try:
+                self._write(temporary, target, outline, extras)
+                put_into_place(temporary, self.path, self._files, replace=replace)
+            except AsyncCkptError:
+                raise
+            except OSError as error:
+                raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
+        if self._progress is not None:
+            self._progress(self._total, self._total)
+        kinds = [node[0] for _, node in outline.leaves()]
+        return ConversionReport(
+            kind=contents.source.kind if contents.source is not None else "asyncckpt",
+            to=self._to,
+            tensors=len(kinds) - kinds.count("O"),
+            objects=kinds.count("O"),
+            nbytes=target.nbytes,
+            changed=tuple(holding.changed + self._metadata_lost(contents) + _versions_lost(whole)),
+            left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
+            copied=tuple(extras),
+        )
+
+    def _target(self, outline: Outline, max_shard_bytes: int | None) -> Target:
+        if self._to == "asyncckpt":
+            epoch = next_epoch_beside(self.path, self._files)
+            save_id = SaveId(epoch, 0, secrets.token_hex(6))
+            return asyncckpt_target(outline, save_id, self._files, self._umask, max_shard_bytes)
+        if self._to == "safetensors":
+            return safetensors_target(outline)
+        if self._to == "hf":
+            return hf_target(outline, max_shard_bytes)
+
+        def hoisted(number: int) -> bytes:
+            saved = outline.tensors[number]
+            found = read_tensor(outline.contents, saved, None, self._files, threads=self._threads, verify=True)
+            return bytes_of(found)
+
+        if self._to == "torch":
+            return torch_target(outline, hoisted)
+        return dcp_target(outline, hoisted, max_shard_bytes)
+
+    def _write(self, temporary: str, target: Target, outline: Outline, extras: list[str]) -> None:
+        mode = MODE_FILE & ~self._umask
+        if target.is_directory:
+            self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
+        order = [piece.tensor for file in target.files for piece in file.pieces if isinstance(piece, Payload)]
+        written = Written()
+        found = slabs(outline.contents, outline.tensors, order, self._files, threads=self._threads)
+        try:
+            for file in target.files:
+                path = os.path.join(temporary, file.name) if target.is_directory else temporary
+                write_file(path, file, found, written, self._files, mode, self._step)
+        finally:
+            found.close()
+        for name in extras:
+            self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
+        if target.finish is not None:
+            target.finish(temporary, written.blocks)
+        if target.is_directory:
+            fsync_directory(self._files, temporary)
+        prove(temporary, outline, written.tensors, self._files, self._threads, self._step)
+
+    def _copy(self, source: str, path: str, mode: int) -> None:
+        shutil.copyfile(source, path)
+        os.chmod(path, mode)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    def _step(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
+
+    def _extras(self, contents: Contents) -> list[str]:
+        """Return what belongs to a Hugging Face model beside its weights, such as config.json."""
+        if self._to != "hf" or contents.source is None or contents.source.kind != "hf":
+            return []
+        names = [name for name in self._files.listdir(self.source) if not name.startswith(".")]
+        return sorted(
+            name for name in names if not name.endswith(_WEIGHTS) and os.path.isfile(os.path.join(self.source, name))
+        )
+
+    def _report_differences(self, contents: Contents) -> None:
+        if len(contents.ranks) > 1:
+            saved = SavedTree(contents, RankInfo(0, 1))
+            report_differences(contents, saved, SavedObjects(contents, self._files), self._files, saved.leaves.items())
+
+    def _refuse_pickled(self, outline: Outline, holding: Holding) -> None:
+        """A leaf that was pickled stays a pickle in a checkpoint of ours; no other kind takes it."""
+        if self._to == "asyncckpt":
+            return
+        for fqn, node in outline.leaves():
+            raw = outline.objects[node[1]] if node[0] == "O" else None
+            if isinstance(raw, dict) and raw.get("$") == "pickle":
+                holding.cannot[fqn] = "it was stored as a pickle (allow_pickle=True)"
+
+    def _metadata_lost(self, contents: Contents) -> list[str]:
+        names = sorted(name for name in contents.manifest.metadata if name != "files")
+        if not names or self._to not in ("dcp", "torch"):
+            return []
+        return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+
+
+def _versions_lost(outline: Outline) -> list[str]:
+    if not outline.emptied:
+        return []
+    return [f"the _metadata of {listed(outline.emptied)} is not kept: renaming left nothing there"]
+
+
+_CHECKS: dict[str, Callable[[Outline], Holding]] = {
+    "asyncckpt": check_asyncckpt,
+    "dcp": check_dcp,
+    "torch": check_torch,
+    "safetensors": check_safetensors,
+    "hf": check_safetensors,
+}

@@ -1,0 +1,51 @@
+"""What a target cannot hold: named, so that it is refused or left out because the user says so, never dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncckpt.conversion.outline import Outline, pruned
+from asyncckpt.errors import UnsupportedLeafError
+
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Holding:
+    """What became of the leaves.
+
+    Attributes:
+        cannot: By FQN: why the target cannot hold it.
+        changed: What it holds in another form, one sentence each.
+    """
+
+    cannot: dict[str, str] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+
+def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Outline:
+    """Return what is written: everything, or with `partial` what the target can hold.
+
+    Raises:
+        UnsupportedLeafError: Something cannot be held, and `partial` is False; names all of it.
+    """
+    cannot = dict(holding.cannot)
+    for fqn in outline.away:
+        cannot[fqn] = "it belongs to single ranks (PerRank)"
+    if not cannot:
+        return outline
+    if not partial:
+        lines = [f"{fqn}: {why}" for fqn, why in list(cannot.items())[:_SHOWN]]
+        more = f"\n  and {len(cannot) - _SHOWN} more" if len(cannot) > _SHOWN else ""
+        raise UnsupportedLeafError(
+            f"{outline.contents.path}: {to} cannot hold {len(cannot)} of the leaves; choose others by keys, or leave "
+            "them out by partial=True (--partial):\n  " + "\n  ".join(lines) + more,
+            leaf=next(iter(cannot)),
+        )
+    return pruned(outline, lambda fqn: fqn not in cannot)
+
+
+def listed(names: list[str]) -> str:
+    """Return names for a sentence."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,171 @@
+"""What is converted: the tree of the chosen leaves under their new names, and the tensors that it refers to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncckpt.config import RankInfo
+from asyncckpt.conversion.renaming import renamed
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.loading.saved_objects import SavedObjects
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.selection import Selection, selected
+from asyncckpt.planning.keys import mappings
+from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.files import Files
+
+KeyMap = Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass(slots=True)
+class Outline:
+    """See the module.
+
+    Attributes:
+        contents: The source.
+        tree: Its leaves number `tensors` and `objects`.
+        tensors: By number.
+        names: Of the tensors: the FQN of their first leaf.
+        objects: JSON forms by number.
+        away: FQNs of leaves that belong to single ranks, and are not in the tree.
+        emptied: Names of OrderedDicts with `_metadata` that renaming left without a leaf, so that they are gone.
+    """
+
+    contents: Contents
+    tree: Node
+    tensors: list[SavedTensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    away: list[str] = field(default_factory=list)
+    emptied: list[str] = field(default_factory=list)
+
+    def leaves(self) -> list[tuple[str, Node]]:
+        """Return (FQN, leaf) in order."""
+        return [(fqn_of(path), node) for path, node in leaves(self.tree)]
+
+    def nbytes_of(self, number: int) -> int:
+        """Return the bytes of a tensor's elements."""
+        tensor = self.tensors[number]
+        return math.prod(tensor.global_shape) * DTYPES[tensor.dtype].itemsize
+
+    def aliases(self) -> dict[str, str]:
+        """Return, of every further name of a tensor, the first one."""
+        return {
+            fqn: self.names[node[1]] for fqn, node in self.leaves() if node[0] != "O" and fqn != self.names[node[1]]
+        }
+
+
+def outline_of(
+    contents: Contents, files: Files, *, keys: Iterable[str] | None = None, key_map: KeyMap | None = None
+) -> Outline:
+    """Choose and rename.
+
+    Args:
+        contents: The source.
+        files: The storage seam.
+        keys: FQNs and prefixes; None takes everything.
+        key_map: From the source's FQNs to the target's; names that a mapping lacks stay.
+
+    Raises:
+        MissingKeysError: A key selects nothing.
+        DuplicateNameError: Two leaves get one name.
+        ConfigError: `key_map` makes something else than a name.
+        CorruptCheckpointError, OSError: The objects cannot be read.
+    """
+    saved = SavedTree(contents, RankInfo(0, 1))
+    names = None if keys is None else list(keys)
+    selection = Selection(names)
+    tree = selected(saved.tree, selection) or ("d", ())
+    missing = selection.unused()
+    away_selection = Selection(names)
+    away = [fqn for fqn in saved.away if fqn in away_selection]
+    missing = [key for key in missing if key in away_selection.unused()]
+    if missing:
+        raise MissingKeysError(
+            f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
+        )
+    tree = saved.without_holes(tree)
+    versioned = _versioned(tree)
+    if key_map is not None:
+        tree = renamed(tree, _renamer(key_map), contents.path)
+    outline = _numbered(contents, files, saved, tree, away)
+    outline.emptied = sorted(versioned - _versioned(tree))
+    return outline
+
+
+def _versioned(tree: Node) -> set[str]:
+    """Return the names of the OrderedDicts that have `_metadata`."""
+    return {fqn_of(path) for path, node in mappings(tree) if node[0] == "o" and node[2] is not None}
+
+
+def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
+    """Return the outline with the leaves alone that `keep` wants; numbers stay."""
+    tree = _kept(outline.tree, (), keep) or ("d", ())
+    return replace(outline, tree=tree)
+
+
+def _kept(node: Node, path: tuple[Any, ...], keep: Callable[[str], bool]) -> Node | None:
+    kind = node[0]
+    if kind in ("d", "o"):
+        pairs = [(k, _kept(c, (*path, k), keep)) for k, c in zip(node[1][::2], node[1][1::2], strict=True)]
+        members = tuple(m for k, c in pairs if c is not None for m in (k, c))
+        return (kind, members, *node[2:]) if members or not node[1] else None
+    if kind in ("l", "t"):
+        children = [_kept(child, (*path, n), keep) for n, child in enumerate(node[1])]
+        found = tuple(child for child in children if child is not None)
+        return (kind, found) if found or not node[1] else None
+    return node if keep(fqn_of(path)) else None
+
+
+def _renamer(key_map: KeyMap) -> Callable[[str], str]:
+    if isinstance(key_map, Mapping):
+        table = key_map
+        return lambda fqn: table.get(fqn, fqn)
+    function = key_map
+
+    def rename(fqn: str) -> str:
+        found = function(fqn)
+        if not isinstance(found, str) or not found:
+            raise ConfigError(f"key_map makes {found!r} of {fqn!r}: expected a name", field="key_map")
+        return found
+
+    return rename
+
+
+def _numbered(contents: Contents, files: Files, saved: SavedTree, tree: Node, away: list[str]) -> Outline:
+    """Give tensors and objects of the tree numbers of their own, in the order of its leaves."""
+    outline = Outline(contents, tree, away=away)
+    read = SavedObjects(contents, files)
+    numbers: dict[int, int] = {}
+
+    def number_of(old: int, fqn: str) -> int:
+        if old not in numbers:
+            numbers[old] = len(outline.tensors)
+            outline.tensors.append(saved.tensors[old])
+            outline.names.append(fqn)
+        return numbers[old]
+
+    def object_of(old: int) -> int:
+        rank, number = saved.object_at(old)
+        outline.objects.append(read.raw(rank)[number])
+        return len(outline.objects) - 1
+
+    def walk(node: Node, path: tuple[Any, ...]) -> Node:
+        kind = node[0]
+        if kind in ("d", "o"):
+            pairs = zip(node[1][::2], node[1][1::2], strict=True)
+            members = tuple(m for key, child in pairs for m in (key, walk(child, (*path, key))))
+            if kind == "d":
+                return (kind, members)
+            return (kind, members, None if node[2] is None else object_of(node[2]))
+        if kind in ("l", "t"):
+            return (kind, tuple(walk(child, (*path, n)) for n, child in enumerate(node[1])))
+        return (kind, object_of(node[1]) if kind == "O" else number_of(node[1], fqn_of(path)))
+
+    outline.tree = walk(tree, ())
+    return outline

@@ -1,0 +1,165 @@
+"""A target under a temporary name beside its place, and its way into place: all of it at once, or nothing.
+
+IMPORTANT: everything is flushed before the rename, and the directory after it: a power cut leaves the old or the new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    SaveFailedError,
+    UnsupportedFormatError,
+)
+from asyncckpt.foreign.kinds import kind_at
+from asyncckpt.storage.files import Files, fsync_directory
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_MARGIN_NBYTES = 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_logger = logging.getLogger("asyncckpt.conversion")
+
+
+def check_place(path: str, files: Files, *, overwrite: bool) -> bool:
+    """Return whether something stands at the target that is to be replaced.
+
+    Raises:
+        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint.
+        CheckpointNotFoundError: The target's directory is not there.
+        OSError: It cannot be known.
+    """
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        raise CheckpointNotFoundError(f"{parent}, where {path} would be, is no directory", path=parent)
+    try:
+        found = files.lstat(path)
+    except FileNotFoundError:
+        return False
+    if stat.S_ISDIR(found.st_mode) and not files.listdir(path):
+        return True
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"{path} exists; it was left untouched. Choose another path, or replace it by overwrite=True (--overwrite)",
+            path=path,
+        )
+    if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)) or not _is_checkpoint(path, files):
+        raise CheckpointExistsError(
+            f"{path} is no checkpoint of a kind that asyncckpt knows; it was left untouched", path=path
+        )
+    return True
+
+
+def _is_checkpoint(path: str, files: Files) -> bool:
+    try:
+        kind = kind_at(path, files)
+    except (CheckpointNotFoundError, CheckpointNotCommittedError, UnsupportedFormatError):
+        return False
+    names = files.listdir(path) if os.path.isdir(path) else []
+    return kind != "asyncckpt" or "manifest.json" in names
+
+
+def check_room(path: str, nbytes: int, files: Files) -> None:
+    """Refuse a target that does not fit.
+
+    Raises:
+        SaveFailedError: The file system has less free than `nbytes`.
+        OSError: It cannot be known.
+    """
+    found = files.statvfs(os.path.dirname(path))
+    free = found.f_bavail * found.f_frsize
+    if nbytes + _MARGIN_NBYTES > free:
+        raise SaveFailedError(
+            f"{path} would take {nbytes} bytes, {free} are free there; nothing was written",
+            code="ENOSPC",
+            path=path,
+            detail=f"{nbytes} bytes are wanted, {free} are free",
+        )
+
+
+@contextlib.contextmanager
+def beside(path: str) -> Iterator[str]:
+    """Give a temporary name in the target's directory; whatever stands there at the end is removed."""
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name[:200]}.{secrets.token_hex(6)}.converting")
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+
+
+def put_into_place(temporary: str, path: str, files: Files, *, replace: bool) -> None:
+    """Rename a finished target.
+
+    Args:
+        temporary: It is complete and flushed.
+        path: Where it goes.
+        files: The storage seam.
+        replace: Whether what stands there goes; else nothing may stand there.
+
+    Raises:
+        CheckpointExistsError: Something came to stand there meanwhile.
+        OSError: The rename failed; what stood there is untouched.
+    """
+    parent = os.path.dirname(path)
+    if replace and not _exchange(temporary, path):
+        _replace_by_steps(temporary, path)
+    elif not replace:
+        try:
+            files.rename_noreplace(temporary, path)
+        except OSError as error:
+            if error.errno == errno.EEXIST:
+                raise CheckpointExistsError(
+                    f"{path} came to exist meanwhile; it was left untouched", path=path
+                ) from error
+            if error.errno != errno.EINVAL:
+                raise
+            if os.path.lexists(path):
+                raise CheckpointExistsError(f"{path} came to exist meanwhile", path=path) from error
+            os.rename(temporary, path)
+    fsync_directory(files, parent)
+
+
+def _exchange(temporary: str, path: str) -> bool:
+    """Swap both names in one step; what stood at `path` is at `temporary` then. False where it cannot be done."""
+    old, new = os.fsencode(temporary), os.fsencode(path)
+    if not _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), temporary, None, path)
+
+
+def _replace_by_steps(temporary: str, path: str) -> None:
+    if not os.path.isdir(path):
+        os.replace(temporary, path)
+        return
+    aside = f"{temporary}.old"
+    os.rename(path, aside)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    _remove(aside)
+
+
+def _remove(path: str) -> None:
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
+    except OSError as error:
+        _logger.warning("%s stays behind: %s", path, error)

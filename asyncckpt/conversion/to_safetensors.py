@@ -1,0 +1,128 @@
+"""The targets `safetensors` and `hf`: one file, or a directory with shards of bounded size and their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from asyncckpt.conversion.holding import Holding, listed
+from asyncckpt.conversion.outline import Outline
+from asyncckpt.conversion.pieces import OutputFile, Payload, Target
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import ConfigError
+from asyncckpt.foreign.safetensors_files import INDEX_NAME
+from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up
+from asyncckpt.format.tree import Node, leaves
+
+DEFAULT_SHARD_NBYTES = 5_000_000_000
+"""What `save_pretrained` of Hugging Face's transformers used for years ("5GB")."""
+
+_ALIGNMENT = 64
+
+
+def check_safetensors(outline: Outline) -> Holding:
+    """Say what safetensors files cannot hold of the outline, and what they change."""
+    holding = Holding()
+    for fqn, node in outline.leaves():
+        if node[0] in ("O", "B"):
+            holding.cannot[fqn] = "safetensors files hold tensors only, and this is none"
+        elif DTYPES[outline.tensors[node[1]].dtype].safetensors is None:
+            holding.cannot[fqn] = f"safetensors has no dtype {outline.tensors[node[1]].dtype}"
+        elif fqn == METADATA_KEY:
+            holding.cannot[fqn] = "safetensors keeps this name for itself"
+    kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in ("T", "N")]
+    nested = [path for path, _ in kept if len(path) > 1 or type(path[0]) is not str]
+    if nested:
+        holding.changed.append(f"nesting and keys of {len(nested)} tensors became names with dots")
+    aliases = {fqn: first for fqn, first in outline.aliases().items() if fqn not in holding.cannot}
+    if aliases:
+        pairs = [f"{fqn} (= {first})" for fqn, first in aliases.items()]
+        holding.changed.append(f"tied tensors are stored once for each name: {listed(pairs)}")
+    arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
+    if arrays:
+        holding.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
+    if _has_metadata(outline.tree):
+        holding.changed.append("the _metadata of modules' state dicts, their versions, are not kept")
+    return holding
+
+
+def _has_metadata(node: Node) -> bool:
+    if node[0] == "o" and node[2] is not None:
+        return True
+    children = node[1][1::2] if node[0] in ("d", "o") else node[1] if node[0] in ("l", "t") else ()
+    return any(_has_metadata(child) for child in children)
+
+
+def safetensors_target(outline: Outline) -> Target:
+    """Return the pieces of one safetensors file.
+
+    Raises:
+        ConfigError: Its header would be larger than readers take.
+    """
+    named = [(fqn, node[1]) for fqn, node in outline.leaves()]
+    return Target(files=[_file("", outline, named, _metadata(outline))], is_directory=False)
+
+
+def hf_target(outline: Outline, max_shard_nbytes: int | None) -> Target:
+    """Return the pieces of a directory as Hugging Face's hub has it: `from_pretrained` loads it.
+
+    Args:
+        outline: Tensors only.
+        max_shard_nbytes: Of one file's tensors; a larger tensor has a file of its own. None: 5 GB.
+
+    Raises:
+        ConfigError: A header would be larger than readers take.
+    """
+    limit = max_shard_nbytes or DEFAULT_SHARD_NBYTES
+    shards: list[list[tuple[str, int]]] = [[]]
+    held = total = 0
+    for fqn, node in outline.leaves():
+        nbytes = outline.nbytes_of(node[1])
+        if shards[-1] and held + nbytes > limit:
+            shards.append([])
+            held = 0
+        shards[-1].append((fqn, node[1]))
+        held += nbytes
+        total += nbytes
+    metadata = {"format": "pt", **_metadata(outline)}
+    if len(shards) == 1:
+        return Target(files=[_file("model.safetensors", outline, shards[0], metadata)], is_directory=True)
+    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    weight_map = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn, _ in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    files = [_file(name, outline, shard, metadata) for name, shard in zip(names, shards, strict=True)]
+    text = json.dumps(index, indent=2).encode() + b"\n"
+    return Target(files=[*files, OutputFile(name=INDEX_NAME, pieces=(text,))], is_directory=True)
+
+
+def _metadata(outline: Outline) -> dict[str, str]:
+    """Return what goes into the header: the source's texts; its other metadata as JSON."""
+    found = {k: v for k, v in outline.contents.manifest.metadata.items() if k != "files"}
+    if not found or all(isinstance(value, str) for value in found.values()):
+        return found
+    return {"asyncckpt_metadata": json.dumps(found)}
+
+
+def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadata: dict[str, str]) -> OutputFile:
+    """Return a file: the widest dtype first, so that every tensor is aligned."""
+    ordered = sorted(named, key=lambda pair: -DTYPES[outline.tensors[pair[1]].dtype].itemsize)
+    header: dict[str, object] = {METADATA_KEY: metadata} if metadata else {}
+    at, payloads = 0, []
+    for fqn, number in ordered:
+        tensor, nbytes = outline.tensors[number], outline.nbytes_of(number)
+        header[fqn] = {
+            "dtype": DTYPES[tensor.dtype].safetensors,
+            "shape": tensor.global_shape,
+            "data_offsets": [at, at + nbytes],
+        }
+        payloads.append(Payload(number, nbytes))
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = round_up(8 + len(text), _ALIGNMENT) - 8
+    if length > MAX_HEADER_NBYTES:
+        raise ConfigError(
+            f"the names of {len(named)} tensors take {length} bytes, more than safetensors takes; "
+            "use to='hf' with max_shard_bytes",
+            field="to",
+        )
+    return OutputFile(name=name, pieces=(length.to_bytes(8, "little") + text.ljust(length), *payloads))

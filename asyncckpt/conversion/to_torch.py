@@ -1,0 +1,202 @@
+"""The targets `torch` and `dcp`: archives that `torch.load(weights_only=True)` and stock `dcp.load` read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncckpt.conversion.archive import Archive, torch_archive
+from asyncckpt.conversion.holding import Holding, listed
+from asyncckpt.conversion.outline import Outline
+from asyncckpt.conversion.pickle_image import Call, NotPickledError, PickleImage
+from asyncckpt.conversion.pieces import OutputFile, Payload, Target
+from asyncckpt.foreign.dcp_directory import METADATA_NAME
+from asyncckpt.foreign.unpickling import Record
+from asyncckpt.format.objects import Opaque
+from asyncckpt.format.tree import Node, Path, fqn_of
+
+Hoisted = Callable[[int], bytes]
+_METADATA = "torch.distributed.checkpoint.metadata"
+_VERSION = "1.0.0"
+"""Of DCP's metadata: torch 2.13, `distributed/checkpoint/_version.py` and the planner that writes it."""
+
+
+def check_torch(outline: Outline) -> Holding:
+    """Say what a file that `torch.load(weights_only=True)` reads cannot hold of the outline, and what it changes."""
+    holding = Holding()
+    for fqn, node in outline.leaves():
+        if node[0] == "O":
+            try:
+                PickleImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(node)
+            except NotPickledError as error:
+                holding.cannot[fqn] = f"torch.load(weights_only=True) does not read {error}"
+    arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
+    if arrays:
+        holding.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
+    return holding
+
+
+def check_dcp(outline: Outline) -> Holding:
+    """The same of a DCP directory, which flattens as `torch.distributed.checkpoint` does."""
+    holding = check_torch(outline)
+    for fqn, why in holding.cannot.items():
+        holding.cannot[fqn] = why.replace("torch.load(weights_only=True) does not read", "no item holds")
+    numbers, ordered, empty = set(), set(), set()
+    for path, node in _mappings(outline.tree, ()):
+        name = fqn_of(path) or "the top level"
+        if any(type(key) is not str for key in node[1][::2]):
+            numbers.add(name)
+        if node[0] == "o":
+            ordered.add(name)
+        if not node[1]:
+            empty.add(name)
+    holding.changed += [f"keys that are numbers became texts in: {listed(sorted(numbers))}"] if numbers else []
+    holding.changed += [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
+    holding.changed += [f"empty dicts are not kept: {listed(sorted(empty))}"] if empty else []
+    return holding
+
+
+def _mappings(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    if node[0] in ("d", "o"):
+        yield path, node
+        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+            yield from _mappings(child, (*path, key))
+    elif node[0] in ("l", "t"):
+        for n, child in enumerate(node[1]):
+            yield from _mappings(child, (*path, n))
+
+
+def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:
+    return lambda number: (outline.tensors[number].dtype, outline.tensors[number].global_shape)
+
+
+def _archive(outline: Outline, node: Node, hoisted: Hoisted, start: int = 0, first_piece: int = 0) -> Archive:
+    image = PickleImage(_shape_of(outline), outline.objects, hoisted)
+    pickle = image.of_node(node)
+    payloads = [Payload(number, outline.nbytes_of(number)) for number in image.storages]
+    return torch_archive(pickle, payloads, start=start, first_piece=first_piece)
+
+
+def torch_target(outline: Outline, hoisted: Hoisted) -> Target:
+    """Return the pieces of one file as `torch.save` writes it."""
+    archive = _archive(outline, outline.tree, hoisted)
+    file = OutputFile(name="", pieces=tuple(archive.pieces), crc_at=tuple(archive.crc_at))
+    return Target(files=[file], is_directory=False)
+
+
+def dcp_target(outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None) -> Target:
+    """Return the pieces of a DCP directory: items in one file, or several of bounded size; the metadata last.
+
+    Tied tensors share their item. Names are those that stock `dcp.load` looks for.
+    """
+    items = _Items(outline, hoisted, max_shard_nbytes)
+    for path, node in _flattened(outline.tree):
+        items.add(path, node)
+    return Target(files=[*items.files(), items.metadata()], is_directory=True)
+
+
+def _flattened(tree: Node) -> Iterator[tuple[Path, Node]]:
+    """Yield what DCP has as items; source: torch 2.13 `distributed/checkpoint/_traverse.py`, `traverse_state_dict`."""
+
+    def visit(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+        if node[0] in ("d", "o"):
+            for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+                yield from visit(child, (*path, str(key)))
+        elif node[0] == "l" and not _is_terminal(node):
+            for n, child in enumerate(node[1]):
+                yield from visit(child, (*path, n))
+        else:
+            yield path, node
+
+    yield from visit(tree, ())
+
+
+def _is_terminal(node: Node) -> bool:
+    return not any(
+        child[0] in ("d", "o", "T", "N") or (child[0] == "l" and not _is_terminal(child)) for child in node[1]
+    )
+
+
+class _Items:
+    """The items of a DCP directory while they are placed."""
+
+    def __init__(self, outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None) -> None:
+        self._outline, self._hoisted, self._limit = outline, hoisted, max_shard_nbytes
+        self._files: list[tuple[list[bytes | Payload], list[tuple[int, int]]]] = []
+        self._length = 0
+        self._places: dict[int, tuple[str, int, int]] = {}
+        self._entries: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._storage: dict[Any, Any] = {}
+
+    def add(self, path: Path, node: Node) -> None:
+        fqn = fqn_of(path)
+        self._paths[fqn] = path
+        if node[0] not in ("T", "N"):
+            self._entries[fqn] = Record(f"{_METADATA}.BytesStorageMetadata")
+            self._stored(fqn, None, self._place(node))
+            return
+        tensor, number = self._outline.tensors[node[1]], node[1]
+        shape = Opaque("torch.Size", list(tensor.global_shape))
+        start = Opaque("torch.Size", [0] * len(tensor.global_shape))
+        chunk = Record(f"{_METADATA}.ChunkStorageMetadata", {"offsets": start, "sizes": shape})
+        properties = (
+            Opaque("torch.dtype", tensor.dtype),
+            Call("torch.serialization._get_layout", ("torch.strided",)),
+            False,
+            Call(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,)),
+            False,
+        )
+        state = {
+            "properties": Record(f"{_METADATA}.TensorProperties", properties),
+            "size": shape,
+            "chunks": [chunk],
+        }
+        self._entries[fqn] = Record(f"{_METADATA}.TensorStorageMetadata", state)
+        if number not in self._places:
+            self._places[number] = self._place(node)
+        self._stored(fqn, start, self._places[number])
+
+    def _place(self, node: Node) -> tuple[str, int, int]:
+        """Append an item; return (file, offset, length)."""
+        if not self._files or (self._limit and self._length and self._length + self._size(node) > self._limit):
+            self._files.append(([], []))
+            self._length = 0
+        pieces, crc_at = self._files[-1]
+        archive = _archive(self._outline, node, self._hoisted, self._length, len(pieces))
+        pieces += archive.pieces
+        crc_at += archive.crc_at
+        place = (_name(len(self._files) - 1), self._length, archive.nbytes)
+        self._length += archive.nbytes
+        return place
+
+    def _size(self, node: Node) -> int:
+        return self._outline.nbytes_of(node[1]) if node[0] in ("T", "N") else 0
+
+    def _stored(self, fqn: str, offset: Opaque | None, place: tuple[str, int, int]) -> None:
+        index = Record(
+            f"{_METADATA}.MetadataIndex", {"fqn": fqn, "offset": offset, "index": None if offset is None else 0}
+        )
+        info = {"relative_path": place[0], "offset": place[1], "length": place[2]}
+        self._storage[index] = Record("torch.distributed.checkpoint.filesystem._StorageInfo", info)
+
+    def files(self) -> list[OutputFile]:
+        return [
+            OutputFile(name=_name(n), pieces=tuple(pieces), crc_at=tuple(crc_at))
+            for n, (pieces, crc_at) in enumerate(self._files)
+        ]
+
+    def metadata(self) -> OutputFile:
+        state = {
+            "state_dict_metadata": self._entries,
+            "planner_data": self._paths,
+            "storage_data": self._storage,
+            "storage_meta": None,
+            "version": _VERSION,
+        }
+        image = PickleImage(_shape_of(self._outline), (), self._hoisted)
+        return OutputFile(name=METADATA_NAME, pieces=(image.of_value(Record(f"{_METADATA}.Metadata", state)),))
+
+
+def _name(number: int) -> str:
+    return f"__0_{number}.distcp"

@@ -1,0 +1,174 @@
+"""Directories of `torch.distributed.checkpoint`: a pickled `.metadata`, and files of items that `torch.save` wrote.
+
+Where the elements lie inside an item is found when they are read: its directory at the end, its pickle at the start.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import AsyncCkptError
+from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.growth import Growth
+from asyncckpt.foreign.nesting import nested
+from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.torch_file import TorchArchive, place_of
+from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
+from asyncckpt.foreign.unpickling import MAX_NBYTES, Record, UnpicklingError, unpickle_data
+from asyncckpt.format.structure import Chunk
+from asyncckpt.format.tree import Node, Path
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import Files, opened, read_small_file
+from asyncckpt.storage.source import Inline, Located, Strided
+
+METADATA_NAME = ".metadata"
+Item = tuple[int, int, int]
+"""(part, offset, length) of what one `torch.save` wrote."""
+
+
+def read_dcp_directory(path: str, files: Files) -> Contents:
+    """Read the structure of a DCP directory, and its leaves that are no tensors.
+
+    Raises:
+        CorruptCheckpointError: Damaged.
+        UnsupportedFormatError: It holds something that is not read, or was written through a transform.
+        DuplicateNameError: Two leaves have one name.
+        OSError: It cannot be read.
+    """
+    return _Directory(path, files).contents()
+
+
+class _Directory:
+    def __init__(self, path: str, files: Files) -> None:
+        self._path, self._files = path, files
+        self._assembly = Assembly("dcp", path, path, files)
+        self._tied: dict[Any, Node] = {}
+        self._growth = Growth(self._assembly)
+        self._items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+
+    def contents(self) -> Contents:
+        """Return the whole."""
+        assembly = self._assembly
+        try:
+            data = read_small_file(self._files, os.path.join(self._path, METADATA_NAME), MAX_NBYTES)
+            metadata, _ = unpickle_data(data, KNOWN)
+            if not isinstance(metadata, Record) or metadata.kind != "Metadata":
+                raise ValueError("it holds no Metadata")
+            entries = metadata.get("state_dict_metadata")
+            storage = metadata.get("storage_data")
+            if not isinstance(entries, dict) or not isinstance(storage, dict):
+                raise ValueError("it lacks the list of its items")
+            self._read_storage(storage)
+            paths = _paths(metadata.get("planner_data"), entries)
+            leaves = [(paths[fqn], self._leaf(fqn, paths[fqn], entry)) for fqn, entry in entries.items()]
+            tree = nested(leaves)
+        except ValueError as error:
+            if isinstance(error, AsyncCkptError):
+                raise
+            raise assembly.refused(error, METADATA_NAME) from error
+        return assembly.contents(tree, "torch.distributed.checkpoint")
+
+    def _read_storage(self, storage: dict[Any, Any]) -> None:
+        archives: dict[tuple[str, int, int], None] = {}
+        for index, info in storage.items():
+            if not isinstance(index, Record) or not isinstance(info, Record) or info.kind != "_StorageInfo":
+                raise ValueError("an item's place is no place in a file")
+            name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+            if type(name) is not str or any(type(n) is not int or n < 0 for n in (offset, length)):
+                raise ValueError("an item's place is no place in a file")
+            if info.get("transform_descriptors"):
+                raise self._assembly.unsupported(
+                    f"item {index.get('fqn')!r} went through {info.get('transform_descriptors')}: not supported"
+                )
+            part = self._assembly.file(name)
+            if offset + length > self._assembly.shards[part].nbytes:
+                raise self._assembly.corrupt("it was cut short", file=name, fqn=str(index.get("fqn")))
+            at = index.get("offset")
+            archives[name, offset, length] = None
+            self._items[str(index.get("fqn")), None if at is None else size_of(at)] = (part, offset, length)
+        self._assembly.source.archives += archives
+
+    def _leaf(self, fqn: str, path: Path, entry: Any) -> Node:
+        kind = entry.kind if isinstance(entry, Record) else ""
+        if kind == "BytesStorageMetadata":
+            item = self._items.get((fqn, None))
+            if item is None:
+                raise self._assembly.corrupt(f"leaf {fqn!r} lies in no file", fqn=fqn)
+            return self._object(path, item)
+        if kind != "TensorStorageMetadata":
+            raise ValueError(f"leaf {str(fqn)[:80]!r} is neither tensor nor bytes")
+        properties, chunks = entry.get("properties"), entry.get("chunks")
+        if not isinstance(properties, Record) or not isinstance(chunks, list):
+            raise ValueError(f"tensor {fqn!r} lacks its properties")
+        dtype = dtype_of(properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype"))
+        size = size_of(entry.get("size"))
+        boxes = {(size_of(c.get("offsets")), size_of(c.get("sizes"))) for c in chunks if isinstance(c, Record)}
+        items = tuple((self._items.get((fqn, box[0])) or self._items.get((fqn, None)), box) for box in sorted(boxes))
+        key = (dtype, size, items)
+        if items and key in self._tied:
+            return self._tied[key]
+        found = [self._chunk(fqn, dtype, offsets, sizes) for offsets, sizes in sorted(boxes)]
+        self._tied[key] = self._assembly.tensor(fqn, dtype, size, found)
+        return self._tied[key]
+
+    def _chunk(self, fqn: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+        item = self._items.get((fqn, offsets)) or self._items.get((fqn, None))
+        if item is None:
+            raise self._assembly.corrupt(f"a chunk of tensor {fqn!r} at {list(offsets)} lies in no file", fqn=fqn)
+        nbytes = math.prod(sizes) * DTYPES[dtype].itemsize
+        part = self._assembly.place(item[0], nbytes, self._finder(fqn, item, dtype, sizes))
+        return Chunk(part=part, offset_bytes=0, nbytes=nbytes, offsets=offsets, sizes=sizes)
+
+    def _finder(
+        self, fqn: str, item: Item, dtype: str, sizes: tuple[int, ...]
+    ) -> Callable[[Files], Located | Strided | Inline]:
+        assembly = self._assembly
+        part, offset, length = item
+        name = assembly.shards[part].name
+
+        def find(files: Files) -> Located | Strided | Inline:
+            try:
+                with opened(files, os.path.join(assembly.source.directory, name), os.O_RDONLY) as fd:
+                    archive = TorchArchive(read_exactly(files, fd, length, offset), length)
+                    value = archive.value()
+                    if type(value) is not TensorRef or (value.dtype, value.size) != (dtype, sizes):
+                        raise ValueError(f"the item holds something else than {dtype}{list(sizes)}")
+                    place = place_of(value, part, offset + archive.storage(value.storage))
+            except ValueError as error:
+                raise assembly.refused(UnpicklingError(f"tensor {fqn!r}: {error}"), name) from error
+            return place if isinstance(place, Strided) else Located(*place)
+
+        return find
+
+    def _object(self, path: Path, item: Item) -> Node:
+        part, offset, length = item
+        name = self._assembly.shards[part].name
+        with opened(self._files, os.path.join(self._path, name), os.O_RDONLY) as fd:
+            try:
+                archive = TorchArchive(read_exactly(self._files, fd, length, offset), length)
+                value = archive.value()
+            except ValueError as error:
+                raise self._assembly.refused(error, name) from error
+
+            def locate(ref: TensorRef) -> tuple[int, int] | Strided:
+                return place_of(ref, part, offset + archive.storage(ref.storage))
+
+            return self._growth.node_of(value, path, locate)
+
+
+def _paths(planner_data: Any, entries: dict[Any, Any]) -> dict[str, Path]:
+    """Return where each leaf stands in the nesting; without planner data its name is a key of a flat dict."""
+    given = planner_data if isinstance(planner_data, dict) else {}
+    found: dict[str, Path] = {}
+    for fqn in entries:
+        path = given.get(fqn, (fqn,))
+        if type(fqn) is not str or type(path) is not tuple or not path:
+            raise ValueError(f"leaf {str(fqn)[:80]!r} has no path")
+        if any(type(key) not in (str, int) for key in path):
+            raise ValueError(f"leaf {fqn[:80]!r} has a path of other keys than texts and numbers")
+        found[fqn] = path
+    return found

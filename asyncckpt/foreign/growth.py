@@ -1,0 +1,148 @@
+"""From a value that was unpickled to a tree of leaves: its tensors and objects are added to an `Assembly`."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.torch_globals import TensorRef, dtype_text, size_of
+from asyncckpt.foreign.unpickling import Record, UnpicklingError
+from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
+from asyncckpt.format.structure import MAX_TENSORS, Chunk
+from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
+from asyncckpt.storage.source import Inline, Strided
+
+Locate = Callable[[TensorRef], "tuple[int, int] | Strided"]
+"""Says where a tensor lies: (part, offset), or strided in a part."""
+
+_NUMPY = {
+    **{"|b1": "bool", "|u1": "uint8", "|i1": "int8", "<u2": "uint16", "<i2": "int16", "<u4": "uint32", "<i4": "int32"},
+    **{"<u8": "uint64", "<i8": "int64", "<f2": "float16", "<f4": "float32", "<f8": "float64", "<c8": "complex64"},
+    "<c16": "complex128",
+}
+
+
+_SCALARS = frozenset({int, float, bool, str, type(None), complex})
+
+
+class Growth:
+    """The values of one checkpoint.
+
+    Args:
+        assembly: Takes the leaves.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self._by_ref: dict[Any, int] = {}
+        self._n_nodes = 0
+
+    def node_of(self, value: Any, path: Path, locate: Locate) -> Node:
+        """Add everything in a value that was unpickled.
+
+        Args:
+            value: Of the kinds that `torch_globals` makes.
+            path: Where it stands.
+            locate: As it says.
+
+        Raises:
+            UnsupportedFormatError: Something that cannot be read; names the leaf.
+            CorruptCheckpointError: A tensor lies outside of its file.
+        """
+        self._count(path)
+        if len(path) > MAX_DEPTH - 2:
+            raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
+        kind = type(value)
+        if kind is TensorRef:
+            return self._tensor_of(value, path, locate)
+        if kind in (dict, OrderedDict) and all(
+            type(key) is int or (type(key) is str and len(key) <= MAX_KEY_CHARS) for key in value
+        ):
+            members = tuple(m for key, child in value.items() for m in (key, self.node_of(child, (*path, key), locate)))
+            if kind is dict:
+                return ("d", members)
+            metadata = getattr(value, "_metadata", None)
+            at = None if metadata is None else self._object(metadata, (*path, "_metadata"))[1]
+            return ("o", members, at)
+        if kind in (list, tuple) and not self._is_flat(value, path):
+            children = tuple(self.node_of(child, (*path, n), locate) for n, child in enumerate(value))
+            return ("l" if kind is list else "t", children)
+        if kind is Record and value.kind == "numpy.ndarray":
+            return self._array(value, path)
+        return self._object(value, path)
+
+    def _object(self, value: Any, path: Path) -> Node:
+        """Add a leaf that is no tensor.
+
+        Raises:
+            UnsupportedFormatError: Of a type that cannot be read.
+        """
+        try:
+            raw = encode_value(
+                self._plain(value, path), lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None
+            )
+        except UnknownTypeError as error:
+            kind = error.value.kind if isinstance(error.value, Record) else type(error.value).__name__
+            if isinstance(error.value, TensorRef):
+                kind = "tensor inside a container that is no dict, list or tuple"
+            raise self._assembly.unsupported(
+                f"leaf {fqn_of(path)!r} holds a {kind}, which cannot be read", kind
+            ) from error
+        self._assembly.source.objects.append(raw)
+        return ("O", len(self._assembly.source.objects) - 1)
+
+    def _count(self, path: Path) -> None:
+        """A pickle may name one list many times over, and so grow without end."""
+        self._n_nodes += 1
+        if self._n_nodes > MAX_TENSORS:
+            raise self._assembly.unsupported(f"more than {MAX_TENSORS} values, at {fqn_of(path)[:200]!r}")
+
+    def _is_flat(self, value: Any, path: Path, depth: int = 0) -> bool:
+        """Whether a list or tuple holds scalars only, or flat ones of them: one leaf, as in a checkpoint of ours."""
+        self._count(path)
+        return depth <= MAX_DEPTH // 2 and all(
+            type(v) in _SCALARS
+            or (type(v) in (list, tuple) and self._is_flat(v, path, depth + 1))
+            or (type(v) is Opaque and v.tag == "numpy.scalar")
+            for v in value
+        )
+
+    def _plain(self, value: Any, path: Path, depth: int = 0) -> Any:
+        """Return an object leaf with plain dicts in place of OrderedDicts; counts what is in it."""
+        self._count(path)
+        kind = type(value)
+        if depth > MAX_DEPTH:
+            raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
+        if kind in (dict, OrderedDict):
+            pairs = value.items()
+            return {self._plain(k, path, depth + 1): self._plain(v, path, depth + 1) for k, v in pairs}
+        if kind in (list, tuple, set, frozenset):
+            return kind(self._plain(member, path, depth + 1) for member in value)
+        return value
+
+    def _tensor_of(self, ref: TensorRef, path: Path, locate: Locate) -> Node:
+        place = locate(ref)
+        key = (place, ref.dtype, ref.size)
+        if key not in self._by_ref:
+            nbytes = math.prod(ref.size) * DTYPES[ref.dtype].itemsize
+            part, offset = (self._assembly.place(place.part, nbytes, place), 0) if isinstance(place, Strided) else place
+            chunk = Chunk(part=part, offset_bytes=offset, nbytes=nbytes, offsets=(0,) * len(ref.size), sizes=ref.size)
+            self._by_ref[key] = self._assembly.tensor(fqn_of(path), ref.dtype, ref.size, [chunk])[1]
+        return ("T", self._by_ref[key])
+
+    def _array(self, array: Record, path: Path) -> Node:
+        """Add a numpy array: (version, shape, dtype, whether by columns, bytes)."""
+        try:
+            _, shape, dtype, by_columns, data = array.state
+            name, sizes = _NUMPY.get(dtype_text(dtype)), size_of(shape)
+            if name is None or type(data) is not bytes or (by_columns and len(sizes) > 1):
+                raise UnpicklingError("an array of objects, of texts, or stored by columns")
+        except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
+            raise self._assembly.unsupported(f"array {fqn_of(path)!r}: {error}", "numpy.ndarray") from error
+        part = self._assembly.place(-1, len(data), Inline(data))
+        chunk = Chunk(part=part, offset_bytes=0, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
+        return ("N", self._assembly.tensor(fqn_of(path), name, sizes, [chunk])[1])

@@ -1,0 +1,88 @@
+"""What is at a path, by looking at it: a checkpoint of ours, or of whom else; and its contents whichever it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from asyncckpt.foreign.dcp_directory import METADATA_NAME, read_dcp_directory
+from asyncckpt.foreign.safetensors_files import index_names, read_hf_directory, read_safetensors_file
+from asyncckpt.foreign.safetensors_header import is_safetensors
+from asyncckpt.foreign.torch_file import LEGACY_MAGIC, ZIP_MAGIC, read_torch_file
+from asyncckpt.format.names import MANIFEST_NAME, owner_of
+from asyncckpt.storage.contents import Contents, read_contents
+from asyncckpt.storage.files import Files, opened
+
+OURS = "asyncckpt"
+KINDS = (OURS, "dcp", "torch", "safetensors", "hf")
+
+
+def kind_at(path: str, files: Files) -> str:
+    """Return the kind of what is at `path`, one of `KINDS`; ours where nothing says otherwise.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        UnsupportedFormatError: A file of no kind that is read.
+        OSError: It cannot be read.
+    """
+    try:
+        found = files.stat(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"there is no checkpoint at {path}: nothing is there", path=path) from error
+    if stat.S_ISDIR(found.st_mode):
+        return _directory_kind(path, files)
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsupportedFormatError(f"{path} is neither a file nor a directory", path=path)
+    with opened(files, path, os.O_RDONLY) as fd:
+        start = bytearray(16)
+        count = files.preadv(fd, [start], 0)
+    head = bytes(start[:count])
+    if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)):
+        return "torch"
+    if is_safetensors(head, found.st_size):
+        return "safetensors"
+    raise UnsupportedFormatError(
+        f"{path} is neither a file of torch.save nor a safetensors file; a checkpoint of ours is a directory", path=path
+    )
+
+
+def _directory_kind(path: str, files: Files) -> str:
+    with contextlib.suppress(OSError):
+        files.lstat(os.path.join(path, MANIFEST_NAME))
+        return OURS
+    try:
+        names = files.listdir(path)
+    except PermissionError:  # one that may be searched and not listed; whoever reads the manifest says the rest
+        return OURS
+    if any(owner_of(name) for name in names):
+        return OURS
+    if METADATA_NAME in names:
+        return "dcp"
+    if index_names(names) or any(name.endswith(".safetensors") for name in names):
+        return "hf"
+    return OURS
+
+
+def read_any(path: str, files: Files) -> Contents:
+    """Read everything about the checkpoint at `path` but its data, whatever kind it is.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotCommittedError: A save of ours was begun there and never committed.
+        CorruptCheckpointError: Damaged.
+        UnsupportedFormatError: Of a newer version, of no known kind, or holding something that is not read.
+        DuplicateNameError: Two of its leaves have one name.
+        OSError: It cannot be read.
+    """
+    kind = kind_at(path, files)
+    if kind == "torch":
+        return read_torch_file(path, files)
+    if kind == "safetensors":
+        return read_safetensors_file(path, files)
+    if kind == "dcp":
+        return read_dcp_directory(path, files)
+    if kind == "hf":
+        return read_hf_directory(path, files.listdir(path), files)
+    return read_contents(path, files)

@@ -1,0 +1,151 @@
+"""One safetensors file, or a directory of them as Hugging Face's hub has it: sharded, and DCP's shards with offsets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.safetensors_header import HeaderEntry, read_header
+from asyncckpt.format.structure import Chunk
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import Files, opened, read_small_file
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_INDEX_NBYTES = 256 << 20
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def read_safetensors_file(path: str, files: Files) -> Contents:
+    """Read the structure of a safetensors file: its names become a flat dict.
+
+    Raises:
+        CorruptCheckpointError: Damaged.
+        OSError: It cannot be read.
+    """
+    directory, name = os.path.split(path)
+    assembly = Assembly("safetensors", path, directory, files)
+    entries, metadata = _header(assembly, name, files)
+    assembly.source.metadata.update(metadata)
+    return _assembled(assembly, [(name, entry) for entry in entries], {}, "safetensors")
+
+
+def index_names(names: Iterable[str]) -> list[str]:
+    """Return which of a directory's names are indexes of sharded safetensors files."""
+    return sorted(name for name in names if name.endswith(".safetensors.index.json"))
+
+
+def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents:
+    """Read the structure of a directory of safetensors files.
+
+    Args:
+        path: The directory.
+        names: Of the files in it.
+        files: The storage seam.
+
+    Raises:
+        CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files have a tensor.
+        OSError: It cannot be read.
+    """
+    assembly = Assembly("hf", path, path, files)
+    indexes = index_names(names)
+    chosen = INDEX_NAME if INDEX_NAME in indexes else indexes[0] if len(indexes) == 1 else None
+    if chosen is None and indexes:
+        raise assembly.unsupported(f"it holds several models: {', '.join(indexes)}; name one file")
+    expected = _weight_map(assembly, chosen, files) if chosen else None
+    shards = sorted(set(expected.values())) if expected is not None else sorted(_weights(names))
+    found: list[tuple[str, HeaderEntry]] = []
+    sharding: dict[tuple[str, str], list[int]] = {}
+    for shard in shards:
+        entries, metadata = _header(assembly, shard, files)
+        found += [(shard, entry) for entry in entries if expected is None or expected.get(entry.name) == shard]
+        sharding |= {(shard, name): offsets for name, offsets in _offsets(assembly, shard, metadata).items()}
+    if expected is not None:
+        missing = set(expected) - {entry.name for _, entry in found}
+        if missing:
+            name = min(missing)
+            raise assembly.corrupt(f"{expected[name]} lacks tensor {name!r}, which the index promises", chosen or "")
+    assembly.source.metadata["files"] = shards
+    return _assembled(assembly, found, sharding, "safetensors, as Hugging Face has it")
+
+
+def _weights(names: Iterable[str]) -> list[str]:
+    """Without an index: the files of one model. A consolidated copy beside its shards is left out."""
+    found = [name for name in names if name.endswith(".safetensors")]
+    return ["model.safetensors"] if "model.safetensors" in found else found
+
+
+def _weight_map(assembly: Assembly, name: str, files: Files) -> dict[str, str]:
+    path = os.path.join(assembly.source.directory, name)
+    try:
+        raw = json.loads(read_small_file(files, os.path.realpath(path), MAX_INDEX_NBYTES))
+        found = raw["weight_map"]
+        if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
+            raise ValueError("weight_map is no map from names to files")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise assembly.corrupt(f"the index cannot be read: {error!r}", file=name) from error
+    return found
+
+
+def _header(assembly: Assembly, name: str, files: Files) -> tuple[list[HeaderEntry], dict[str, Any]]:
+    part = assembly.file(name)
+    nbytes = assembly.shards[part].nbytes
+    with opened(files, os.path.join(assembly.source.directory, name), os.O_RDONLY) as fd:
+        try:
+            return read_header(read_exactly(files, fd, nbytes), nbytes)
+        except ValueError as error:
+            raise assembly.corrupt(f"no sound safetensors file: {error}", file=name) from error
+
+
+def _offsets(assembly: Assembly, shard: str, metadata: dict[str, Any]) -> dict[str, list[int]]:
+    """Return where each tensor of a shard of DCP's begins in the global one."""
+    if _SHARDING not in metadata:
+        return {}
+    try:
+        raw = json.loads(metadata[_SHARDING])
+        found = {name: entry["saved_offsets"] for name, entry in raw.items()}
+        if any(type(n) is not int or n < 0 for offsets in found.values() for n in offsets):
+            raise ValueError("offsets that are no numbers")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise assembly.corrupt(f"{_SHARDING} cannot be read: {error!r}", file=shard) from error
+    return found
+
+
+def _assembled(
+    assembly: Assembly,
+    found: list[tuple[str, HeaderEntry]],
+    sharding: dict[tuple[str, str], list[int]],
+    writer: str,
+) -> Contents:
+    by_name: dict[str, list[tuple[str, HeaderEntry]]] = {}
+    for shard, entry in found:
+        by_name.setdefault(entry.name, []).append((shard, entry))
+    members: list[Any] = []
+    for name, parts in by_name.items():
+        chunks, dtype = [], parts[0][1].dtype
+        if len(parts) > 1 and any((shard, name) not in sharding for shard, _ in parts):
+            raise _twice(assembly, name, [shard for shard, _ in parts])
+        for shard, entry in parts:
+            offsets = tuple(sharding.get((shard, name)) or (0,) * len(entry.shape))
+            if len(offsets) != len(entry.shape) or entry.dtype != dtype:
+                raise assembly.corrupt(f"the shards of tensor {name!r} do not fit together", file=shard, fqn=name)
+            chunks.append(
+                Chunk(
+                    part=assembly.file(shard),
+                    offset_bytes=entry.offset,
+                    nbytes=entry.nbytes,
+                    offsets=offsets,
+                    sizes=entry.shape,
+                )
+            )
+        shape = tuple(max(c.offsets[d] + c.sizes[d] for c in chunks) for d in range(len(chunks[0].sizes)))
+        members += (name, assembly.tensor(name, dtype, shape, chunks))
+    return assembly.contents(("d", tuple(members)), writer)
+
+
+def _twice(assembly: Assembly, name: str, shards: list[str]) -> CorruptCheckpointError:
+    return assembly.corrupt(f"tensor {name!r} is in {' and '.join(shards[:4])}", fqn=name)

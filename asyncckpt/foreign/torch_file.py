@@ -1,0 +1,182 @@
+"""Files of `torch.save`: zip archives, and the stream of pickles that torch wrote before version 1.6."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import AsyncCkptError
+from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.growth import Growth
+from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
+from asyncckpt.foreign.unpickling import MAX_NBYTES, UnpicklingError, unpickle_data
+from asyncckpt.foreign.zip_directory import ReadAt, ZipEntry, data_offset, read_directory
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import Files, opened
+from asyncckpt.storage.source import Strided
+
+ZIP_MAGIC = b"PK\x03\x04"
+LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+"""A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`."""
+
+_LEGACY_PROTOCOL = 1001
+_LEGACY_WINDOW_NBYTES = 4 << 20
+
+
+class TorchArchive:
+    """One zip archive of `torch.save`, anywhere in a file.
+
+    Args:
+        read_at: Reads from the archive.
+        nbytes: Its length.
+
+    Raises:
+        ValueError: No such archive, or damaged.
+    """
+
+    def __init__(self, read_at: ReadAt, nbytes: int) -> None:
+        self._read_at = read_at
+        self.entries = read_directory(read_at, nbytes)
+        pickles = [name for name in self.entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise ValueError("a zip archive that torch.save did not write: it holds no data.pkl")
+        self.prefix = pickles[0].removesuffix("data.pkl")
+        if f"{self.prefix}constants.pkl" in self.entries:
+            raise UnpicklingError("a TorchScript archive, which is code", "torch.jit")
+        order = self.entries.get(f"{self.prefix}byteorder")
+        if order is not None and self.bytes_of(order) != b"little":
+            raise ValueError("it was written on a big-endian machine")
+
+    def bytes_of(self, entry: ZipEntry) -> bytes:
+        """Return the bytes of a small entry."""
+        if entry.nbytes > MAX_NBYTES:
+            raise ValueError(f"entry {entry.name!r} has {entry.nbytes} bytes")
+        return self._read_at(data_offset(self._read_at, entry), entry.nbytes)
+
+    def value(self) -> Any:
+        """Return what was saved, with `TensorRef`s in place of tensors."""
+        data = self.bytes_of(self.entries[f"{self.prefix}data.pkl"])
+        found, _ = unpickle_data(data, KNOWN, storage_of)
+        return found
+
+    def storage(self, storage: StorageRef) -> int:
+        """Return where the bytes of a storage begin in the archive.
+
+        Raises:
+            ValueError: They are not there, or too few.
+        """
+        entry = self.entries.get(f"{self.prefix}data/{storage.key}")
+        if entry is None:
+            raise ValueError(f"storage {storage.key!r} is missing")
+        if entry.nbytes < storage.numel * DTYPES[storage.dtype or "uint8"].itemsize:
+            raise ValueError(f"storage {storage.key!r} was cut short")
+        return data_offset(self._read_at, entry)
+
+
+def place_of(ref: TensorRef, part: int, start: int) -> tuple[int, int] | Strided:
+    """Return where a tensor's elements lie, whose storage begins at byte `start` of a part."""
+    itemsize = DTYPES[ref.dtype].itemsize
+    offset = start + ref.offset * itemsize
+    expected, row_major = 1, True
+    for size, stride in zip(ref.size[::-1], ref.stride[::-1], strict=True):
+        row_major = row_major and (size <= 1 or stride == expected)
+        expected *= size
+    if row_major or 0 in ref.size:
+        return part, offset
+    span = 1 + sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True))
+    return Strided(part, offset, span * itemsize, itemsize, ref.size, ref.stride)
+
+
+def read_torch_file(path: str, files: Files) -> Contents:
+    """Read the structure of a file that `torch.save` wrote.
+
+    What is no dict becomes one: the members of a list under their numbers, anything else under `value`.
+
+    Raises:
+        CorruptCheckpointError: Damaged.
+        UnsupportedFormatError: It holds something that is not read; of a global, names it.
+        DuplicateNameError: Two leaves have one name.
+        OSError: It cannot be read.
+    """
+    directory, name = os.path.split(path)
+    assembly = Assembly("torch", path, directory, files)
+    part = assembly.file(name)
+    nbytes = assembly.shards[part].nbytes
+    try:
+        with opened(files, path, os.O_RDONLY) as fd:
+            read_at = read_exactly(files, fd, nbytes)
+            magic = read_at(0, min(nbytes, len(LEGACY_MAGIC)))
+            if magic == LEGACY_MAGIC:
+                value, start_of = _legacy(read_at, nbytes)
+                writer = "torch.save, before torch 1.6"
+            else:
+                archive = TorchArchive(read_at, nbytes)
+                value, start_of = archive.value(), archive.storage
+                writer = "torch.save"
+                assembly.source.archives.append((name, 0, nbytes))
+            starts: dict[str, int] = {}
+
+            def locate(ref: TensorRef) -> tuple[int, int] | Strided:
+                key = ref.storage.key
+                if key not in starts:
+                    starts[key] = start_of(ref.storage)
+                return place_of(ref, part, starts[key])
+
+            if not isinstance(value, dict):
+                value = dict(enumerate(value)) if isinstance(value, (list, tuple)) else {"value": value}
+            tree = Growth(assembly).node_of(value, (), locate)
+    except ValueError as error:
+        if isinstance(error, AsyncCkptError):
+            raise
+        raise assembly.refused(error) from error
+    return assembly.contents(tree, writer)
+
+
+def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], int]]:
+    """Read five pickles: magic number, protocol, what machine, the value, the keys of the storages; then storages."""
+    data = read_at(0, min(nbytes, _LEGACY_WINDOW_NBYTES))
+    at = 0
+    found: list[Any] = []
+    storages: dict[str, StorageRef] = {}
+
+    def persistent(pid: Any) -> StorageRef:
+        ref = storage_of(pid)
+        return storages.setdefault(ref.key, ref)
+
+    while len(found) < 5:
+        try:
+            value, at = unpickle_data(data, KNOWN, persistent, at)
+        except UnpicklingError as error:
+            if error.name is not None or len(data) == min(nbytes, MAX_NBYTES):
+                raise
+            data = read_at(0, min(nbytes, len(data) * 8, MAX_NBYTES))
+            continue
+        found.append(value)
+    _, protocol, system, value, keys = found
+    if protocol != _LEGACY_PROTOCOL or not isinstance(system, dict) or not isinstance(keys, list):
+        raise ValueError("not a file that torch.save wrote")
+    if system.get("little_endian") is not True:
+        raise ValueError("it was written on a big-endian machine")
+    starts: dict[str, int] = {}
+    for key in keys:
+        ref = storages.get(key) if isinstance(key, str) else None
+        if ref is None:
+            raise ValueError(f"storage {str(key)[:80]!r} belongs to no tensor")
+        (numel,) = struct.unpack("<q", read_at(at, 8))
+        if numel != ref.numel:
+            raise ValueError(f"storage {key!r} has {numel} elements, {ref.numel} were wanted")
+        starts[key] = at + 8
+        at += 8 + numel * DTYPES[ref.dtype or "uint8"].itemsize
+        if at > nbytes:
+            raise ValueError("it was cut short")
+
+    def start_of(ref: StorageRef) -> int:
+        if ref.key not in starts:
+            raise ValueError(f"storage {ref.key!r} is missing")
+        return starts[ref.key]
+
+    return value, start_of

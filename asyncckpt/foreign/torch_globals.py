@@ -1,0 +1,241 @@
+"""The globals that a checkpoint's pickle may name, and what stands for each: torch's own list for `weights_only`, the
+classes of a DCP directory's metadata, and numpy's scalars and arrays.
+
+Sources: torch 2.13 `_weights_only_unpickler.py`; `distributed/checkpoint/metadata.py` and `filesystem.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.foreign.unpickling import Maker, Record, UnpicklingError
+from asyncckpt.format.objects import Opaque
+
+_STORAGES = {
+    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
+    **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
+    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
+}
+_BUILTIN_DTYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = (
+    *(f"{_METADATA}.{n}" for n in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+    *(f"{_METADATA}.{n}" for n in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+)
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage outside of the pickle: its key, its dtype's name (None: bytes), its length in elements."""
+
+    key: str
+    dtype: str | None
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor: which storage, from which element on, and how."""
+
+    storage: StorageRef
+    dtype: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def size_of(value: Any) -> tuple[int, ...]:
+    """Return a shape: of a `torch.Size`, a tuple or a list.
+
+    Raises:
+        UnpicklingError: Not one.
+    """
+    members = value.payload if isinstance(value, Opaque) and value.tag == "torch.Size" else value
+    if not isinstance(members, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in members):
+        raise UnpicklingError(f"{str(value)[:100]} is no shape")
+    return tuple(members)
+
+
+def dtype_of(value: Any) -> str:
+    """Return a dtype's name.
+
+    Raises:
+        UnpicklingError: Not a dtype, or one that is not in the table.
+    """
+    if isinstance(value, Opaque) and value.tag == "torch.dtype" and value.payload in DTYPES:
+        return str(value.payload)
+    raise UnpicklingError(f"{str(value)[:100]} is no dtype that can be stored")
+
+
+def storage_of(pid: Any) -> StorageRef:
+    """Return the storage that a persistent id of `torch.save` names.
+
+    Raises:
+        UnpicklingError: Malformed.
+    """
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Maker):
+        raise UnpicklingError(f"{str(pid)[:100]} is no storage")
+    kind, key, numel = pid[1].name.rpartition(".")[2], pid[2], pid[4]
+    if not kind.endswith("Storage") or type(key) is not str or type(numel) is not int or numel < 0:
+        raise UnpicklingError(f"{str(pid)[:100]} is no storage")
+    if len(pid) > 5 and pid[5] is not None:
+        raise UnpicklingError("a view of a storage, as torch wrote before version 0.4")
+    dtype = _STORAGES.get(kind.removesuffix("Storage"))
+    if dtype is None and kind != "UntypedStorage":
+        raise UnpicklingError(f"a storage of type {kind}, which cannot be read")
+    return StorageRef(key, dtype, numel)
+
+
+def _tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None, math: Any = None
+) -> TensorRef:
+    if type(storage) is not StorageRef or storage.dtype is None:
+        raise UnpicklingError("a tensor without a typed storage")
+    if math:
+        raise UnpicklingError(f"a tensor with {sorted(map(str, math))}: resolve it before saving")
+    return _checked(TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride)))
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, math: Any = None
+) -> TensorRef:
+    if type(storage) is not StorageRef:
+        raise UnpicklingError("a tensor without a storage")
+    if math:
+        raise UnpicklingError(f"a tensor with {sorted(map(str, math))}: resolve it before saving")
+    return _checked(TensorRef(storage, dtype_of(dtype), offset, size_of(size), size_of(stride)))
+
+
+def _checked(tensor: TensorRef) -> TensorRef:
+    if type(tensor.offset) is not int or tensor.offset < 0 or len(tensor.size) != len(tensor.stride):
+        raise UnpicklingError("a tensor whose shape and strides do not fit")
+    last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.size, tensor.stride, strict=True))
+    held = DTYPES[tensor.storage.dtype or "uint8"].itemsize * tensor.storage.numel
+    if 0 not in tensor.size and (last + 1) * DTYPES[tensor.dtype].itemsize > held:
+        raise UnpicklingError(f"a tensor of shape {list(tensor.size)} reaches beyond its storage")
+    return tensor
+
+
+def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: Any = None) -> TensorRef:
+    if type(data) is not TensorRef:
+        raise UnpicklingError("a parameter that holds no tensor")
+    return data
+
+
+def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef:
+    if type(maker) is not Maker or maker.make is None or not maker.name.startswith("torch._utils._rebuild"):
+        raise UnpicklingError(f"a tensor that {str(maker)[:100]} makes")
+    if type(kind) is not Maker or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        raise UnpicklingError(f"a tensor of class {str(kind)[:100]}", str(kind)[:100])
+    return _parameter(maker.make(*arguments))
+
+
+def _device(kind: Any, index: Any = None) -> Opaque:
+    return Opaque("torch.device", str(kind) if index is None else f"{kind}:{int(index)}")
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise UnpicklingError("bytes in another encoding than latin1")
+    return text.encode("latin1")
+
+
+def _ordered(*members: Any) -> OrderedDict[Any, Any]:
+    return OrderedDict(*members)
+
+
+def _counter(members: Any = ()) -> dict[Any, Any]:
+    return dict(members)
+
+
+def _bytearray(*arguments: Any) -> bytearray:
+    data = arguments[0] if arguments else b""
+    if len(arguments) == 2:
+        data = _encoded(*arguments)
+    if type(data) is not bytes:
+        raise UnpicklingError("a bytearray of something else than bytes")
+    return bytearray(data)
+
+
+def _scalar(dtype: Any, data: Any) -> Opaque:
+    if type(dtype) is not Record or type(data) is not bytes:
+        raise UnpicklingError("a numpy scalar without dtype and bytes")
+    return Opaque("numpy.scalar", [dtype_text(dtype), data.hex()])
+
+
+def dtype_text(dtype: Record) -> str:
+    """Return a numpy dtype as the array protocol writes it, such as `<f4`.
+
+    Raises:
+        UnpicklingError: Not a plain one, or of a big-endian machine.
+    """
+    state, text = dtype.state, dtype.kind.partition(" ")[2]
+    order = state[1] if type(state) is tuple and len(state) > 1 else "<"
+    if order not in ("<", "|", "=") or (type(state) is tuple and any(part is not None for part in state[2:5])):
+        raise UnpicklingError(f"a numpy dtype {text!r} that is big-endian or has fields")
+    return text if text[:1] in "<|" else ("|" if text[-1:] == "1" or text[:1] == "S" else "<") + text
+
+
+def _numpy_dtype(text: Any, align: Any = False, copy: Any = True) -> Record:
+    if type(text) is not str or not 1 <= len(text) <= 16:
+        raise UnpicklingError(f"a numpy dtype called {str(text)[:40]}")
+    return Record(f"numpy.dtype {text}")
+
+
+def _array(kind: Any, shape: Any, code: Any) -> Record:
+    if type(kind) is not Maker or kind.name != "numpy.ndarray":
+        raise UnpicklingError(f"an array of class {str(kind)[:100]}")
+    return Record("numpy.ndarray")
+
+
+def _makers() -> dict[str, Maker]:
+    made: dict[str, Any] = {
+        "collections.OrderedDict": _ordered,
+        "collections.Counter": _counter,
+        "collections.defaultdict": lambda factory=None: {},
+        "_codecs.encode": _encoded,
+        "builtins.bytearray": _bytearray,
+        "builtins.set": lambda members=(): set(members),
+        "builtins.frozenset": lambda members=(): frozenset(members),
+        "builtins.complex": lambda real, imag=0.0: complex(real, imag),
+        "builtins.slice": slice,
+        "torch.Size": lambda members=(): Opaque("torch.Size", list(size_of(members))),
+        "torch.device": _device,
+        "torch.serialization._get_layout": lambda name: name,
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _tensor_v3,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _from_type,
+        f"{_METADATA}._MEM_FORMAT_ENCODING": lambda value: value,
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": lambda value: value,
+        "numpy.dtype": _numpy_dtype,
+    }
+    for module in ("pathlib", "pathlib._local"):
+        made[f"{module}.PosixPath"] = made[f"{module}.PurePosixPath"] = lambda *parts: "/".join(map(str, parts))
+    for module in _NUMPY:
+        made[f"{module}.scalar"], made[f"{module}._reconstruct"] = _scalar, _array
+    for name in _RECORDS:
+        made[name] = lambda name=name: Record(name.rpartition(".")[2])
+    known = {name: Maker(name, make) for name, make in made.items()}
+    inert = ["numpy.ndarray", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage"]
+    inert += ["torch.storage.TypedStorage", "builtins.list", "builtins.dict", "builtins.int", "builtins.float"]
+    inert += [f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (*_STORAGES, "Untyped")]
+    known |= {name: Maker(name) for name in inert}
+    return known
+
+
+KNOWN: dict[str, Any] = {
+    **{f"torch.{name}": Opaque("torch.dtype", name) for name in DTYPES},
+    **{f"torch.{name}": Opaque("torch.dtype", real) for name, real in _BUILTIN_DTYPES.items()},
+    **_makers(),
+}
+"""By full name: a `Maker`; or, of a dtype, the value itself."""

@@ -1,0 +1,288 @@
+"""A pickle as data: an interpreter of the opcodes that only builds, and of a fixed list of globals.
+
+Nothing that a pickle names is imported or called. A global is looked up in the caller's table of `Maker`s, which are
+functions of ours that return plain values or `Record`s. REDUCE calls a `Maker` and nothing else; BUILD gives a state
+to a `Record`, or an OrderedDict its `_metadata`, and nothing else. Python's own `pickle` takes no part.
+Source of the opcodes: CPython's `pickletools`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MAX_NBYTES = 1 << 30
+"""Of one pickle. The metadata of 100,000 chunks take some 20 MB. Chosen, not measured."""
+
+_MARK = object()
+
+
+class UnpicklingError(ValueError):
+    """Internal to reading: no pickle that can be read. `name`: the global that is not on the list, if that is why."""
+
+    def __init__(self, text: str, name: str | None = None) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class Maker:
+    """What stands for a global: its name, and the function of ours that REDUCE and NEWOBJ call, if they may."""
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
+        self.name, self.make = name, make
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Record:
+    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str, state: Any = None) -> None:
+        self.kind, self.state = kind, state
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return one attribute of an object whose state is its `__dict__`."""
+        return self.state.get(field, default) if isinstance(self.state, dict) else default
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.state!r})"
+
+
+def unpickle_data(
+    data: bytes,
+    known: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+    at: int = 0,
+) -> tuple[Any, int]:
+    """Interpret the pickle that begins at `at`.
+
+    Args:
+        data: The bytes.
+        known: By `module.name`: what a global stands for, a `Maker` or a value.
+        persistent: Makes a value of a persistent id.
+        at: Where the pickle begins.
+
+    Returns:
+        The value, and where the pickle ends.
+
+    Raises:
+        UnpicklingError: Malformed, an opcode that does more than build, or a global that is not in `known`.
+    """
+    machine = _Machine(data, known, persistent, at)
+    try:
+        return machine.run(), machine.at
+    except UnpicklingError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
+        raise UnpicklingError(f"malformed near byte {machine.at}: {type(error).__name__}: {error}") from error
+    except (RecursionError, MemoryError) as error:
+        raise UnpicklingError(f"too deep or too large: {type(error).__name__}") from error
+
+
+class _Machine:
+    """One run over one pickle."""
+
+    def __init__(self, data: bytes, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None, at: int) -> None:
+        if len(data) > MAX_NBYTES:
+            raise UnpicklingError(f"{len(data)} bytes, more than {MAX_NBYTES}")
+        self.data, self.known, self.persistent, self.at = data, known, persistent, at
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        data, table = self.data, _OPCODES
+        if data[self.at : self.at + 1] != b"\x80":
+            raise UnpicklingError("it does not begin as a pickle of protocol 2 or later")
+        while True:
+            opcode = data[self.at]
+            self.at += 1
+            if opcode == 0x2E:  # STOP
+                return self.stack.pop()
+            act = table.get(opcode)
+            if act is None:
+                raise UnpicklingError(f"opcode {bytes([opcode])!r} at byte {self.at - 1} is not allowed")
+            act(self)
+
+    def take(self, nbytes: int) -> bytes:
+        start, self.at = self.at, self.at + nbytes
+        if nbytes < 0 or self.at > len(self.data):
+            raise UnpicklingError("it ends early")
+        return self.data[start : self.at]
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        return self.take(end + 1 - self.at)[:-1].decode()
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def marked(self) -> list[Any]:
+        """Pop everything above the last mark, and the mark."""
+        stack = self.stack
+        at = len(stack) - 1
+        while stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise UnpicklingError("a mark is missing")
+        found = stack[at + 1 :]
+        del stack[at:]
+        return found
+
+    def find(self, module: str, name: str) -> None:
+        if module == "__builtin__":  # Python 2's name, which protocol 2 uses
+            module = "builtins"
+        full = f"{module}.{name}"
+        maker = self.known.get(full)
+        if maker is None:
+            raise UnpicklingError(f"it names the global {full!r}, which is not on the list of what may be read", full)
+        self.push(maker)
+
+    def global_(self) -> None:
+        module = self.line()
+        self.find(module, self.line())
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise UnpicklingError("a global whose name is no text")
+        self.find(module, name)
+
+    def call(self) -> None:
+        """REDUCE and NEWOBJ alike."""
+        arguments, maker = self.stack.pop(), self.stack.pop()
+        if type(maker) is not Maker or maker.make is None or type(arguments) is not tuple:
+            raise UnpicklingError(
+                f"it calls {type(maker).__name__} {str(maker)[:100]!r}, which is nothing to be called"
+            )
+        self.push(maker.make(*arguments))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is Record and target.state is None:
+            target.state = state
+        elif type(target) is OrderedDict and type(state) is dict:
+            if set(state) - {"_metadata"}:
+                raise UnpicklingError(f"an OrderedDict with attributes {sorted(map(str, state))}")
+            target._metadata = state.get("_metadata")  # type: ignore[attr-defined]
+        else:
+            raise UnpicklingError(f"it gives a state to a {type(target).__name__}")
+
+    def set_items(self, members: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (dict, OrderedDict) or len(members) % 2:
+            raise UnpicklingError(f"it sets items of a {type(target).__name__}")
+        for i in range(0, len(members), 2):
+            target[members[i]] = members[i + 1]
+
+    def append(self, members: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise UnpicklingError(f"it appends to a {type(self.stack[-1]).__name__}")
+        self.stack[-1].extend(members)
+
+    def add(self) -> None:
+        members = self.marked()
+        if type(self.stack[-1]) is not set:
+            raise UnpicklingError(f"it adds to a {type(self.stack[-1]).__name__}")
+        self.stack[-1].update(members)
+
+    def persistent_id(self) -> None:
+        if self.persistent is None:
+            raise UnpicklingError("it refers to something outside of itself")
+        self.push(self.persistent(self.stack.pop()))
+
+    def proto(self) -> None:
+        if not 2 <= self.number(1) <= 5:
+            raise UnpicklingError("it is of another protocol than 2 to 5")
+
+    def put(self, number: int) -> None:
+        self.memo[number] = self.stack[-1]
+
+    def tuple_of(self, count: int) -> None:
+        if len(self.stack) < count or _MARK in self.stack[len(self.stack) - count :]:
+            raise UnpicklingError("a tuple lacks members")
+        found = tuple(self.stack[len(self.stack) - count :])
+        del self.stack[len(self.stack) - count :]
+        self.push(found)
+
+    def pop(self) -> None:
+        self.stack.pop()
+
+    def text(self, width: int) -> None:
+        self.push(self.take(self.number(width)).decode("utf-8", "surrogatepass"))
+
+    def bytes_(self, width: int) -> None:
+        self.push(self.take(self.number(width)))
+
+    def long(self, width: int) -> None:
+        self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
+
+
+def _with_value(value: Any) -> Callable[[_Machine], None]:
+    return lambda m: m.stack.append(value)
+
+
+_OPCODES: dict[int, Callable[[_Machine], None]] = {
+    ord(code): act
+    for code, act in {
+        "\x80": _Machine.proto,
+        "\x95": lambda m: m.take(8),  # FRAME
+        "(": _with_value(_MARK),
+        "0": _Machine.pop,
+        "1": lambda m: m.marked(),
+        "2": lambda m: m.push(m.stack[-1]),
+        "N": _with_value(None),
+        "\x88": _with_value(True),
+        "\x89": _with_value(False),
+        "K": lambda m: m.push(m.number(1)),
+        "M": lambda m: m.push(m.number(2)),
+        "J": lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
+        "\x8a": lambda m: m.long(1),
+        "\x8b": lambda m: m.long(4),
+        "G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+        "X": lambda m: m.text(4),
+        "\x8c": lambda m: m.text(1),
+        "\x8d": lambda m: m.text(8),
+        "B": lambda m: m.bytes_(4),
+        "C": lambda m: m.bytes_(1),
+        "\x8e": lambda m: m.bytes_(8),
+        "\x96": lambda m: m.push(bytearray(m.take(m.number(8)))),
+        ")": _with_value(()),
+        "]": lambda m: m.push([]),
+        "}": lambda m: m.push({}),
+        "\x8f": lambda m: m.push(set()),
+        "t": lambda m: m.push(tuple(m.marked())),
+        "\x85": lambda m: m.tuple_of(1),
+        "\x86": lambda m: m.tuple_of(2),
+        "\x87": lambda m: m.tuple_of(3),
+        "l": lambda m: m.push(m.marked()),
+        "\x91": lambda m: m.push(frozenset(m.marked())),
+        "a": lambda m: m.append([m.stack.pop()]),
+        "e": lambda m: m.append(m.marked()),
+        "s": lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
+        "u": lambda m: m.set_items(m.marked()),
+        "\x90": _Machine.add,
+        "q": lambda m: m.put(m.number(1)),
+        "r": lambda m: m.put(m.number(4)),
+        "\x94": lambda m: m.put(len(m.memo)),
+        "h": lambda m: m.push(m.memo[m.number(1)]),
+        "j": lambda m: m.push(m.memo[m.number(4)]),
+        "c": _Machine.global_,
+        "\x93": _Machine.stack_global,
+        "R": _Machine.call,
+        "\x81": _Machine.call,
+        "b": _Machine.build,
+        "Q": _Machine.persistent_id,
+    }.items()
+}
+"""Not among them: INST, OBJ, NEWOBJ_EX and EXT, which nobody's checkpoints need, and protocols 0 and 1."""

@@ -1,0 +1,101 @@
+"""Reading ranges of another format's chunks: where they lie is resolved, then they are read as ranges of files are.
+
+Elements that are not row-major in their file are gathered: the part of the file that holds them is read, and what is
+wanted of it handed on in the order that everybody expects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.loading.sinks import new_tensor
+from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.storage.block_reader import read_shards
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import ShardRequest, Wanted
+from asyncckpt.storage.source import Inline, Located, Strided
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
+
+
+def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: int) -> None:
+    """Read ranges of parts and hand them on; the formats have no checksums that a part of a file could be held to.
+
+    Raises:
+        CorruptCheckpointError: What is there is not what the structure says.
+        OSError: The files cannot be read.
+
+    Blocks: for the reads. Host memory: a tensor that is gathered, once; else a few extents.
+    """
+    source = contents.source
+    assert source is not None
+    parts = [part for _, part in ranges]
+    if len(parts) > 1 and threads > 1:
+        with ThreadPoolExecutor(threads, "asyncckpt-find") as pool:
+            places = list(pool.map(lambda part: source.place(part, files), parts))
+    else:
+        places = [source.place(part, files) for part in parts]
+    plain: dict[int, list[Wanted]] = {}
+    for place, wanted in zip(places, ranges.values(), strict=True):
+        if isinstance(place, Inline):
+            _hand_on(wanted, ctypes.create_string_buffer(place.data, max(1, len(place.data))))
+        elif isinstance(place, Located):
+            plain.setdefault(place.part, []).extend(w._replace(offset=w.offset + place.offset) for w in wanted)
+    _read(contents, plain, files, threads)
+    for place, wanted in zip(places, ranges.values(), strict=True):
+        if isinstance(place, Strided):
+            _gather(contents, place, wanted, files, threads)
+
+
+def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Files, threads: int) -> None:
+    assert contents.source is not None
+    shards = contents.ranks[0].index.shards
+    for part, found in wanted.items():
+        beyond = next((w for w in found if w.offset + (w.times - 1) * w.every + w.nbytes > shards[part].nbytes), None)
+        if beyond is not None:
+            name, fqn = shards[part].name, beyond.fqn
+            detail = f"tensor {fqn!r} reaches beyond the end"
+            raise CorruptCheckpointError(
+                f"{contents.source.directory}/{name}: {detail}", path=contents.path, file=name, fqn=fqn, detail=detail
+            )
+    requests = [
+        ShardRequest(shard=shards[part], block_nbytes=BLOCK_NBYTES, wanted=found)
+        for part, found in sorted(wanted.items())
+    ]
+    read_shards(contents.source.directory, None, requests, files=files, threads=threads, verify=False)
+
+
+def _gather(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
+    dtype = _CARRIERS[place.itemsize]
+    span = new_tensor((place.nbytes // place.itemsize,), dtype, torch.device("cpu"))
+    read_span(contents, place, span.data_ptr(), wanted[0].fqn, files, threads=threads)
+    rows = span.as_strided(place.sizes, place.strides).contiguous()
+    _hand_on_from(wanted, rows.data_ptr())
+
+
+def read_span(contents: Contents, place: Strided, address: int, fqn: str, files: Files, *, threads: int) -> None:
+    """Read the range of a file that holds the elements of a tensor that is not row-major, to `address`."""
+    _read(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
+
+
+def _hand_on(wanted: Sequence[Wanted], buffer: ctypes.Array[ctypes.c_char]) -> None:
+    _hand_on_from(wanted, ctypes.addressof(buffer))
+
+
+def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:
+    """Give each range its bytes of the row-major elements at `address`."""
+    for offset, nbytes, _, sink, times, every in wanted:
+        for n in range(times if nbytes else 0):
+            source = address + offset + n * every
+            if isinstance(sink, int):
+                copy_bytes(sink + n * nbytes, source, nbytes)
+            elif sink is not None:
+                sink.deliver(n * nbytes, source, nbytes)

@@ -1,0 +1,53 @@
+"""One slot of this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.mapping import Mapping
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.room import Room
+
+
+@dataclass(eq=False, kw_only=True)
+class LentSlot(Room):
+    """A slot of this process; closed by the pool only.
+
+    Attributes:
+        number: The worker's name for it.
+        memory: Its mapping.
+        session: The session that it was lent to; with another one it is worth nothing.
+        generation: Of the snapshot that it holds or receives.
+        user: The save that uses it, or None.
+        used: Grows with every use of a slot of this pool.
+        staging: The training thread is copying into it; nobody else unmaps it.
+        orphaned: Its worker is gone; it is closed instead of reused.
+    """
+
+    number: int
+    memory: SlotMemory
+    session: str = ""
+    generation: int = 0
+    user: SaveId | None = None
+    used: int = 0
+    staging: bool = False
+    orphaned: bool = False
+
+    def knows(self, plan: SavePlan) -> bool:
+        """Whether there are views for `plan`, or for one of the same layout."""
+        return any(views is not None and views.plan.layout is plan.layout for views in (self.views, *self.kept))
+
+    @property
+    def mapping(self) -> Mapping:
+        """Its memory."""
+        return self.memory.mapping
+
+    @property
+    def free(self) -> bool:
+        """Whether no save uses it, and nothing writes to it."""
+        return self.user is None and self.is_quiet()
+
+    def _unmap(self) -> None:
+        self.memory.close()

@@ -1,0 +1,119 @@
+"""Memory that a state is copied into, and the order in which it ends: copies, pin, views, mapping."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncckpt.memory.mapping import Mapping
+from asyncckpt.planning.plan import SavePlan
+
+_log = logging.getLogger("asyncckpt")
+
+
+class Views(Protocol):
+    """Views into the memory, made for `plan`. They are dropped before it is unmapped."""
+
+    @property
+    def plan(self) -> SavePlan:
+        """What they were made for."""
+
+    def settle(self) -> None:
+        """Wait until no thread copies into them."""
+
+
+class Pinned(Protocol):
+    """What pins the memory."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it is pinned; the driver may have refused."""
+
+    def close(self) -> bool:
+        """Unpin it; False when it is still pinned, and must stay mapped."""
+
+
+class InFlight(Protocol):
+    """Copies that run without a thread of this process."""
+
+    def ended(self) -> bool:
+        """Whether none runs any more; raises RuntimeError when that cannot be told. Does not wait."""
+
+    def settle(self) -> bool:
+        """Wait, for a limited time, until none runs any more; says whether that is so."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Room(ABC):
+    """See the module. One owner.
+
+    Attributes:
+        views: Into the memory, for the plan that it was last used for.
+        kept: As `views`, for other plans, the latest last.
+        pin: Of the memory, once a tensor of a device was copied into it.
+        in_flight: Copies of devices into it that may still run.
+        lost: It cannot be told whether they do.
+    """
+
+    views: Views | None = None
+    kept: list[Views] = field(default_factory=list)
+    pin: Pinned | None = None
+    in_flight: InFlight | None = None
+    lost: bool = False
+
+    @property
+    @abstractmethod
+    def mapping(self) -> Mapping:
+        """The memory."""
+
+    @abstractmethod
+    def _unmap(self) -> None:
+        """Give the memory up."""
+
+    def is_quiet(self) -> bool:
+        """Whether no device writes to it. Does not wait."""
+        try:
+            if self.in_flight is not None and self.in_flight.ended():
+                self.in_flight = None
+        except RuntimeError as error:
+            if not self.lost:
+                _log.error("memory is lost, since nothing tells whether a device still copies into it: %s", error)
+            self.lost = True
+        return self.in_flight is None
+
+    def settle(self) -> None:
+        """Wait until nothing writes to it any more. Blocks for a limited time; then `is_quiet` stays False."""
+        if self.views is not None:
+            self.views.settle()
+        if self.in_flight is not None:
+            self.in_flight.settle()
+
+    def close(self) -> None:
+        """Unpin and unmap.
+
+        IMPORTANT: memory that a device may still write to, or that the driver still holds, stays mapped for as long
+        as the process lives: its pages would be others' by then, and be overwritten.
+        """
+        if not self.is_quiet() or (self.pin is not None and not self.pin.close()):
+            _log.error("%d bytes stay mapped, since a device may still copy into them", self.mapping.nbytes)
+            return
+        self.pin = self.views = None  # the views go before the mapping
+        self.kept.clear()
+        self._unmap()
+
+
+@dataclass(eq=False, kw_only=True)
+class PrivateRoom(Room):
+    """Memory of this process alone."""
+
+    memory: Mapping
+
+    @property
+    def mapping(self) -> Mapping:
+        """The memory."""
+        return self.memory
+
+    def _unmap(self) -> None:
+        self.memory.close()

@@ -1,0 +1,71 @@
+"""What reading a checkpoint of another format needs beyond `Contents`: where the elements of its chunks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from asyncckpt.storage.files import Files
+
+
+class Located(NamedTuple):
+    """Row-major elements of a chunk, from byte `offset` of shard number `part` on."""
+
+    part: int
+    offset: int
+
+
+class Strided(NamedTuple):
+    """Elements of a chunk that are not row-major in their file.
+
+    The range of `nbytes` at byte `offset` of shard `part` holds all of them: `itemsize` bytes each, `strides` apart, in
+    elements.
+    """
+
+    part: int
+    offset: int
+    nbytes: int
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Inline(NamedTuple):
+    """Row-major elements that were read with the structure already."""
+
+    data: bytes
+
+
+class Source(Protocol):
+    """The reading side of a foreign format.
+
+    A chunk's `part` numbers either a file or something that `place` resolves; its offset counts from there.
+    """
+
+    @property
+    def kind(self) -> str:
+        """`dcp`, `torch`, `safetensors` or `hf`."""
+
+    @property
+    def directory(self) -> str:
+        """Where the shards' names begin."""
+
+    @property
+    def objects(self) -> Sequence[Any]:
+        """The JSON forms of the object leaves, by number."""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the format keeps beside the leaves, such as a safetensors file's `__metadata__`."""
+
+    @property
+    def archives(self) -> Sequence[tuple[str, int, int]]:
+        """The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length)."""
+
+    def place(self, part: int, files: Files) -> Located | Strided | Inline:
+        """Say where the elements of part `part` begin.
+
+        Raises:
+            CorruptCheckpointError: They are not there as the structure says.
+            OSError: It cannot be read.
+        """

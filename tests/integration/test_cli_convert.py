@@ -1,0 +1,184 @@
+"""convert, diff, inspect and verify on checkpoints of any kind: what they print and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import foreign_samples
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt import cli
+
+pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    try:
+        code = cli.main([str(a) for a in arguments])
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def dcp(tmp_path: pathlib.Path) -> pathlib.Path:
+    state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optim": {"lr": 0.1}, "step": 7}
+    foreign_samples.save_dcp(state, tmp_path / "dcp")
+    return tmp_path / "dcp"
+
+
+def test_dcp_becomes_a_torch_file_and_back_by_command(
+    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "convert", dcp, tmp_path / "a.pt", "--to", "torch")
+    assert code == 0
+    assert "dcp to torch, 1 tensors, 2 objects" in out
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert (found["step"], found["optim"]) == (7, {"lr": 0.1})
+    assert run(capsys, "convert", tmp_path / "a.pt", tmp_path / "again", "--to", "dcp")[0] == 0
+    target: Any = {"model": {"w": torch.zeros(2, 3)}, "optim": {"lr": 0}, "step": 0}
+    foreign_samples.load_dcp(target, tmp_path / "again")
+    assert torch.equal(target["model"]["w"], torch.arange(6.0).reshape(2, 3))
+    assert (target["optim"]["lr"], target["step"]) == (0.1, 7)
+
+
+def test_only_some_keys_of_a_dcp_directory_go_into_a_torch_file(
+    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "convert", dcp, tmp_path / "a.pt", "--to", "torch", "--keys", "model", "step")[0] == 0
+    assert set(torch.load(tmp_path / "a.pt", weights_only=True)) == {"model", "step"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("absent", "x", "--to", "torch"), 4),
+        (("dcp", "x", "--to", "zip"), 2),
+        (("dcp", "x"), 2),
+        (("dcp", "x", "--to", "torch", "--max-shard-bytes", "5GB"), 2),
+        (("dcp", "x", "--to", "torch", "--rename", "a"), 2),
+        (("dcp", "dcp", "--to", "torch"), 2),
+        (("dcp", "taken", "--to", "torch"), 1),
+        (("dcp", "x", "--to", "safetensors"), 1),
+        (("damaged.pt", "x", "--to", "dcp"), 3),
+        (("dcp", "no/where/x", "--to", "torch"), 4),
+    ],
+)
+def test_exit_codes_say_what_went_wrong(
+    arguments: tuple[str, ...],
+    code: int,
+    dcp: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("x")
+    torch.save({"x": torch.ones(1000)}, "damaged.pt")
+    data = (tmp_path / "damaged.pt").read_bytes()
+    (tmp_path / "damaged.pt").write_bytes(data[: len(data) // 2])
+    found, _, err = run(capsys, "convert", *arguments)
+    assert found == code
+    assert err
+    assert not (tmp_path / "x").exists()
+
+
+def test_names_are_renamed_from_the_command_line(
+    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "map.json").write_text(json.dumps({"step": "epoch"}))
+    arguments = ("--rename", "model.=net.", "--key-map", tmp_path / "map.json", "--keys", "model", "step")
+    code, out, _ = run(capsys, "convert", dcp, tmp_path / "a", "--to", "asyncckpt", *arguments, "--json")
+    assert code == 0
+    assert json.loads(out)["tensors"] == 1
+    assert asyncckpt.open_checkpoint(tmp_path / "a").keys() == ["net.w", "epoch"]
+
+
+def test_what_is_left_out_and_changed_is_printed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.ones(3)
+    torch.save({"w": weight, "tied": weight, "step": 3}, tmp_path / "a.pt")
+    code, _, err = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors")
+    assert code == 1
+    assert "step" in err
+    code, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors", "--partial")
+    assert code == 0
+    assert "left out: step" in out
+    assert "tied (= w)" in out
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(dcp: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    ours, theirs = pty.openpty()
+    try:
+        arguments = [sys.executable, "-c", command, "convert", str(dcp), str(tmp_path / "a"), "--to", "torch"]
+        subprocess.run(arguments, stderr=theirs, check=True, timeout=60, capture_output=False, stdout=subprocess.PIPE)
+        drawn = os.read(ours, 1 << 16)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert b"100%" in drawn
+    arguments[-3] = str(tmp_path / "b")
+    assert subprocess.run(arguments, check=True, timeout=60, capture_output=True).stderr == b""
+
+
+def test_diff_of_equal_and_of_different_checkpoints(
+    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "convert", dcp, tmp_path / "a", "--to", "asyncckpt")
+    code, out, _ = run(capsys, "diff", dcp, tmp_path / "a")
+    assert (code, out) == (0, "equal: 3 leaves\n")
+    state = {"model": {"w": torch.arange(6.0).reshape(2, 3) * 2}, "optim": {"lr": 0.1}, "step": 8}
+    torch.save(state, tmp_path / "b.pt")
+    code, out, _ = run(capsys, "diff", dcp, tmp_path / "b.pt")
+    assert code == 1
+    assert "2 of 3 leaves differ" in out
+    assert out.splitlines()[2].split() == ["model.w", "value", "float32[2,", "3]", "float32[2,", "3]", "5"]
+    code, out, _ = run(capsys, "diff", dcp, tmp_path / "b.pt", "--json", "--fast")
+    assert [row["fqn"] for row in json.loads(out)["differences"]] == ["step"]
+    assert run(capsys, "diff", dcp, tmp_path / "b.pt", "--keys", "optim")[0] == 0
+    assert run(capsys, "diff", dcp, tmp_path / "absent")[0] == 4
+    assert run(capsys, "diff", dcp, tmp_path / "b.pt", "--keys", "absent")[0] == 1
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_inspect_and_verify_take_any_kind(
+    kind: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = foreign_samples.write(kind, tmp_path)
+    code, out, _ = run(capsys, "inspect", path)
+    assert code == 0
+    assert f"kind: {'torch' if kind == 'legacy' else kind}" in out
+    assert "[300, 1000]" in out
+    code, out, _ = run(capsys, "inspect", path, "--json")
+    described = json.loads(out)
+    assert described["nbytes"] >= 1_200_000
+    assert len({shard["name"] for shard in described["shards"]}) == len(described["shards"])
+    code, out, _ = run(capsys, "verify", path, "--json")
+    assert code == 0
+    (row,) = json.loads(out)
+    assert (row["state"], row["kind"]) == ("ok", "torch" if kind == "legacy" else kind)
+    assert bool(row["unchecked"]) == (kind in ("legacy", "safetensors", "hf"))
+
+
+def test_verify_of_a_damaged_dcp_directory_names_file_and_tensor(
+    dcp: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = dcp / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.find(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+    code, out, _ = run(capsys, "verify", dcp)
+    assert code == 3
+    assert "'model.w'" in out
+    assert "__0_0.distcp" in out

@@ -1,0 +1,159 @@
+"""Conversions in processes of their own: how much memory they take, and what a full disk or a Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.errors import SaveFailedError
+from asyncckpt.storage.files import Files
+
+TARGETS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
+DEADLINE_S = 60
+LARGEST_NBYTES = 400_000_000
+LIMIT_NBYTES = 256_000_000
+
+MEASURED = """
+import resource, sys
+import asyncckpt
+from asyncckpt.conversion import converter
+import torch
+torch.ones(10).view(torch.uint8).sum()
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far: proc(5)
+def peak(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+before = peak("VmRSS")
+asyncckpt.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
+print(peak("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """A torch file with one large tensor, its transposed twin in another storage, and many small ones."""
+    path = tmp_path_factory.mktemp("large") / "a.pt"
+    big = torch.arange(LARGEST_NBYTES // 4, dtype=torch.int32).reshape(1000, -1)
+    torch.save({"big": big, "small": {str(n): torch.full((1000, 100), float(n)) for n in range(600)}}, path)
+    yield path
+    path.unlink()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_memory_is_bounded_whatever_the_size(to: str, large: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of memory cannot be reset here")
+    found = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(large), str(tmp_path / "out"), to],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+        text=True,
+    )
+    assert int(found.stdout) < LIMIT_NBYTES, "not even the largest tensor is in memory at once"
+    back = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "out"), str(tmp_path / "back.pt"), "torch"],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+        text=True,
+    )
+    assert int(back.stdout) < LIMIT_NBYTES
+
+
+def test_a_transposed_tensor_takes_its_own_size_and_no_more(tmp_path: pathlib.Path) -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of memory cannot be reset here")
+    torch.save({"t": torch.arange(LARGEST_NBYTES // 4, dtype=torch.int32).reshape(1000, -1).t()}, tmp_path / "a.pt")
+    found = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "a.pt"), str(tmp_path / "b"), "safetensors"],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+        text=True,
+    )
+    assert int(found.stdout) < LARGEST_NBYTES + LIMIT_NBYTES
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_ctrl_c_leaves_nothing_behind(to: str, large: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "convert", str(large), str(tmp_path / "out"), "--to", to],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not os.listdir(tmp_path):
+            assert process.poll() is None, "it ended before it began to write"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file system of 16 MB."""
+    if os.geteuid():
+        pytest.skip("mounting needs root")
+    target = tmp_path / "small"
+    target.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(target)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield target
+    subprocess.run(["umount", str(target)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_disk_that_is_or_becomes_full_holds_nothing_afterwards(
+    to: str, small_disk: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({str(n): torch.full((1000, 1000), float(n)) for n in range(6)}, tmp_path / "a.pt")
+    with pytest.raises(SaveFailedError, match="are free there"):
+        asyncckpt.convert(tmp_path / "a.pt", small_disk / "x", to=to)
+    assert not os.listdir(small_disk)
+    roomy = os.statvfs("/")
+    monkeypatch.setattr(Files, "statvfs", lambda self, path: roomy)  # as if somebody filled it meanwhile
+    with pytest.raises(SaveFailedError) as caught:
+        asyncckpt.convert(tmp_path / "a.pt", small_disk / "x", to=to)
+    assert caught.value.code == errno.errorcode[errno.ENOSPC]
+    assert not os.listdir(small_disk)
+    assert threading.active_count() == 1 or all("asyncckpt" not in t.name for t in threading.enumerate())
+
+
+def test_a_killed_conversion_leaves_only_a_hidden_name_that_nobody_takes_for_a_checkpoint(
+    large: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "convert", str(large), str(tmp_path / "out"), "--to", "asyncckpt"]
+    )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not os.listdir(tmp_path):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".out.")
+    assert left.endswith(".converting")

@@ -1,0 +1,188 @@
+"""Saves of tensors on simulated devices, by the real stager, into slots of a worker that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.format.names import SaveId
+from asyncckpt.hand_over import hand_over
+from asyncckpt.handle import SaveHandle
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
+from asyncckpt.parts import CheckpointProcess
+from asyncckpt.pending import StagedSnapshot
+from asyncckpt.protocol.request import SaveRequest, decode_request
+from asyncckpt.staging import copy_cuda, engine, pinning
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
+from asyncckpt.staging.slot_stager import SlotStager
+from tests.simulated_device import Call, SimulatedDevice
+
+DEADLINE_S = 20.0
+PIECE_NBYTES = 4 * 4096
+
+
+class Process(CheckpointProcess):
+    """Stands for the worker's process: lends slots, and keeps the bytes of each that was sealed."""
+
+    def __init__(self, config: CheckpointerConfig) -> None:
+        self.numbers = itertools.count(1)
+        self.made: list[LentSlot] = []
+        self.pool = SlotPool(config, self._allocate, lambda number: None)
+        self.lineage = SimpleNamespace(epoch_for=lambda path, run: 1)
+        self.hooks = SimpleNamespace(asks=False)
+        self.settled: list[int] = []
+        self.withdrawn: dict[str, str] = {}
+        self.written: dict[str, bytes] = {}
+        self.asked: dict[str, SaveRequest] = {}
+        self.keep: set[str] = set()
+
+    def _allocate(self, nbytes: int) -> LentSlot:
+        slot = LentSlot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
+        slot.memory.mapping.view()[4096 : nbytes - 4096] = b"\xa5" * (nbytes - 8192)
+        self.made.append(slot)
+        return slot
+
+    def connect(self) -> None:
+        """There is always one."""
+
+    def begin(self, save_id: SaveId, slot: LentSlot, **_: Any) -> None:
+        """Nobody to tell."""
+
+    def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
+        """Take a save back."""
+        self.settled.append(save_id.sequence)
+        self.withdrawn[str(save_id)] = reason
+        self.pool.give_up(save_id)
+
+    def write(self, staging_result: Any, path: str, **kw: Any) -> Future[Any]:
+        """Keep the slot's bytes, and free it."""
+        snapshot: StagedSnapshot = staging_result
+        control = snapshot.slot.memory.control
+        assert control.is_sealed(snapshot.slot.generation)
+        request = control.read_request().request
+        raw = snapshot.slot.memory.mapping.view()[REQUEST_OFFSET_OFFSET : REQUEST_OFFSET_OFFSET + 8]
+        self.asked[str(snapshot.save_id)] = decode_request(request, int.from_bytes(raw, "little"))
+        self.written[str(snapshot.save_id)] = bytes(snapshot.slot.memory.mapping.view())
+        self.pool.staged(snapshot.slot)
+        if path not in self.keep:
+            self.pool.free(snapshot.save_id)
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self.pool.close()
+
+
+class Saver:
+    """A checkpointer over a simulated device.
+
+    Args:
+        device: The device.
+        **fields: Of the config.
+    """
+
+    def __init__(self, device: SimulatedDevice, **fields: Any) -> None:
+        self.device, self.config = device, CheckpointerConfig(**fields)
+        self.process = Process(self.config)
+        ranks: Any = SimpleNamespace(rank=RankInfo(0, 1), alone=True, run_id="0123456789ab")
+        worker: Any = self.process
+        self.stager = SlotStager(worker, ranks, self.config, package="0")
+        self.stager._engine = engine.Engine(self.config, device)
+        self.sequence = itertools.count(1)
+
+    def save(self, state: Mapping[str, Any]) -> SaveHandle:
+        """Save; what the stager raises is on the futures, as `AsyncCheckpointer` does it."""
+        save_id = SaveId(0, next(self.sequence), "0123456789ab")
+        arguments = {"path": f"/{save_id.sequence}", "step": save_id.sequence, "save_id": save_id, "metadata": None}
+        handle = SaveHandle(step=save_id.sequence, path=str(arguments["path"]), save_id=save_id)
+        try:
+            result = self.stager.stage(state, **arguments)
+        except Exception as error:
+            handle.fail(error)
+            return handle
+        hand_over(self.process, handle, result, arguments, {})
+        return handle
+
+    def ended(self, handle: SaveHandle) -> BaseException | None:
+        """Wait for the copies; returns what went wrong."""
+        error = handle.staged.exception(DEADLINE_S)
+        self.stager.overlap.copier.join(DEADLINE_S)
+        return error
+
+    def content(self, handle: SaveHandle) -> dict[str, bytes]:
+        """Return the bytes of every tensor in the slot of a save, as it was sealed, by FQN."""
+        image = self.process.written[str(handle.save_id)]
+        plan = self.plan
+        starts = [part.offset for part in plan.part_ranges()]
+        return {
+            self.fqns[box.number]: image[starts[c.part] + c.offset_bytes : starts[c.part] + c.offset_bytes + c.nbytes]
+            for c, box in zip(plan.layout.chunks, plan.boxes, strict=True)
+        }
+
+    def know(self, state: Mapping[str, Any]) -> None:
+        """Remember the plan of `state`, for `content`."""
+        self.plan, flat = self.stager.plans.take(state)
+        self.fqns = flat.fqns
+
+    def close(self) -> None:
+        """End as a checkpointer does."""
+        self.stager.close()
+        self.process.close()
+
+
+@contextlib.contextmanager
+def two_devices(rng: random.Random) -> Iterator[SimulatedDevice]:
+    """Two devices; at the end nothing may be pinned, and nothing done that a real one would not forgive."""
+    made = SimulatedDevice(rng)
+    yield made
+    made.frozen = False
+    made.drain()
+    assert not made.violations
+    assert not made.registered
+
+
+def use_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces and buffers so small that tests cross them."""
+    monkeypatch.setattr(pinning, "PIECE_NBYTES", PIECE_NBYTES)
+    monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 6 * 1024)
+    monkeypatch.setattr(copy_cuda, "SMALL_NBYTES", 2 * 1024)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the elements' bytes in row-major order."""
+    with torch.no_grad():
+        plain = tensor.detach().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
+
+
+def note_seals(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let seals, unmappings and reuses of slots be among the device's calls."""
+    seal, unmap = SlotControl.seal, LentSlot._unmap
+
+    def sealed(control: SlotControl, request: bytes, offset: int) -> None:
+        device.calls.append(Call("seal", None, None))
+        seal(control, request, offset)
+
+    def unmapped(slot: LentSlot) -> None:
+        first, last = slot.mapping.address, slot.mapping.address + slot.mapping.nbytes
+        if any(a < last and first < a + n for a, n in device.registered.items()):
+            device.violations.append("memory was unmapped while it was pinned")
+        device.calls.append(Call("unmap", None, slot.number))
+        unmap(slot)
+
+    monkeypatch.setattr(SlotControl, "seal", sealed)
+    monkeypatch.setattr(LentSlot, "_unmap", unmapped)

@@ -1,0 +1,553 @@
+"""Any kind of checkpoint into any other: bits, types, names, and what is refused. The readers are stock tools."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import pathlib
+import warnings
+import zipfile
+from typing import Any
+
+import foreign_samples
+import pytest
+import states
+import torch
+
+import asyncckpt
+from asyncckpt import PerRank, RankInfo, SyncCheckpointer
+from asyncckpt.conversion import converter, payloads, publishing
+from asyncckpt.conversion.comparison import compare
+from asyncckpt.conversion.payloads import slab_slices
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    DuplicateNameError,
+    MissingKeysError,
+    SaveFailedError,
+    UnsupportedLeafError,
+)
+from asyncckpt.storage.files import Files
+
+pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+
+SOURCES = ("asyncckpt", *foreign_samples.KINDS)
+TARGETS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """One checkpoint of each kind, from its own tool."""
+    root = tmp_path_factory.mktemp("sources")
+    found = {}
+    for kind in foreign_samples.KINDS:
+        torch.manual_seed(0)
+        found[kind] = foreign_samples.write(kind, root)
+    torch.manual_seed(0)
+    found["asyncckpt"] = root / "ours"
+    save(foreign_samples.training_state(), root / "ours")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def save(state: Any, path: pathlib.Path, **kw: Any) -> pathlib.Path:
+    with SyncCheckpointer(rank_info=RankInfo(0, 1)) as checkpointer:
+        checkpointer.save(state, path, **kw)
+    return path
+
+
+def chosen(source: str, to: str) -> dict[str, Any]:
+    """Arguments that make of a training state what safetensors can hold."""
+    if to in ("safetensors", "hf") and source not in ("safetensors", "hf"):
+        return {"keys": ["model"], "key_map": lambda fqn: fqn.removeprefix("model.")}
+    return {}
+
+
+def leftovers(directory: pathlib.Path) -> list[str]:
+    return [name for name in os.listdir(directory) if "converting" in name]
+
+
+# ---- every kind to every kind ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_kind_becomes_every_kind_bit_for_bit(
+    source: str, to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "out"
+    report = asyncckpt.convert(sources[source], path, to=to, **chosen(source, to))
+    assert report.to == asyncckpt.open_checkpoint(path).kind == to
+    assert not leftovers(tmp_path)
+    torch.manual_seed(0)
+    model = foreign_samples.model()
+    found = read_by_stock_tools(to, path)
+    weights = found.get("model", found)
+    for name, tensor in model.items():
+        if name == "parameter":
+            assert weights[name].shape == tensor.shape
+        else:
+            states.assert_same(weights[name], tensor.detach().contiguous(), name)
+    if "model" in found:
+        assert (found["step"], found["name"], found["big"]) == (7, "grüße\n", 1 << 70)
+        assert found["optim"]["param_groups"][0]["lr"] == 0.1
+
+
+def read_by_stock_tools(to: str, path: pathlib.Path) -> Any:
+    if to == "torch":
+        return torch.load(path, weights_only=True)
+    if to == "dcp":
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_to_torch_save(str(path), str(path) + ".pt")
+        return torch.load(str(path) + ".pt", weights_only=True)
+    from safetensors.torch import load_file
+
+    if to == "safetensors":
+        return load_file(path)
+    if to == "hf":
+        return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return asyncckpt.load(path)
+
+
+@pytest.mark.parametrize("source", ["asyncckpt", "torch", "legacy"])
+def test_types_aliases_and_keys_survive_where_the_target_has_them(
+    source: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    for to, load in (("torch", lambda p: torch.load(p, weights_only=True)), ("asyncckpt", asyncckpt.load)):
+        asyncckpt.convert(sources[source], tmp_path / to, to=to)
+        found = load(tmp_path / to)
+        assert found["model"]["tied"] is found["model"]["large"]
+        assert found["model"]._metadata == {"": {"version": 1}, "bn": {"version": 2}}
+        assert list(found["optim"]["state"]) == [0, 1]
+        assert found["optim"]["state"][1] == {}
+        assert found["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
+        expected = foreign_samples.plain(foreign_samples.training_state())
+        for key in ("half", "device", "size", "raw", "array", "complex", "members"):
+            assert type(found[key]) is type(expected[key])
+            assert found[key] == expected[key]
+        assert type(found["mixed"][2]["deep"]) is tuple
+
+
+def test_stock_dcp_load_finds_what_it_looks_for(sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    report = asyncckpt.convert(sources["asyncckpt"], tmp_path / "d", to="dcp", max_shard_bytes=500_000)
+    assert len(list((tmp_path / "d").glob("*.distcp"))) > 1
+    target: Any = copy.deepcopy(foreign_samples.plain(foreign_samples.training_state()))
+    target["step"], target["model"]["large"] = 0, torch.zeros(300, 1000)
+    foreign_samples.load_dcp(target, tmp_path / "d")
+    assert target["step"] == 7
+    states.assert_same(target["model"]["large"], foreign_samples.model()["large"])
+    told = "; ".join(report.changed)
+    assert "optim.state" in told
+    assert "model" in told
+    tied = asyncckpt.load(tmp_path / "d")["model"]
+    assert tied["tied"] is tied["large"], "tied tensors share their item"
+
+
+def test_stock_hugging_face_reader_of_torch_loads_the_shards(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    pytest.importorskip("fsspec")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    asyncckpt.convert(sources["safetensors"], tmp_path / "hf", to="hf", max_shard_bytes=500_000)
+    target = {"large": torch.zeros(300, 1000), "dtype_bfloat16": torch.zeros(3, 5, dtype=torch.bfloat16)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "hf")), no_dist=True)
+    for name, tensor in target.items():
+        states.assert_same(tensor, foreign_samples.model()[name])
+
+
+def test_a_hugging_face_directory_has_shards_an_index_and_its_other_files(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    report = asyncckpt.convert(sources["hf"], tmp_path / "hf", to="hf", max_shard_bytes=100_000)
+    assert report.copied == ("config.json",)
+    assert (tmp_path / "hf" / "config.json").read_text() == (sources["hf"] / "config.json").read_text()
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    sizes = {name: t.numel() * t.itemsize for name, t in foreign_samples.model().items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert set(index["weight_map"]) == set(sizes)
+    for file in set(index["weight_map"].values()):
+        held = [name for name, where in index["weight_map"].items() if where == file]
+        assert sum(sizes[name] for name in held) <= 100_000 or len(held) == 1
+    small = asyncckpt.convert(sources["hf"], tmp_path / "one", to="hf")
+    assert sorted(os.listdir(tmp_path / "one")) == ["config.json", "model.safetensors"]
+    assert small.tensors == len(sizes)
+
+
+def test_transformers_loads_a_converted_model(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "a")
+    asyncckpt.convert(tmp_path / "a", tmp_path / "ours", to="asyncckpt")
+    asyncckpt.convert(tmp_path / "ours", tmp_path / "b", to="hf", max_shard_bytes=2000)
+    config.save_pretrained(tmp_path / "b")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "b")
+    states.assert_same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+def test_every_dtype_of_torch_passes_through_torch_and_dcp_files(tmp_path: pathlib.Path) -> None:
+    state = {str(d): states.tensor_of(d, (3, 5), n) for n, d in enumerate(states.ALL_DTYPES)}
+    save(state, tmp_path / "ours")
+    for to in ("torch", "dcp", "asyncckpt"):
+        asyncckpt.convert(tmp_path / "ours", tmp_path / to, to=to)
+        asyncckpt.convert(tmp_path / to, tmp_path / f"{to}-back", to="asyncckpt")
+        states.assert_same(asyncckpt.load(tmp_path / f"{to}-back"), state)
+    states.assert_same(torch.load(tmp_path / "torch", weights_only=True), state)
+
+
+def test_archives_are_whole_for_any_zip_tool_and_map(sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    asyncckpt.convert(sources["asyncckpt"], tmp_path / "a.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "a.pt") as file:
+        assert file.testzip() is None
+    found = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
+    states.assert_same(found["model"]["large"].clone(), foreign_samples.model()["large"])
+
+
+def test_a_mapped_tensor_of_a_converted_dcp_directory(sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    asyncckpt.convert(sources["asyncckpt"], tmp_path / "d", to="dcp")
+    mapped = asyncckpt.open_checkpoint(tmp_path / "d").tensor("model.large", mmap=True)
+    states.assert_same(mapped.clone(), foreign_samples.model()["large"])
+    assert mapped.untyped_storage().nbytes() >= mapped.nbytes
+
+
+def test_our_own_format_is_split_by_max_shard_bytes(sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    asyncckpt.convert(sources["asyncckpt"], tmp_path / "a", to="asyncckpt", max_shard_bytes=600_000)
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    assert not compare(str(sources["asyncckpt"]), str(tmp_path / "a")).differences
+
+
+def test_metadata_and_step_go_from_ours_to_ours(tmp_path: pathlib.Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path / "a", step=41, metadata={"loss": 0.5})
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
+    opened = asyncckpt.open_checkpoint(tmp_path / "b")
+    assert (opened.step, opened.metadata) == (41, {"loss": 0.5})
+    assert "loss" in asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch").changed[0]
+    asyncckpt.convert(tmp_path / "a", tmp_path / "d", to="safetensors")
+    assert json.loads(asyncckpt.open_checkpoint(tmp_path / "d").metadata["asyncckpt_metadata"]) == {"loss": 0.5}
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_key_map_renames_in_place_and_makes_dicts_of_what_is_left(tmp_path: pathlib.Path) -> None:
+    state = {"model": {"module.a": torch.ones(1), "b": torch.zeros(2)}, "opt": {"x": {"y": torch.ones(3)}}, "l": [1]}
+    save(state, tmp_path / "a")
+    table = {"model.module.a": "model.a", "opt.x.y": "moved"}
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", key_map=table)
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert set(found) == {"model", "l", "moved"}
+    assert set(found["model"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("table", [{"a": "b"}, {"a": "c"}, {"a": "q", "b": "q"}])
+def test_key_map_that_puts_two_leaves_in_one_place_is_refused(table: dict[str, str], tmp_path: pathlib.Path) -> None:
+    save({"a": torch.ones(1), "b": torch.ones(1), "c": {"d": torch.ones(1)}}, tmp_path / "x")
+    with pytest.raises(DuplicateNameError):
+        asyncckpt.convert(tmp_path / "x", tmp_path / "y", to="asyncckpt", key_map=table)
+    assert not (tmp_path / "y").exists()
+
+
+def test_versions_of_a_module_that_renaming_emptied_are_reported(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    for to in ("torch", "safetensors"):
+        report = asyncckpt.convert(sources["torch"], tmp_path / to, to=to, **chosen("torch", "safetensors"))
+        assert any("_metadata of model" in line for line in report.changed)
+
+
+def test_keys_choose_and_unknown_ones_are_named(tmp_path: pathlib.Path) -> None:
+    save({"a": {"x": torch.ones(1), "n": 1}, "b": torch.ones(2)}, tmp_path / "s")
+    report = asyncckpt.convert(tmp_path / "s", tmp_path / "t", to="torch", keys="a")
+    assert (report.tensors, report.objects) == (1, 1)
+    assert list(torch.load(tmp_path / "t", weights_only=True)) == ["a"]
+    with pytest.raises(MissingKeysError) as caught:
+        asyncckpt.convert(tmp_path / "s", tmp_path / "u", to="torch", keys=["a", "nope"])
+    assert caught.value.keys == ["nope"]  # type: ignore[attr-defined]
+
+
+# ---- refused by name ------------------------------------------------------------------------------------------------
+
+
+def test_what_safetensors_cannot_hold_is_refused_by_name_or_left_out_and_said(tmp_path: pathlib.Path) -> None:
+    state = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128), "step": 3, "name": "x"}
+    save(state, tmp_path / "a")
+    with pytest.raises(UnsupportedLeafError) as caught:
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="safetensors")
+    for word in ("c: ", "complex128", "step: ", "name: ", "partial"):
+        assert word in str(caught.value)
+    assert not (tmp_path / "b").exists()
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="safetensors", partial=True)
+    assert report.left_out == ("c", "step", "name")
+    assert list(asyncckpt.load(tmp_path / "b")) == ["w"]
+
+
+def test_what_torch_does_not_read_back_safely_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    import datetime
+
+    save({"w": torch.ones(2), "when": datetime.date(2024, 1, 1), "cut": slice(1)}, tmp_path / "a")
+    for to in ("torch", "dcp"):
+        with pytest.raises(UnsupportedLeafError, match="when: ") as caught:
+            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to)
+        assert "cut: " in str(caught.value)
+        assert asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True).left_out == ("when", "cut")
+
+
+def test_values_of_single_ranks_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    save({"w": torch.ones(2), "rng": PerRank({"s": torch.ones(3), "n": 1})}, tmp_path / "a")
+    opened = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert opened.tensors == 2, "of one rank they are everybody's"
+
+
+def test_numpy_arrays_become_tensors_and_it_is_said(tmp_path: pathlib.Path) -> None:
+    import numpy as np
+
+    save({"a": np.arange(5.0), "big": bytes(100_000)}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert torch.equal(found["a"], torch.arange(5.0, dtype=torch.float64))
+    assert found["big"] == bytes(100_000)
+    assert "numpy" in report.changed[0]
+    asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="asyncckpt")
+    states.assert_same(asyncckpt.load(tmp_path / "c"), asyncckpt.load(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"to": "zip"}, "to"),
+        ({"to": "torch", "max_shard_bytes": 10}, "max_shard_bytes"),
+        ({"to": "hf", "max_shard_bytes": 0}, "max_shard_bytes"),
+        ({"to": "torch", "threads": 0}, "threads"),
+        ({"to": "torch", "key_map": lambda fqn: ""}, "key_map"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: dict[str, Any], field: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asyncckpt.convert(sources["torch"], tmp_path / "x", **arguments)
+    assert caught.value.field == field  # type: ignore[attr-defined]
+
+
+# ---- all or nothing -------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_source_or_directory_is_not_found(tmp_path: pathlib.Path) -> None:
+    for src, dst in ((tmp_path / "no", tmp_path / "x"), (tmp_path / "no", tmp_path / "a" / "x")):
+        with pytest.raises(CheckpointNotFoundError):
+            asyncckpt.convert(src, dst, to="torch")
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_existing_target_is_left_alone_unless_told(
+    to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "out"
+    asyncckpt.convert(sources["safetensors"], path, to=to, keys=["zero_dim"])
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.convert(sources["safetensors"], path, to=to)
+    assert list(asyncckpt.load(path)) == ["zero_dim"]
+    asyncckpt.convert(sources["safetensors"], path, to=to, keys=["large"], overwrite=True)
+    assert list(asyncckpt.load(path)) == ["large"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_overwrite_never_replaces_what_is_no_checkpoint(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    (tmp_path / "letter").write_text("dear")
+    for path, to in ((tmp_path / "home", "dcp"), (tmp_path / "letter", "torch"), (tmp_path / "home", "torch")):
+        with pytest.raises(CheckpointExistsError):
+            asyncckpt.convert(sources["safetensors"], path, to=to, overwrite=True)
+    assert (tmp_path / "home" / "letter.txt").read_text() == (tmp_path / "letter").read_text() == "dear"
+
+
+def test_a_target_inside_its_source_is_refused(sources: dict[str, pathlib.Path]) -> None:
+    for path in (sources["dcp"], sources["dcp"] / "inside", sources["dcp"].parent):
+        with pytest.raises(ConfigError):
+            asyncckpt.convert(sources["dcp"], path, to="hf", overwrite=True)
+
+
+def test_too_little_room_is_said_before_anything_is_written(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.statvfs(tmp_path)
+    small = os.statvfs_result((*found[:3], 10, 10, *found[5:]))
+    monkeypatch.setattr(Files, "statvfs", lambda self, path: small)
+    monkeypatch.setattr(Files, "mkdir", None)
+    for to in TARGETS:
+        with pytest.raises(SaveFailedError) as caught:
+            asyncckpt.convert(sources["hf"], tmp_path / "x", to=to)
+        assert caught.value.code == "ENOSPC"
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("fails", ["pwrite", "fsync", "rename_noreplace", "open"])
+def test_a_failing_call_leaves_nothing_behind(
+    to: str, fails: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(Files, fails)
+
+    def failing(self: Files, *arguments: Any, **kw: Any) -> Any:
+        writes = fails != "open" or arguments[1] & os.O_CREAT
+        if writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, *arguments, **kw)
+
+    monkeypatch.setattr(Files, fails, failing)
+    with pytest.raises(SaveFailedError) as caught:
+        asyncckpt.convert(sources["hf"], tmp_path / "x", to=to)
+    assert caught.value.code == "ENOSPC"
+    assert not os.listdir(tmp_path)
+
+
+def test_a_failed_overwrite_leaves_what_was_there(
+    sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for to in ("torch", "dcp"):
+        asyncckpt.convert(sources["safetensors"], tmp_path / to, to=to, keys=["zero_dim"])
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise CorruptCheckpointError("no")
+
+    monkeypatch.setattr(converter, "prove", failing)
+    for to in ("torch", "dcp"):
+        with pytest.raises(CorruptCheckpointError):
+            asyncckpt.convert(sources["safetensors"], tmp_path / to, to=to, overwrite=True)
+        assert list(asyncckpt.load(tmp_path / to)) == ["zero_dim"]
+    assert sorted(os.listdir(tmp_path)) == ["dcp", "torch"]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_overwriting_works_where_names_cannot_be_exchanged(
+    to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, keys=["zero_dim"])
+    monkeypatch.setattr(publishing, "_exchange", lambda *_: False)
+    asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, keys=["large"], overwrite=True)
+    assert list(asyncckpt.load(tmp_path / "x")) == ["large"]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_target_that_reads_back_differently_is_never_put_into_place(
+    to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = converter.write_file
+
+    def damaging(path: str, *arguments: Any) -> None:
+        real(path, *arguments)
+        if os.path.getsize(path) > 1_000_000:
+            with open(path, "r+b") as file:
+                file.seek(700_000)
+                byte = file.read(1)
+                file.seek(700_000)
+                file.write(bytes([byte[0] ^ 1]))
+
+    monkeypatch.setattr(converter, "write_file", damaging)
+    with pytest.raises(CorruptCheckpointError):
+        asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_damaged_source_of_ours_is_not_converted(tmp_path: pathlib.Path) -> None:
+    save({"x": torch.arange(100_000.0)}, tmp_path / "a")
+    shard = next((tmp_path / "a").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[300_000] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert caught.value.fqn == "x"  # type: ignore[attr-defined]
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_progress_goes_up_to_the_end(sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    seen: list[tuple[int, int]] = []
+    asyncckpt.convert(sources["torch"], tmp_path / "x", to="asyncckpt", progress=lambda *n: seen.append(n))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+# ---- slabs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (10,), (3, 7), (1, 1, 9), (2, 3, 4, 5), (5, 0, 2), (1, 40)])
+@pytest.mark.parametrize("limit", [1, 4, 7, 1000])
+def test_slabs_are_the_tensor_in_row_major_order(shape: tuple[int, ...], limit: int) -> None:
+    tensor = torch.arange(int(torch.tensor(shape).prod()) if shape else 1).reshape(shape)
+    parts = [tensor[slices].reshape(-1) for slices in slab_slices(shape, limit)]
+    assert torch.equal(torch.cat(parts), tensor.reshape(-1))
+    assert all(part.numel() <= max(limit, 1) for part in parts)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_tensors_larger_than_a_slab_pass_in_several(
+    source: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "SLAB_NBYTES", 64)
+    keys = [
+        f"{'' if source in ('safetensors', 'hf') else 'model.'}{n}" for n in ("transposed", "strided", "dtype_int64")
+    ]
+    asyncckpt.convert(sources[source], tmp_path / "x", to="torch", keys=keys)
+    found = torch.load(tmp_path / "x", weights_only=True)
+    found = found.get("model", found)
+    for name in ("transposed", "strided", "dtype_int64"):
+        states.assert_same(found[name], foreign_samples.model()[name].contiguous())
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_is_named_with_its_largest_difference(tmp_path: pathlib.Path) -> None:
+    first = {"same": torch.ones(3), "v": torch.arange(4.0), "d": torch.ones(2), "s": torch.ones(2), "n": 1, "only": 1}
+    second = {"same": torch.ones(3), "v": torch.tensor([0.0, 1.0, 2.5, 3.0]), "d": torch.ones(2).half()}
+    second |= {"s": torch.ones(3), "n": 2, "more": torch.ones(1), "z": torch.tensor([0.0])}
+    save(first | {"z": torch.tensor([-0.0])}, tmp_path / "a")
+    torch.save(second, tmp_path / "b.pt")
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b.pt"))
+    assert {(d.fqn, d.what, d.max_abs_difference) for d in found.differences} == {
+        ("v", "value", 0.5),
+        ("d", "dtype", 0.0),
+        ("s", "shape", None),
+        ("n", "value", 1.0),
+        ("only", "only in A", None),
+        ("more", "only in B", None),
+        ("z", "bits", 0.0),
+    }
+    assert found.leaves == 8
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_kind_equals_itself_converted(
+    source: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    asyncckpt.convert(sources[source], tmp_path / "x", to="asyncckpt")
+    assert not compare(str(sources[source]), str(tmp_path / "x")).differences
+
+
+def test_nan_on_one_side_is_a_difference_and_on_both_is_none(tmp_path: pathlib.Path) -> None:
+    nan = float("nan")
+    torch.save({"x": torch.tensor([nan, 1.0]), "y": torch.tensor([nan])}, tmp_path / "a")
+    torch.save({"x": torch.tensor([2.0, 1.0]), "y": torch.tensor([nan])}, tmp_path / "b")
+    (found,) = compare(str(tmp_path / "a"), str(tmp_path / "b")).differences
+    assert found.fqn == "x"
+    assert found.max_abs_difference != found.max_abs_difference

@@ -1,0 +1,234 @@
+"""Pickles of strangers are data: whatever they say, nothing is imported, called or changed, and the global is named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import foreign_samples
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.cli import main
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.foreign import torch_globals
+from asyncckpt.foreign.torch_globals import KNOWN, storage_of
+from asyncckpt.foreign.unpickling import Maker, Record, UnpicklingError, unpickle_data
+
+CALLS: list[str] = []
+
+
+def called(*_: Any) -> None:
+    CALLS.append("called")
+
+
+class Reduced:
+    def __reduce__(self) -> Any:
+        return called, ("x",)
+
+
+class Evaluated:
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('os').system('true')",)
+
+
+class Executed:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hostile",)
+
+
+HOSTILE: dict[str, bytes] = {
+    "reduce": pickle.dumps({"a": Reduced()}, 2),
+    "reduce protocol 4": pickle.dumps([Reduced()], 4),
+    "eval": pickle.dumps(Evaluated(), 2),
+    "os.system": pickle.dumps(Executed(), 2),
+    "inst": b"\x80\x02(S'true'\nios\nsystem\n.",
+    "obj": b"\x80\x02(cos\nsystem\nX\x04\x00\x00\x00trueo.",
+    "dotted name": b"\x80\x04\x8c\x05torch\x8c\x12serialization.os.system\x93\x8c\x04true\x85R.",
+    "dotted module": b"\x80\x02ctorch.serialization.os\nsystem\nX\x04\x00\x00\x00true\x85R.",
+    "getattr chain": b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00x\x86R.",
+    "python 2 getattr": b"\x80\x02c__builtin__\ngetattr\n(ctorch\nTensor\nX\x01\x00\x00\x00xtR.",
+    "build of a maker": b"\x80\x02ccollections\nOrderedDict\n}X\x04\x00\x00\x00makeK\x01sb.",
+    "build of an ordered dict": b"\x80\x02ccollections\nOrderedDict\n)R}X\x0c\x00\x00\x00__setstate__K\x01sb.",
+    "build of a dict": b"\x80\x02}}X\x01\x00\x00\x00aK\x01sb.",
+    "build of a tensor class": b"\x80\x02ctorch\nTensor\n}X\x01\x00\x00\x00aK\x01sb.",
+    "call of an inert class": b"\x80\x02ctorch\nTensor\n)R.",
+    "call of a dtype": b"\x80\x02ctorch\nfloat32\n)R.",
+    "call of a record": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)R)R.",
+    "call of a text": b"\x80\x02X\x01\x00\x00\x00x)R.",
+    "new object with keywords": b"\x80\x04ccollections\nOrderedDict\n)}\x92.",
+    "extension registry": b"\x80\x02\x82\x01.",
+    "persistent text": b"\x80\x02Pos.system\n.",
+    "storage of another class": b"\x80\x02(X\x07\x00\x00\x00storagecos\nsystem\n"
+    b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ.",
+    "rebuild by another function": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n"
+    b"(cos\nsystem\nctorch\nTensor\n)NtR.",
+    "append to a dict": b"\x80\x02}K\x01a.",
+    "items of a list": b"\x80\x02]K\x01K\x02s.",
+    "codec": b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00xX\x05\x00\x00\x00rot13tR.",
+    "protocol 0": b"cos\nsystem\n(S'true'\ntR.",
+    "unhashable key": b"\x80\x02}]K\x01s.",
+    "huge memo number": b"\x80\x02K\x01r\xff\xff\xff\xff.",
+    "bytes longer than the file": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    "bytearray longer than the file": b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    "no end": b"\x80\x02K\x01",
+    "nothing on the stack": b"\x80\x02.",
+    "mark on the stack": b"\x80\x02(\x85.",
+    "empty": b"",
+}
+NAMES = {"reduce": "test_foreign_pickles.called", "eval": "builtins.eval", "getattr chain": "builtins.getattr"}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused_and_nothing_runs(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CALLS.clear()
+    modules = set(sys.modules)
+    try:
+        found, _ = unpickle_data(HOSTILE[name], KNOWN, storage_of)
+    except UnpicklingError as error:
+        if name in NAMES:
+            assert str(error.name).endswith(NAMES[name].rpartition(".")[2])
+    else:
+        assert name == "huge memo number"
+        assert found == 1
+    assert not CALLS
+    assert not os.listdir(tmp_path)
+    assert set(sys.modules) == modules
+
+
+def torch_file(path: pathlib.Path, data: bytes) -> pathlib.Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", data)
+        file.writestr("archive/version", b"3\n")
+    return path
+
+
+@pytest.mark.parametrize("where", ["torch", "legacy", "dcp metadata", "dcp item"])
+def test_a_hostile_file_is_a_typed_error_that_names_the_global(
+    where: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("numpy")
+    CALLS.clear()
+    if where == "torch":
+        path = tmp_path / "a.pt"
+        torch.save({"x": torch.ones(2), "y": Reduced()}, path)
+    elif where == "legacy":
+        path = tmp_path / "a.pt"
+        torch.save({"x": torch.ones(2), "y": Reduced()}, path, _use_new_zipfile_serialization=False)
+    elif where == "dcp metadata":
+        path = tmp_path / "d"
+        foreign_samples.save_dcp({"x": torch.ones(2)}, path)
+        (path / ".metadata").write_bytes(pickle.dumps(Reduced()))
+    else:
+        path = tmp_path / "d"
+        foreign_samples.save_dcp({"x": torch.ones(2), "y": Reduced()}, path)
+    CALLS.clear()
+    for read in (asyncckpt.load, asyncckpt.open_checkpoint, lambda p: asyncckpt.convert(p, tmp_path / "o", to="torch")):
+        with pytest.raises(UnsupportedFormatError) as caught:
+            read(path)  # type: ignore[operator]
+        assert str(caught.value.found).endswith(".called")  # type: ignore[attr-defined]
+    assert main(["inspect", str(path)]) == 1
+    assert main(["verify", str(path)]) == 1
+    assert ".called" in capsys.readouterr().err
+    assert not CALLS
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_list_that_grows_without_end_is_refused(tmp_path: pathlib.Path) -> None:
+    data = b"\x80\x02]q\x00" + b"".join(
+        b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(40)
+    )
+    with pytest.raises(UnsupportedFormatError):
+        asyncckpt.load(torch_file(tmp_path / "a.pt", data + b"."))
+
+
+def test_a_list_inside_itself_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedFormatError):
+        asyncckpt.load(torch_file(tmp_path / "a.pt", b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."))
+
+
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path: pathlib.Path) -> None:
+    stream = io.BytesIO()
+    torch.save({"x": torch.ones(4)}, stream)
+    data = stream.getvalue().replace(b"K\x04\x85", b"K\x09\x85")
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="beyond"):
+        asyncckpt.load(tmp_path / "a.pt")
+
+
+def test_everything_that_torch_s_own_list_makes_is_known_or_refused_by_name() -> None:
+    from torch import _weights_only_unpickler as stock
+
+    names = set(stock._get_allowed_globals())
+    missing = {name for name in names if name not in KNOWN}
+    accepted = ("Storage", "Tensor", "_rebuild_", "torch.int", "torch.uint", "torch.q", "torch.per_", "torch.bits")
+    assert all(any(part in name for part in accepted) for name in missing), missing
+
+
+def test_no_maker_of_the_table_is_anything_but_ours() -> None:
+    plain = {slice}
+    for name, value in KNOWN.items():
+        made = value.make if isinstance(value, Maker) else None
+        assert made is None or made in plain or made.__module__ == torch_globals.__name__, name
+
+
+def test_what_stock_pickle_writes_of_plain_values_is_read_in_every_protocol(rng: Any) -> None:
+    value = {
+        "int": [0, 255, 256, 65535, 65536, -1, 1 << 40, -(1 << 99), 1 << 3000],
+        "float": [0.0, -1.5, 1e300],
+        "text": ["", "ü" * 300, "\ud800"],
+        "tuple": ((), (1,), (1, 2), (1, 2, 3), tuple(range(9))),
+        "set": {1, 2},
+        "none": [None, True, False],
+        "complex": 1j,
+    }
+    value["again"] = value["int"]
+    for protocol in (2, 3, 4, 5):
+        found, end = unpickle_data(pickle.dumps(value, protocol), KNOWN)
+        assert found == value
+        assert found["again"] is found["int"]
+        assert end == len(pickle.dumps(value, protocol))
+    assert unpickle_data(pickle.dumps(b"\x00\xff", 2), KNOWN)[0] == b"\x00\xff"
+    assert unpickle_data(pickle.dumps(bytearray(b"\x00\xff"), 5), KNOWN)[0] == bytearray(b"\x00\xff")
+
+
+def test_random_bytes_raise_nothing_but_the_one_error(rng: Any) -> None:
+    sound = pickle.dumps({"a": [1, (2, "x")], "b": {3: None}}, 4)
+    for _ in range(3000):
+        data = bytearray(sound)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        with contextlib.suppress(UnpicklingError):
+            unpickle_data(bytes(data), KNOWN, storage_of)
+
+
+def test_reading_a_pickle_imports_neither_pickle_nor_torch(tmp_path: pathlib.Path) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
+    code = (
+        "import sys; from asyncckpt.cli import main; code = main(['inspect', sys.argv[1]]);"
+        "assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")], check=True, timeout=60, capture_output=True)
+
+
+def test_a_record_keeps_its_state_apart_from_itself() -> None:
+    data = (
+        struct.pack("<2s", b"\x80\x02")
+        + b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}X\x03\x00\x00\x00getK\x01sb."
+    )
+    found, _ = unpickle_data(data, KNOWN)
+    assert isinstance(found, Record)
+    assert found.get("get") == 1
+    assert callable(found.get)

@@ -1,0 +1,400 @@
+"""What PyTorch, DCP, safetensors and Hugging Face tools wrote is loaded as a checkpoint of ours is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import shutil
+import struct
+import zipfile
+from typing import Any
+
+import foreign_samples
+import pytest
+import states
+import torch
+
+import asyncckpt
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DuplicateNameError,
+    MissingKeysError,
+    ShapeMismatchError,
+    UnsupportedFormatError,
+)
+from asyncckpt.foreign.kinds import kind_at
+from asyncckpt.foreign.verification import verify_any
+from asyncckpt.storage.files import Files
+
+pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+
+FILES = Files()
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """One checkpoint of each kind, from its own tool."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("foreign")
+    return {kind: foreign_samples.write(kind, root) for kind in foreign_samples.KINDS}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+# ---- whole ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_an_empty_target_gets_the_nesting_back(kind: str, samples: dict[str, pathlib.Path]) -> None:
+    found, expected = asyncckpt.load(samples[kind]), foreign_samples.expected(kind)
+    if kind in ("torch", "legacy"):
+        assert found["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
+        assert found["model"]._metadata == {"": {"version": 1}, "bn": {"version": 2}}
+    elif kind == "dcp":
+        assert found["mixed"][2]["deep"][1] == "x"
+        assert found["model"]["tied"] is not found["model"]["large"], "DCP stores tied tensors twice"
+        expected["model"]["tied"] = expected["model"]["tied"].clone()
+    torch.manual_seed(0)
+    _same(found, expected)
+
+
+def _same(found: Any, expected: Any, where: str = "") -> None:
+    """Types, keys, bits; tensors that were random once are compared by shape."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert set(found) == set(expected), where
+        for key in expected:
+            _same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for n, member in enumerate(expected):
+            _same(found[n], member, f"{where}.{n}")
+    elif isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        if "parameter" not in where and "exp_avg" not in where:
+            assert states.bits_of(found) == states.bits_of(expected), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("kind", ["torch", "legacy"])
+def test_tied_tensors_come_back_as_one(kind: str, samples: dict[str, pathlib.Path]) -> None:
+    found = asyncckpt.load(samples[kind])["model"]
+    assert found["tied"] is found["large"]
+
+
+def test_a_target_of_another_device_type_and_dtype_is_filled(samples: dict[str, pathlib.Path]) -> None:
+    model = foreign_samples.model()
+    target = {"model": {"large": torch.zeros(300, 1000, dtype=torch.float64), "transposed": torch.zeros(6, 8).t()}}
+    target["model"]["transposed"] = torch.zeros(8, 6).t()
+    asyncckpt.load(samples["torch"], target)
+    assert torch.equal(target["model"]["large"].nan_to_num(), model["large"].double().nan_to_num())
+    states.assert_same(target["model"]["transposed"].contiguous(), model["transposed"].contiguous())
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_keys_load_a_part(kind: str, samples: dict[str, pathlib.Path]) -> None:
+    name = "large" if kind in ("safetensors", "hf") else "model.large"
+    found = asyncckpt.load(samples[kind], keys=[name])
+    found = found.get("model", found)
+    assert list(found) == ["large"]
+    states.assert_same(found["large"], foreign_samples.model()["large"])
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_missing_keys_are_an_error_when_strict(kind: str, samples: dict[str, pathlib.Path]) -> None:
+    with pytest.raises(MissingKeysError) as caught:
+        asyncckpt.load(samples[kind], {"absent": torch.zeros(1)}, strict=True)
+    assert caught.value.keys == ["absent"]  # type: ignore[attr-defined]
+
+
+def test_key_map_and_mismatches_work_as_for_ours(samples: dict[str, pathlib.Path]) -> None:
+    target = {"module.large": torch.zeros(300, 1000)}
+    asyncckpt.load(samples["safetensors"], target, key_map=lambda name: name.removeprefix("module."))
+    states.assert_same(target["module.large"], foreign_samples.model()["large"])
+    with pytest.raises(ShapeMismatchError):
+        asyncckpt.load(samples["hf"], {"large": torch.zeros(3)})
+    plan = asyncckpt.plan_load(samples["dcp"], {"model": {"large": torch.zeros(300, 1000)}, "no": 1})
+    assert (plan.missing, plan.nbytes) == (("no",), 1_200_000)
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_a_sharded_target_is_filled_from_a_file_that_knows_no_shards(
+    kind: str, low_memory: bool, samples: dict[str, pathlib.Path]
+) -> None:
+    whole = foreign_samples.model()
+    large = asyncckpt.ShardedSlice(torch.zeros(100, 500), (300, 1000), (50, 500))
+    turned = asyncckpt.ShardedSlice(torch.zeros(2, 8), (6, 8), (3, 0))
+    target: Any = {"large": large, "transposed": turned}
+    asyncckpt.load(samples[kind], target if kind in ("safetensors", "hf") else {"model": target}, low_memory=low_memory)
+    states.assert_same(large.tensor, whole["large"][50:150, 500:].contiguous())
+    states.assert_same(turned.tensor, whole["transposed"][3:5].contiguous())
+
+
+def test_default_map_location_is_asked(samples: dict[str, pathlib.Path]) -> None:
+    found = asyncckpt.load(samples["dcp"], default_map_location="meta", keys=["model.large"])
+    assert found["model"]["large"].is_meta
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_one_slice_is_read_of_any_kind(kind: str, samples: dict[str, pathlib.Path]) -> None:
+    opened = asyncckpt.open_checkpoint(samples[kind])
+    prefix = "" if kind in ("safetensors", "hf") else "model."
+    model = foreign_samples.model()
+    assert opened.kind == {"legacy": "torch"}.get(kind, kind)
+    found = opened.tensor(f"{prefix}large", (slice(5, 9), slice(0, 999, 3)))
+    states.assert_same(found, model["large"][5:9, 0:999:3].contiguous())
+    states.assert_same(opened.tensor(f"{prefix}transposed", 2), model["transposed"][2].contiguous())
+    assert opened.tensors[f"{prefix}dtype_bfloat16"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_a_tensor_is_mapped_and_writes_stay_private(kind: str, samples: dict[str, pathlib.Path]) -> None:
+    opened = asyncckpt.open_checkpoint(samples[kind])
+    prefix = "" if kind in ("safetensors", "hf") else "model."
+    for name, tensor in foreign_samples.model().items():
+        if name != "parameter":
+            states.assert_same(opened.tensor(prefix + name, mmap=True).contiguous(), tensor.contiguous())
+    mapped = opened.tensor(f"{prefix}large", mmap=True)
+    with open("/proc/self/maps") as maps:
+        is_mapped = any(str(samples[kind]) in line for line in maps)
+    assert is_mapped or kind in ("legacy", "dcp"), "those two do not align what they write; what is misaligned is read"
+    mapped.zero_()
+    states.assert_same(opened.tensor(f"{prefix}large"), foreign_samples.model()["large"])
+
+
+def test_a_tensor_of_our_own_shards_is_mapped(tmp_path: pathlib.Path) -> None:
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({"x": torch.arange(100_000.0), "e": torch.zeros(0, 3), "s": torch.tensor(2)}, tmp_path / "a")
+    opened = asyncckpt.open_checkpoint(tmp_path / "a")
+    assert torch.equal(opened.tensor("x", slice(7, None), mmap=True), torch.arange(7.0, 100_000.0))
+    assert opened.tensor("e", mmap=True).shape == (0, 3)
+    assert opened.tensor("s", mmap=True).item() == 2
+    opened.tensor("x", mmap=True).zero_()
+    assert torch.equal(opened.tensor("x"), torch.arange(100_000.0))
+
+
+def test_objects_are_looked_up_by_name(samples: dict[str, pathlib.Path]) -> None:
+    opened = asyncckpt.open_checkpoint(samples["dcp"])
+    assert opened.objects["optim.param_groups.0.betas"] == (0.9, 0.999)
+    assert (opened.step, opened.world_size) == (7, 1)
+    assert asyncckpt.open_checkpoint(samples["safetensors"]).metadata == {"format": "pt"}
+    assert asyncckpt.open_checkpoint(samples["safetensors"]).step == -1
+
+
+# ---- sharded --------------------------------------------------------------------------------------------------------
+
+
+def test_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: pathlib.Path) -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    from safetensors.torch import save_file
+
+    for n, rows in enumerate((slice(0, 2), slice(2, 6))):
+        info = {"w": {"saved_offsets": [rows.start, 0]}}
+        save_file(
+            {"w": whole[rows].clone()}, tmp_path / f"shard-{n}.safetensors", {"DCP_SHARDING_INFO": json.dumps(info)}
+        )
+    states.assert_same(asyncckpt.load(tmp_path), {"w": whole})
+    states.assert_same(asyncckpt.open_checkpoint(tmp_path).tensor("w", slice(1, 4)), whole[1:4])
+
+
+def test_a_tensor_in_two_files_without_offsets_is_refused(tmp_path: pathlib.Path) -> None:
+    for n in range(2):
+        foreign_samples.save_safetensors({"w": torch.ones(2)}, tmp_path / f"{n}.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        asyncckpt.load(tmp_path)
+
+
+def test_numpy_arrays_and_scalars_of_a_torch_file_are_read(tmp_path: pathlib.Path) -> None:
+    import numpy as np
+
+    state = {"rng": ("MT19937", np.arange(5, dtype=np.uint32)), "f": np.float64(1.5), "m": np.ones((2, 3), np.float16)}
+    torch.save(state, tmp_path / "a.pt")
+    found = asyncckpt.load(tmp_path / "a.pt")
+    assert found["rng"][0] == "MT19937"
+    assert np.array_equal(found["rng"][1], state["rng"][1])
+    assert (type(found["f"]), found["f"]) == (np.float64, 1.5)
+    assert np.array_equal(found["m"], state["m"])
+    assert found["m"].dtype == np.float16
+
+
+@pytest.mark.parametrize(("value", "expected"), [(torch.ones(2), {"value": 0}), ([1, torch.ones(2)], {0: 1, 1: 0})])
+def test_what_is_no_dict_becomes_one(value: Any, expected: dict[Any, Any], tmp_path: pathlib.Path) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    assert list(asyncckpt.load(tmp_path / "a.pt")) == list(expected)
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_there_is_said_as_for_ours(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        asyncckpt.load(tmp_path / "absent.pt")
+    (tmp_path / "notes").write_text("x")
+    with pytest.raises(UnsupportedFormatError):
+        asyncckpt.load(tmp_path / "notes")
+
+
+def test_an_uncommitted_checkpoint_of_ours_is_no_hugging_face_directory(tmp_path: pathlib.Path) -> None:
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({"x": torch.ones(3)}, tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
+    with pytest.raises(CheckpointNotCommittedError):
+        asyncckpt.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+@pytest.mark.parametrize("keep", [0.98, 0.5, 0.01])
+def test_a_file_that_was_cut_short_is_an_error_of_ours(
+    kind: str, keep: float, samples: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / samples[kind].name
+    (shutil.copytree if samples[kind].is_dir() else shutil.copy)(samples[kind], path)
+    victim = max(path.iterdir(), key=lambda f: f.stat().st_size) if path.is_dir() else path
+    victim.write_bytes(victim.read_bytes()[: int(victim.stat().st_size * keep)])
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
+        asyncckpt.load(path)
+    assert verify_any(str(path), FILES).state in ("corrupt", "unsupported")
+
+
+def test_a_flipped_byte_anywhere_never_raises_anything_but_our_errors(
+    samples: dict[str, pathlib.Path], tmp_path: pathlib.Path, rng: Any
+) -> None:
+    state = {"a": torch.arange(6.0), "s": [1, "x", b"y"], "d": {"k": torch.ones(2, 3).t()}}
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    foreign_samples.save_safetensors({"a": torch.arange(6.0)}, tmp_path / "c.safetensors")
+    foreign_samples.save_dcp(state, tmp_path / "d")
+    for path in (tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.safetensors", tmp_path / "d" / ".metadata"):
+        sound = path.read_bytes()
+        for _ in range(150):
+            data = bytearray(sound)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+            with contextlib.suppress(AsyncCkptError):
+                asyncckpt.load(path.parent if path.name == ".metadata" else path)
+        path.write_bytes(sound)
+
+
+def test_verify_finds_a_flipped_byte_by_its_crc_and_names_the_tensor(tmp_path: pathlib.Path) -> None:
+    torch.save({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    at = data.find(struct.pack("<f", 1.0) * 50)
+    data[at + 40] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    (fault,) = verify_any(str(tmp_path / "a.pt"), FILES).faults
+    assert (fault.fqn, fault.file) == ("b", "a.pt")  # type: ignore[union-attr]
+    foreign_samples.save_dcp({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "d")
+    file = tmp_path / "d" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.find(struct.pack("<f", 1.0) * 50) + 40] ^= 1
+    file.write_bytes(data)
+    (fault,) = verify_any(str(tmp_path / "d"), FILES).faults
+    assert (fault.fqn, fault.file) == ("b", "__0_0.distcp")  # type: ignore[union-attr]
+
+
+def test_verify_says_what_it_could_not_check(samples: dict[str, pathlib.Path]) -> None:
+    assert "no checksums" in verify_any(str(samples["safetensors"]), FILES).unchecked
+    assert "no checksums" in verify_any(str(samples["legacy"]), FILES).unchecked
+    assert "no checksums" in verify_any(str(samples["hf"]), FILES).unchecked
+    assert verify_any(str(samples["torch"]), FILES).unchecked == ""
+    assert verify_any(str(samples["dcp"]), FILES).unchecked == ""
+    assert verify_any(str(samples["dcp"]), FILES, fast=True).unchecked
+    assert all(verify_any(str(path), FILES).state == "ok" for path in samples.values())
+
+
+def test_an_index_that_promises_what_is_not_there_is_refused(
+    samples: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(samples["hf"], tmp_path / "hf")
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    raw["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(raw))
+    with pytest.raises(CorruptCheckpointError, match="ghost"):
+        asyncckpt.load(tmp_path / "hf")
+    raw["weight_map"]["ghost"] = "../../secret.safetensors"
+    index.write_text(json.dumps(raw))
+    with pytest.raises(CorruptCheckpointError, match="leads out"):
+        asyncckpt.load(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}},
+        {"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [1 << 61, 4], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}},
+        {"a": [1]},
+        {"__metadata__": {"x": 1}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+    ],
+)
+def test_a_safetensors_header_that_lies_is_refused(header: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CorruptCheckpointError):
+        asyncckpt.load(tmp_path / "a.safetensors")
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path / "a.pt")
+    with pytest.raises(DuplicateNameError):
+        asyncckpt.load(tmp_path / "a.pt")
+
+
+def test_a_compressed_archive_is_refused(samples: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    with zipfile.ZipFile(samples["torch"]) as old, zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CorruptCheckpointError, match="compressed"):
+        asyncckpt.load(tmp_path / "a.pt")
+
+
+def test_a_local_header_that_points_beyond_the_archive_is_refused(tmp_path: pathlib.Path) -> None:
+    foreign_samples.save_dcp({"k": torch.ones(2, 3)}, tmp_path / "d")
+    file = tmp_path / "d" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
+    data[header + 28 : header + 30] = b"\xff\xff"  # the length of the extra field
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="reach into"):
+        asyncckpt.load(tmp_path / "d")
+    torch.save({"k": torch.ones(2, 3).t()}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
+    data[header + 28 : header + 30] = b"\xff\xff"
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="reach into"):
+        asyncckpt.load(tmp_path / "a.pt")
+
+
+def test_a_torchscript_archive_is_refused(tmp_path: pathlib.Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
+            file.writestr(f"archive/{name}", b"\x80\x02}.")
+    with pytest.raises(UnsupportedFormatError, match="TorchScript"):
+        asyncckpt.load(tmp_path / "a.pt")
+
+
+def test_kinds_are_told_by_what_is_there(samples: dict[str, pathlib.Path]) -> None:
+    found = {kind: kind_at(str(path), FILES) for kind, path in samples.items()}
+    assert found == {"torch": "torch", "legacy": "torch", "dcp": "dcp", "safetensors": "safetensors", "hf": "hf"}

@@ -1,0 +1,338 @@
+"""Devices and drivers that refuse: a typed error or a slower way, the next save works, no slot is reused early."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
+
+from asyncckpt.errors import AsyncCkptError, SlotBusyError, SlotTimeoutError, StagingError  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.memory.mapping import Mapping  # noqa: E402
+from asyncckpt.staging import transfer  # noqa: E402
+from asyncckpt.staging.device import UNLOADING  # noqa: E402
+from asyncckpt.staging.pinning import Pin  # noqa: E402
+from tests.simulated_device import SimulatedDevice  # noqa: E402
+
+REFUSED = 2  # cudaErrorMemoryAllocation
+MODES: list[dict[str, Any]] = [{"staging": "blocking"}, {"staging": "overlap"}]
+
+
+@pytest.fixture
+def device(rng: random.Random) -> Iterator[SimulatedDevice]:
+    with two_devices(rng) as made:
+        yield made
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_pieces(monkeypatch)
+
+
+@pytest.fixture
+def saver(
+    device: SimulatedDevice, small_pieces: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Saver]:
+    note_seals(device, monkeypatch)
+    monkeypatch.setattr(transfer, "DRAIN_TIMEOUT_S", 0.2)
+    fields = {"staging": "overlap", "slots": 1, "slot_timeout_s": 0.05, **getattr(request, "param", {})}
+    made = Saver(device, **fields)
+    yield made
+    device.frozen = False
+    device.failing.clear()
+    device.drain()
+    made.close()
+    for slot in made.process.made:  # what a test has made the pool leave mapped
+        slot.is_quiet()
+        if not slot.memory.mapping.closed:
+            slot.close()
+
+
+@pytest.fixture
+def state(device: SimulatedDevice) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {
+        "large": device.put(torch.randn(12_000), 0),
+        "columns": device.put(torch.randn(90, 100), 0).t(),
+        **{f"small{n}": device.put(torch.randn(n + 1), 0) for n in range(30)},
+        "other": device.put(torch.randn(5_000), 1),
+        "host": torch.randn(1000),
+    }
+
+
+def assert_saved(saver: Saver, state: dict[str, Any]) -> None:
+    handle = saver.save(state)
+    assert saver.ended(handle) is None
+    saver.know(state)
+    assert saver.content(handle) == {name: bits(tensor) for name, tensor in state.items()}
+
+
+CALLS = [
+    (name, nth)
+    for name, n in (("record", 6), ("wait", 4), ("copy", 8), ("done", 3), ("allocate", 3))
+    for nth in range(n)
+]
+
+
+@pytest.mark.parametrize("saver", MODES, indirect=True)
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(("name", "nth"), CALLS)
+def test_whatever_call_fails_ends_typed_and_the_next_save_works(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], name: str, nth: int, warm: bool
+) -> None:
+    if warm:
+        assert_saved(saver, state)
+    device.fail(name, nth)
+    handle = saver.save(state)
+    saver.stager.overlap.fence.wait()
+    error = saver.ended(handle)
+    if error is None:
+        saver.know(state)
+        assert saver.content(handle) == {key: bits(tensor) for key, tensor in state.items()}
+    else:
+        assert type(error) is StagingError and "CUDA error: simulated" in str(error)
+        assert [SaveId.parse(name).sequence for name in saver.process.withdrawn] == [handle.save_id.sequence]
+    device.failing.clear()
+    assert_saved(saver, state)
+    assert device.current == 0
+
+
+@pytest.mark.parametrize("saver", MODES, indirect=True)
+@pytest.mark.parametrize("nth", range(5))
+def test_a_refused_piece_undoes_the_others_and_copies_go_on_unpinned(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], nth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.fail("register", nth, REFUSED)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_saved(saver, state)
+    assert not device.registered
+    assert [r.message.split(":")[0] for r in caplog.records] == [
+        f"cudaHostRegister failed with code {REFUSED} (simulated error {REFUSED}) for {PIECE_NBYTES} bytes at "
+        f"{nth * PIECE_NBYTES}"
+    ]
+    assert len([call for call in device.calls if call.name == "register"]) == nth + 1, "tried once for a slot"
+
+
+def test_a_driver_that_raises_where_it_pins_is_no_error_of_the_save(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    device.fail("register", 2)
+    assert_saved(saver, state)
+    assert not device.registered
+
+
+def test_codes_are_fetched_in_threads_that_launch_nothing(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    register = device.register
+    monkeypatch.setattr(device, "register", lambda *a: threads.append(threading.current_thread()) or register(*a))
+    assert_saved(saver, state)
+    assert threads and all(thread is not threading.main_thread() for thread in threads)
+
+
+def test_an_interrupt_while_memory_is_pinned_leaves_nothing_pinned_when_it_is_unmapped(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.know(state)
+    interrupts, register = iter([_thread.interrupt_main]), device.register
+
+    def interrupted(address: int, nbytes: int) -> int:
+        for interrupt in interrupts:
+            interrupt()
+            time.sleep(0.1)  # for the main thread, which waits for this one
+        return register(address, nbytes)
+
+    monkeypatch.setattr(device, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(state)
+    slot = saver.process.made[0]
+    assert device.registered and slot.pin is not None and slot.pin.held
+    if slot.user is not None:
+        saver.process.withdraw(slot.user, "as save() does")
+    assert_saved(saver, state)
+    assert not [call for call in device.calls if call.name == "unmap"]
+    saver.close()
+    assert not device.registered and slot.memory.mapping.closed
+
+
+@pytest.fixture
+def mapping() -> Iterator[Mapping]:
+    with Mapping(-1, 4 * PIECE_NBYTES) as made:
+        yield made
+
+
+def test_a_runtime_that_unloads_is_no_error(
+    device: SimulatedDevice, small_pieces: None, mapping: Mapping, caplog: pytest.LogCaptureFixture
+) -> None:
+    pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
+    for nth in range(4):
+        device.fail("unregister", nth, UNLOADING)
+    assert pin.held and pin.close() and pin.close()
+    assert not caplog.records
+    device.registered.clear()
+
+
+def test_what_cannot_be_unpinned_stays_mapped(
+    device: SimulatedDevice, small_pieces: None, mapping: Mapping, caplog: pytest.LogCaptureFixture
+) -> None:
+    pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
+    device.fail("unregister", 1, REFUSED)
+    assert not pin.close()
+    assert len(device.registered) == 1
+    assert pin.close(), "another time it works"
+
+
+def test_a_forked_child_unpins_nothing(
+    device: SimulatedDevice, small_pieces: None, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        assert pin.close()
+    assert len(device.registered) == 4
+    assert pin.close()
+
+
+def test_where_no_thread_can_be_started_the_caller_unpins(
+    device: SimulatedDevice, small_pieces: None, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert pin.close() and not device.registered
+
+
+# ---- a slot that devices copy into is nobody else's
+
+
+def test_a_save_that_is_given_up_keeps_its_slot_until_the_copies_have_ended(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    device.frozen = True
+    handle = saver.save(state)
+    saver.stager.overlap.copier.give_up(StagingError("enough"))
+    assert type(saver.ended(handle)) is StagingError
+    late = saver.save(state)
+    assert isinstance(late.staged.exception(0), SlotTimeoutError)
+    (slot,) = saver.process.made
+    assert slot.user is None and not slot.free and not slot.memory.mapping.closed and device.registered
+    device.frozen = False
+    device.drain()
+    assert slot.free
+    assert_saved(saver, state)
+    assert len(saver.process.made) == 1
+
+
+def test_a_slot_is_not_unmapped_under_copies_when_the_checkpointer_is_closed(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    device.frozen = True
+    handle = saver.save(state)
+    saver.close()
+    assert isinstance(handle.staged.exception(20.0), AsyncCkptError)
+    (slot,) = saver.process.made
+    assert not slot.memory.mapping.closed and device.registered
+    assert "stay mapped" in caplog.text
+    device.frozen = False
+    device.drain()  # what was enqueued writes into memory that is still there
+    slot.close()
+    assert slot.memory.mapping.closed and not device.registered
+
+
+def test_a_save_that_was_never_handed_over_keeps_its_slot_as_well(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    saver.know(state)
+    device.frozen = True
+    save_id = SaveId(0, next(saver.sequence), "0123456789ab")
+    result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
+    # Here an interrupt comes, before the copier has it.
+    saver.process.withdraw(result.save_id, "interrupted")
+    assert isinstance(saver.save(state).staged.exception(0), SlotTimeoutError)
+    device.frozen = False
+    device.drain()
+    assert_saved(saver, state)
+
+
+@pytest.mark.parametrize("saver", [{"slots": 2}], indirect=True)
+def test_a_driver_that_tells_nothing_costs_the_slot_and_not_the_next_save(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    device.frozen = True
+    handle = saver.save(state)
+    for nth in range(200):
+        device.fail("done", nth)
+    assert type(saver.ended(handle)) is StagingError
+    (slot,) = saver.process.made
+    assert slot.lost and not slot.memory.mapping.closed
+    assert "memory is lost" in caplog.text
+    device.failing.clear()
+    device.frozen = False
+    assert_saved(saver, state)
+    assert len(saver.process.made) == 2, "another one"
+    device.drain()
+    slot.lost = False
+
+
+@pytest.mark.parametrize("saver", MODES, indirect=True)
+def test_a_device_that_never_comes_to_it_ends_the_save(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "TRANSFER_TIMEOUT_S", 0.05)
+    device.frozen = True
+    error = saver.ended(saver.save(state))
+    assert type(error) is StagingError and "had not copied the state" in str(error)
+    monkeypatch.undo()
+    device.frozen = False
+    device.drain()
+    assert_saved(saver, state)
+
+
+def test_a_stream_that_cannot_wait_makes_the_cpu_wait(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    handle = saver.save(state)
+    device.fail("wait", 0)
+    saver.stager.overlap.fence.wait()
+    assert handle.staged.done() and saver.ended(handle) is None
+
+
+@pytest.mark.parametrize("saver", [{"on_busy": "error"}], indirect=True)
+def test_policies_count_a_slot_with_copies_as_in_use(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    device.frozen = True
+    handle = saver.save(state)
+    saver.stager.overlap.copier.give_up(StagingError("enough"))
+    saver.ended(handle)
+    assert isinstance(saver.save(state).staged.exception(0), SlotBusyError)
+
+
+def test_an_unpinned_copy_in_the_background_that_fails_is_on_the_futures(
+    device: SimulatedDevice, small_pieces: None, state: dict[str, Any]
+) -> None:
+    saver = Saver(device, staging="overlap", use_pinned_memory=False)
+    device.fail("copy", 0)
+    assert type(saver.ended(saver.save(state))) is StagingError
+    assert_saved(saver, state)
+    saver.close()
