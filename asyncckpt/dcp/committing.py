@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
 from asyncckpt.dcp.nesting import nested
-from asyncckpt.dcp.planner_data import METADATA_KEY, kept_planner_data
+from asyncckpt.dcp.planner_data import kept_planner_data
 from asyncckpt.dcp.rank_part import Unfinished
 from asyncckpt.dcp.results import StoredLeaf, StoredRank
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
+from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import Node
@@ -74,7 +75,7 @@ def commit_all(
         step=step if type(step) is int else 0,
         world_size=job.world_size,
         fsync=job.fsync,
-        metadata=json.dumps({METADATA_KEY: {"planner_data": kept_planner_data(metadata)}}),
+        metadata=json.dumps({PLANNER_KEY: {"planner_data": kept_planner_data(metadata)}}),
         package=__version__,
     )
     commit.publish(job.path, manifest, files=files, umask=job.umask, overwrite=job.overwrite)

@@ -26,6 +26,7 @@ from asyncckpt.dcp.leaf_values import planner_bytes, saved_bytes
 from asyncckpt.dcp.planner_data import planner_data_of, was_saved_by_torch
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError, PickledLeafError
+from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.format.structure import Chunk
 from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.fetching import bytes_of
@@ -35,7 +36,7 @@ from asyncckpt.loading.selection import HOLE
 from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.planning.torch_types import torch_dtype
-from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.contents import Contents, SavedTensor, corrupt
 from asyncckpt.storage.files import Files
 
 
@@ -85,7 +86,7 @@ class Described:
         self._files, self._threads, self._verify = files, threads, verify
         self._tree = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
-        self._marks: dict[int, SavedTensor] = {}
+        self._marks: dict[int, tuple[torch.Tensor, SavedTensor]] = {}  # by identity: a mark stays as long as it counts
         self._paths: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._allow_pickle = allow_pickle
@@ -108,9 +109,16 @@ class Described:
         save_id = str(self.contents.manifest.save_id)
         return Metadata(
             state_dict_metadata=known,
-            planner_data=planner_data_of(self.contents.manifest, self._paths, allow_pickle=self._allow_pickle),
+            planner_data=self._planner_data(),
             storage_meta=StorageMeta(checkpoint_id=self.contents.path, save_id=save_id, load_id=load_id),
         )
+
+    def _planner_data(self) -> Any:
+        try:
+            return planner_data_of(self.contents.manifest, self._paths, allow_pickle=self._allow_pickle)
+        except (ValueError, TypeError) as error:
+            detail = f"the planner data do not decode: {error}"
+            raise corrupt(self.contents.path, MANIFEST_NAME, detail) from error
 
     def knows(self, fqn: str) -> bool:
         """Whether there is a leaf, or a container, of this name."""
@@ -131,7 +139,7 @@ class Described:
     def tensor(self, fqn: str) -> SavedTensor | None:
         """Return the tensor of this name; None when it is no tensor."""
         value = self._value(fqn)
-        return self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
+        return self._marks[id(value)][1] if isinstance(value, torch.Tensor) else None
 
     def chunk_at(self, saved: SavedTensor, offsets: tuple[int, ...]) -> tuple[int, Chunk] | None:
         """Return (rank, chunk) of a tensor by where the chunk begins."""
@@ -150,7 +158,12 @@ class Described:
         """
         value = self._value(fqn)
         if isinstance(value, _Later) and value.node[0] == "O":
-            kept = planner_bytes(self._raw(value.node))
+            try:
+                kept = planner_bytes(self._raw(value.node))
+            except ValueError as error:
+                rank, _ = self._tree.object_at(value.node[1])
+                name = self.contents.ranks[rank].index.objects.name
+                raise corrupt(self.contents.path, name, f"leaf {fqn!r} does not decode: {error}") from error
             if kept is not None:
                 return kept
         return saved_bytes(self._whole(value))
@@ -182,7 +195,7 @@ class Described:
             return members if kind == "l" else tuple(members)
         if kind == "T":
             mark = torch.empty(0, device="meta")
-            self._marks[id(mark)] = self._tree.tensors[node[1]]
+            self._marks[id(mark)] = mark, self._tree.tensors[node[1]]
             return mark
         return self._container(node) if kind == "O" else _Later(node)
 
@@ -205,7 +218,7 @@ class Described:
             found = self._read(self._tree.tensors[number])
             return bytes_of(found) if kind == "B" else array_of(found)
         if isinstance(value, torch.Tensor) and id(value) in self._marks:
-            return self._read(self._marks[id(value)])
+            return self._read(self._marks[id(value)][1])
         if type(value) is dict:
             return {key: self._whole(member) for key, member in value.items()}
         if type(value) in (list, tuple):

@@ -17,12 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from asyncckpt.dcp.leaf_values import TAG, encode_exactly
 from asyncckpt.dcp.nesting import path_of
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.planning.leaves import decode_leaf
 from asyncckpt.planning.pickles import unpickle
-
-METADATA_KEY = "torch.distributed.checkpoint"
-"""In the manifest's metadata: whether stock torch saved the checkpoint, and with what planner data."""
 
 _IN_TREE = {"$": "paths"}
 _logger = logging.getLogger("asyncckpt.dcp")
@@ -53,7 +50,7 @@ def _is_in_tree(found: Any, metadata: Metadata) -> bool:
 
 def was_saved_by_torch(manifest: Manifest) -> bool:
     """Whether the leaves are those of a planner's plan, by the names that it gave them."""
-    return isinstance(manifest.metadata.get(METADATA_KEY), dict)
+    return isinstance(manifest.metadata.get(PLANNER_KEY), dict)
 
 
 def planner_data_of(manifest: Manifest, paths: dict[str, Any], *, allow_pickle: bool) -> Any:
@@ -64,7 +61,7 @@ def planner_data_of(manifest: Manifest, paths: dict[str, Any], *, allow_pickle: 
         paths: By name, from the tree.
         allow_pickle: Whether what was pickled is unpickled; else it is None, and that is logged.
     """
-    kept = manifest.metadata.get(METADATA_KEY)
+    kept = manifest.metadata.get(PLANNER_KEY)
     raw = kept.get("planner_data") if isinstance(kept, dict) else _IN_TREE
     if raw == _IN_TREE:
         return paths

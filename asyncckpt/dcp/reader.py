@@ -1,4 +1,4 @@
-"""`StorageReader`: stock `dcp.load` reads any committed checkpoint of asyncckpt's, resharding as it needs."""
+"""`StorageReader`: stock `dcp.load` reads whatever `asyncckpt.load` reads, resharding as it needs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ BATCH_NBYTES = 512 << 20
 class StorageReader(TorchStorageReader):
     """Reads with stock `torch.distributed.checkpoint`: whatever asyncckpt has committed, in any arrangement.
 
-    Only the blocks that are needed are read, each once, in the files' order, by several threads, and verified before
-    any of their bytes is handed on. Leaves that are no tensors are given to the planner as `torch.save` has them, which
-    stock planners unpickle; those that a planner made and that have no typed form are given as they are, so unpickling
-    them runs what they say, as with any checkpoint of stock torch.
+    Other formats that `asyncckpt.load` takes too: DCP directories, `torch.save` files, safetensors, Hugging Face.
+
+    Only the blocks that are needed are read, each once, in the files' order, by several threads, and verified (as far
+    as the format allows) before any of their bytes is handed on. Leaves that are no tensors are given to the planner as
+    `torch.save` has them, which stock planners unpickle. DANGER: those that a planner made and that have no typed form
+    are given as they are, so unpickling them runs what they say, as with any checkpoint of stock torch.
 
     Args:
-        path: The checkpoint's directory; `checkpoint_id` of `dcp.load` takes its place.
+        path: The checkpoint's directory, or file; `checkpoint_id` of `dcp.load` takes its place.
         threads: Reading threads; None takes 4.
         verify: False checks no checksum.
         allow_pickle: Unpickles leaves that AsyncCheckpointer pickled. DANGER: as for `asyncckpt.load`.

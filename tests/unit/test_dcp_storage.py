@@ -127,6 +127,31 @@ def test_torch_s_huggingface_reader_reads_it(tmp_path: Path) -> None:
     assert torch.equal(target["a"], saved["a"]) and torch.equal(target["b"], saved["b"])
 
 
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_checkpoints_of_stock_torch_are_read_too(tmp_path: Path, kind: str) -> None:
+    saved = {"a": {"w": torch.randn(30, 40), "n": 3}, "l": [{"x": torch.ones(2)}, {"y": 1}], "flat": [1, 2]}
+    if kind == "dcp":
+        dcp_calls.save(saved, dcp.FileSystemWriter(str(tmp_path / "c")))
+    else:
+        torch.save(saved, tmp_path / "c")
+    states.assert_same(dcp_calls.load(dcp_calls.erased(saved), StorageReader(tmp_path / "c")), saved)
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "asyncckpt"])
+def test_what_stock_torch_saved_through_us_converts(tmp_path: Path, to: str) -> None:
+    saved = {"a": {"w": torch.randn(30, 40), "n": 3}, "step": 4}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    asyncckpt.convert(tmp_path / "c", tmp_path / "d", to=to)
+    states.assert_same(asyncckpt.load(tmp_path / "d"), saved)
+    dcp_calls.save({"p": Point(1, 2), **saved}, StorageWriter(tmp_path / "c"))
+    if to == "asyncckpt":
+        asyncckpt.convert(tmp_path / "c", tmp_path / "e", to=to)
+        assert asyncckpt.load(tmp_path / "e", allow_pickle=True)["p"] == Point(1, 2)
+    else:
+        with pytest.raises(UnsupportedLeafError, match=r"p: it was stored as a pickle"):
+            asyncckpt.convert(tmp_path / "c", tmp_path / "e", to=to)
+
+
 def test_only_the_wanted_keys_are_read(tmp_path: Path) -> None:
     dcp_calls.save({"a": torch.ones(3), "b": {"c": 1, "d": torch.ones(2)}}, StorageWriter(tmp_path / "c"))
     target = {"b": {"d": torch.zeros(2)}}
@@ -485,6 +510,33 @@ def test_a_planner_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
     assert isinstance(dcp_calls.reason(caught.value), ZeroDivisionError)
     writer.reset()
     assert not (tmp_path / "c").exists()
+
+
+def test_what_other_ranks_wrote_goes_when_the_coordinator_s_writer_goes(tmp_path: Path) -> None:
+    """Two ranks in one process: both have written when the save ends by something else."""
+    path = tmp_path / "run" / "c"
+    writers, planners = [StorageWriter(path) for _ in range(2)], [DefaultSavePlanner() for _ in range(2)]
+    for rank in range(2):
+        planners[rank].set_up_planner({f"t{rank}": torch.ones(3), "n": 1}, None, rank == 0)
+        writers[rank].set_up_storage_writer(rank == 0, rank=rank)
+    plans = [writers[rank].prepare_local_plan(planners[rank].create_local_plan()) for rank in range(2)]
+    plans = writers[0].prepare_global_plan(planners[0].create_global_plan(plans)[0])
+    for rank in range(2):
+        writers[rank].write_data(pickle.loads(pickle.dumps(plans[rank])), planners[rank]).wait()
+    assert sum(name.startswith("rank-00001") for name in os.listdir(path)) == 3
+    writers.pop().reset()
+    assert sum(name.startswith("rank-00001") for name in os.listdir(path)) == 3, "it might be being published"
+    del writers[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("planner_data", [{"$": "no such tag", "v": 1}, {"$": "dcp", "v": 3}, {"nothing": 1}])
+def test_planner_data_that_make_no_sense_are_damage(tmp_path: Path, planner_data: Any) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        metadata = {"torch.distributed.checkpoint": {"planner_data": planner_data}}
+        checkpointer.save({"a": torch.ones(3)}, tmp_path / "c", metadata=metadata)
+    with pytest.raises(CorruptCheckpointError, match="planner data"):
+        StorageReader(tmp_path / "c").read_metadata()
 
 
 def test_foreign_files_and_stock_checkpoints_beside_it_stay(tmp_path: Path) -> None:
