@@ -69,6 +69,9 @@ def write_part(
     Blocks: for the writes.
     """
     items = sorted_out(plan.items)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # IMPORTANT: what the state was made by may still run in this thread's stream; writing threads have others.
+        torch.cuda.current_stream().synchronize()
     results = [_result(item, 0, StoredLeaf(raw=encode_leaf(planner, item))) for item in items.leaves]
     results += [_result(item, 0, None) for item in items.empty]
     specs = [spec for _, spec in items.tensors]

@@ -9,20 +9,17 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from asyncckpt.dcp.copy_ahead import CopyAhead
+from asyncckpt.dcp.written_tensor import Resolve, WrittenTensor
 from asyncckpt.format.layout import SAVE_ID_OFFSET, BoxSpec, Layout, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.memory.mapping import Mapping
+from asyncckpt.staging.cuda import CudaDevice
+from asyncckpt.staging.device import Device
 from asyncckpt.storage.rank_files import EXTENT_NBYTES
-
-Resolve = Callable[[], torch.Tensor]
-"""Makes the elements of a tensor, as `items.bytes_of` returns them."""
 
 
 class _Region(NamedTuple):
@@ -43,6 +40,7 @@ class StreamedImage:
         resolves: Aligned with them.
         save_id: For the headers.
         copy_ahead_nbytes: Of tensors on a CUDA device, so many bytes are fetched before it is their turn.
+        device: The seam to devices; tests replace it.
 
     Attributes:
         parts: (offset in the image, exact length) of each file.
@@ -57,7 +55,9 @@ class StreamedImage:
         resolves: Sequence[Resolve],
         save_id: SaveId,
         copy_ahead_nbytes: int = 0,
+        device: Device | None = None,
     ) -> None:
+        device = device or CudaDevice()
         starts, at = [], 0
         for part in layout.parts:
             starts.append(at)
@@ -71,7 +71,7 @@ class StreamedImage:
         placed = sorted(
             (starts[chunk.part] + chunk.offset_bytes, n) for n, chunk in enumerate(layout.chunks) if chunk.nbytes
         )
-        self._tensors = [_Tensor(resolves[n], specs[n].nbytes) for _, n in placed]
+        self._tensors = [WrittenTensor(resolves[n], specs[n].nbytes, device) for _, n in placed]
         regions += [_Region(s, s + specs[n].nbytes, b"", place) for place, (s, n) in enumerate(placed)]
         self._regions = sorted(regions)
         self._starts = [region.start for region in self._regions]
@@ -104,7 +104,7 @@ class StreamedImage:
             ctypes.memmove(address, region.header[low:high], high - low)
             return
         tensor = self._tensors[region.number]
-        if tensor.on_cuda():
+        if tensor.on_device():
             for number in self._ahead.begin(region.number):
                 self._tensors[number].fetch()
         if tensor.read(low, high, address):
@@ -135,55 +135,3 @@ class StreamedImage:
 def _named(header: bytes, save_id: SaveId) -> bytes:
     name = save_id_bytes(save_id)
     return header[:SAVE_ID_OFFSET] + name + header[SAVE_ID_OFFSET + len(name) :]
-
-
-class _Tensor:
-    """One tensor while it is written: resolved once, let go after its last byte."""
-
-    def __init__(self, resolve: Resolve, nbytes: int) -> None:
-        self._resolve, self._missing = resolve, nbytes
-        self._elements: torch.Tensor | None = None
-        self._arrival: Any = None
-        self._lock = threading.Lock()
-
-    def on_cuda(self) -> bool:
-        """Resolve it, if that was not done yet; whether it is on a CUDA device, or was."""
-        with self._lock:
-            return self._resolved().is_cuda or self._arrival is not None
-
-    def _resolved(self) -> torch.Tensor:
-        if self._elements is None:
-            self._elements = self._resolve()
-        return self._elements
-
-    def fetch(self) -> None:
-        """Begin its copy to the host, where it is on a CUDA device and not being read yet."""
-        with self._lock:
-            if self._elements is not None:
-                return
-            found = self._resolve()
-            if not found.is_cuda:
-                return  # resolved again in its turn: what a planner makes of it is not kept until then
-            with torch.cuda.device(found.device):
-                host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-                host.copy_(found, non_blocking=True)
-                self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._arrival.record()
-            self._elements = host
-
-    def read(self, low: int, high: int, address: int) -> bool:
-        """Copy some of its bytes to `address`; True when it was the last of them."""
-        with self._lock:
-            found = self._resolved()
-            if self._arrival is not None:
-                self._arrival.synchronize()
-        if found.device.type == "cpu":
-            copy_bytes(address, found.data_ptr() + low, high - low)
-        else:
-            memory = (ctypes.c_char * (high - low)).from_address(address)
-            torch.frombuffer(memory, dtype=torch.uint8).copy_(found[low:high])
-        with self._lock:
-            self._missing -= high - low
-            if not self._missing:
-                self._elements = None
-            return not self._missing

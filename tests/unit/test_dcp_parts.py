@@ -18,12 +18,13 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import asyncckpt
-from asyncckpt.dcp import SlicedBufferedReader, StorageWriter
+from asyncckpt.dcp import SlicedBufferedReader, StorageWriter, written_tensor
 from asyncckpt.dcp.copy_ahead import CopyAhead
 from asyncckpt.dcp.nesting import nested
 from asyncckpt.dcp.streamed import StreamedImage
 from asyncckpt.format.layout import BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.names import SaveId
+from tests.simulated_device import SimulatedDevice
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 
@@ -100,6 +101,40 @@ def test_threads_agree_on_what_is_fetched_ahead() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("ahead_nbytes", [0, 3000, 1 << 20])
+def test_tensors_of_a_device_arrive_before_they_are_written(monkeypatch: pytest.MonkeyPatch, ahead_nbytes: int) -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng = random.Random(seed)
+    device = SimulatedDevice(rng)
+    kept: list[torch.Tensor] = []
+
+    def pinned(like: torch.Tensor) -> torch.Tensor:
+        kept.append(torch.zeros_like(like))
+        device.registered[kept[-1].data_ptr()] = kept[-1].numel()
+        return kept[-1]
+
+    monkeypatch.setattr(written_tensor, "pinned", pinned)
+    values = [torch.randint(0, 250, (1000,), dtype=torch.uint8) for _ in range(8)]
+    placed = [device.put(torch.zeros_like(value), n % 2) if n % 4 else value for n, value in enumerate(values)]
+
+    def resolve(number: int) -> torch.Tensor:
+        if number % 4:
+            device.launch(number % 2, lambda: placed[number].copy_(values[number]))  # a planner's kernel
+        return placed[number]
+
+    specs = [spec(f"t{n}", value) for n, value in enumerate(values)]
+    layout = build_layout(specs)
+    resolves = [partial(resolve, n) for n in range(8)]
+    with StreamedImage(layout, specs, resolves, SAVE_ID, ahead_nbytes, device) as image:
+        found = b"".join(bytes(image[low : low + 700]) for low in range(0, len(image), 700))
+    for chunk, value in zip(layout.chunks, values, strict=True):
+        assert found[chunk.offset_bytes : chunk.offset_bytes + 1000] == states.bits_of(value)
+    device.drain()
+    assert not device.violations
+    assert bool(kept) is (ahead_nbytes > 0)
 
 
 def test_a_slice_of_a_file_is_a_file(tmp_path: Path) -> None:
