@@ -1,0 +1,42 @@
+"""For stock `torch.distributed.checkpoint`: what plugs into it, and what stands in for its `format_utils`.
+
+dcp.load(state, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(), checkpoint_id="model.pt")
+dcp_to_torch_save("dcp-directory", "model.pt")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncckpt.dcp.broadcasting import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
+    from asyncckpt.dcp.format_utils import dcp_to_torch_save as dcp_to_torch_save
+    from asyncckpt.dcp.format_utils import torch_save_to_dcp as torch_save_to_dcp
+    from asyncckpt.dcp.target_metadata import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
+
+_WHERE = {
+    "BroadcastingTorchSaveReader": "broadcasting",
+    "DynamicMetaLoadPlanner": "target_metadata",
+    "dcp_to_torch_save": "format_utils",
+    "torch_save_to_dcp": "format_utils",
+}
+
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'asyncckpt.dcp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"asyncckpt.dcp.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
