@@ -41,9 +41,7 @@ def dcp_to_torch_save(
     Blocks: for reading and writing everything.
     """
     _check_kind(dcp_checkpoint_dir, ("dcp", "asyncckpt"), "directory of torch.distributed.checkpoint")
-    return convert(
-        dcp_checkpoint_dir, torch_save_path, to="torch", keys=keys, overwrite=overwrite, partial=partial
-    )
+    return convert(dcp_checkpoint_dir, torch_save_path, to="torch", keys=keys, overwrite=overwrite, partial=partial)
 
 
 def torch_save_to_dcp(

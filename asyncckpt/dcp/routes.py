@@ -37,12 +37,14 @@ class Route:
     """What one rank sends or takes, in order.
 
     Attributes:
+        world_size: Ranks of the group; 1: nothing is sent.
         reader: The rank of the group that reads for this one; maybe itself.
         served: The reader only: the ranks that it reads for, itself included.
         names: The reader only: the FQNs that they want.
         deliveries: Those in which this rank takes part; of the reader, all.
     """
 
+    world_size: int
     reader: int
     served: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -62,14 +64,14 @@ def plan_routes(wishes: Sequence[Sequence[Wish]], readers: Sequence[int]) -> lis
         if rank == reader:
             served = tuple(r for r, other in enumerate(readers) if other == reader)
             names = tuple(dict.fromkeys(wish.fqn for r in served for wish in wishes[r]))
-            found.append(Route(reader, served, names, tuple(by_reader[reader])))
+            found.append(Route(len(readers), reader, served, names, tuple(by_reader[reader])))
         else:
             own = [
                 Delivery(d.fqn, d.offsets, d.lengths, {rank: d.takers[rank]}, d.to_all)
                 for d in by_reader[reader]
                 if rank in d.takers
             ]
-            found.append(Route(reader, deliveries=tuple(own)))
+            found.append(Route(len(readers), reader, deliveries=tuple(own)))
     return found
 
 
