@@ -1,6 +1,6 @@
 """For stock `torch.distributed.checkpoint`: what plugs into it, and what stands in for its `format_utils`.
 
-dcp.load(state, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(), checkpoint_id="model.pt")
+dcp.load(state, checkpoint_id=path, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner())
 dcp_to_torch_save("dcp-directory", "model.pt")
 """
 

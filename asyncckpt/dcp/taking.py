@@ -75,11 +75,10 @@ class Taking:
         if wish.offsets is None:
             return
         size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else fact.shape
-        inside = len(wish.offsets) == len(fact.shape) and all(
-            0 <= o and o + n <= s for o, n, s in zip(wish.offsets, wish.lengths, fact.shape, strict=True)
-        )
+        ends = [o + n for o, n in zip(wish.offsets, wish.lengths, strict=True)]
+        inside = len(ends) == len(fact.shape) and all(e <= s for e, s in zip(ends, fact.shape, strict=True))
         if size != fact.shape or not inside:
-            wanted_shape = list(size) if size != fact.shape else [o + n for o, n in zip(*wish[1:], strict=True)]
+            wanted_shape = list(size) if size != fact.shape else ends
             raise ShapeMismatchError(
                 f"{self._path}: tensor {wish.fqn!r} has shape {list(fact.shape)}, the target wants {wanted_shape}",
                 path=self._path,

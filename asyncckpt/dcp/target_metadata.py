@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,7 +28,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
     """
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Begin a load into `state_dict`; `metadata` is not looked at."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
