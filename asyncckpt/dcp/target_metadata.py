@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
@@ -41,3 +43,10 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
             else:
                 entries[fqn] = BytesStorageMetadata()
         self.metadata = Metadata(state_dict_metadata=entries)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a leaf that is no tensor into the target, which `DefaultLoadPlanner` misses without flattening."""
+        super().load_bytes(read_item, value)
+        if not self.flatten_state_dict:
+            fqn = read_item.dest_index.fqn
+            self.original_state_dict[fqn] = self.state_dict[fqn]
