@@ -40,10 +40,10 @@ def save(rank: int, path: str) -> None:
         checkpointer.save({**sharded(2, (0, 1, 0, 0), True), "same": torch.arange(5.0), "step": 3}, path)
 
 
-def load(rank: int, root: str, world_size: int) -> None:
+def load(rank: int, root: str, world_size: int, *names: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    for name in ("ours", "hf", "dcp"):
+    for name in names:
         state = sharded(world_size, (1, 0, 0, 0), False) | {"same": torch.zeros(5)}
         reader = None if name == "dcp" else dcp.HuggingFaceStorageReader(f"{root}/{name}")
         with warnings.catch_warnings():
@@ -66,4 +66,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_stock_dcp_load_reshards_ours_and_what_it_was_converted_to(world_size: int, saved: pathlib.Path) -> None:
-    rank_processes.run(world_size, load, str(saved), world_size)
+    rank_processes.run(world_size, load, str(saved), world_size, "ours", "hf", "dcp")
+
+
+def test_stock_dcp_load_reshards_ours_of_one_rank(tmp_path: pathlib.Path) -> None:
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({**WHOLE, "same": torch.arange(5.0), "step": 3}, tmp_path / "one")
+    for world_size in (1, 2, 4):
+        rank_processes.run(world_size, load, str(tmp_path), world_size, "one")
