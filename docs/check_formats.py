@@ -1,7 +1,7 @@
 """Check docs/formats.md: every cell of its matrices names tests that exist, or says that there is nothing to test.
 
-Run as `python docs/check_formats.py`. A cell holds marks such as `w1`, or `-`. Below the matrices each mark has its line:
-"- w1: `tests/unit/test_x.py::test_y`", with the case in brackets where a test has several.
+Run as `python docs/check_formats.py`. A cell holds marks such as `w1`, or `-`. Below the matrices each mark has
+its line: "- w1: `tests/unit/test_x.py::test_y`", with the case in brackets where a test has several.
 """
 
 from __future__ import annotations

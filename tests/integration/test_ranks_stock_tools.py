@@ -1,4 +1,4 @@
-"""Stock `dcp.load` on 1, 2 and 4 ranks of what 2 ranks saved with us, in other arrangements."""
+"""Stock `dcp.load` on 1, 2 and 4 ranks of what 1 and 2 ranks saved with us, in other arrangements."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def save(rank: int, path: str) -> None:
         checkpointer.save({**sharded(2, (0, 1, 0, 0), True), "same": torch.arange(5.0), "step": 3}, path)
 
 
-def load(rank: int, root: str, world_size: int, *names: str) -> None:
+def load(rank: int, root: str, world_size: int) -> None:
     import torch.distributed.checkpoint as dcp
 
-    for name in names:
+    for name in ("one", "ours", "hf", "dcp"):
         state = sharded(world_size, (1, 0, 0, 0), False) | {"same": torch.zeros(5)}
         reader = None if name == "dcp" else dcp.HuggingFaceStorageReader(f"{root}/{name}")
         with warnings.catch_warnings():
@@ -56,8 +56,10 @@ def load(rank: int, root: str, world_size: int, *names: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A checkpoint of two ranks, and what it was converted to."""
+    """Checkpoints of one rank and of two, and what the latter was converted to."""
     root = tmp_path_factory.mktemp("ranks")
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({**WHOLE, "same": torch.arange(5.0), "step": 3}, root / "one")
     rank_processes.run(2, save, str(root / "ours"))
     asyncckpt.convert(root / "ours", root / "dcp", to="dcp")
     asyncckpt.convert(root / "ours", root / "hf", to="hf", keys=["model", "optim", "same"], max_shard_bytes=600)
@@ -66,11 +68,4 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_stock_dcp_load_reshards_ours_and_what_it_was_converted_to(world_size: int, saved: pathlib.Path) -> None:
-    rank_processes.run(world_size, load, str(saved), world_size, "ours", "hf", "dcp")
-
-
-def test_stock_dcp_load_reshards_ours_of_one_rank(tmp_path: pathlib.Path) -> None:
-    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
-        checkpointer.save({**WHOLE, "same": torch.arange(5.0), "step": 3}, tmp_path / "one")
-    for world_size in (1, 2, 4):
-        rank_processes.run(world_size, load, str(tmp_path), world_size, "one")
+    rank_processes.run(world_size, load, str(saved), world_size)

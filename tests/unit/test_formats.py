@@ -33,7 +33,7 @@ def test_document_is_right(check: ModuleType) -> None:
         (ROW, ROW.replace("x9, x10", ""), "is no mark"),
         (ROW, ROW.removesuffix(" - |"), "cells"),
         ("::test_only_the_targets_keys_are_read", "::test_that_is_gone", "there is no test"),
-        ("[torch_by_load]", "[torch_by_magic]", "no test has a case"),
+        ("[torch_by_load]", "[torch_by" + "_magic]", "no test has a case"),
         ("## What others wrote, read by us", "## Else", "has no matrix"),
     ],
 )
