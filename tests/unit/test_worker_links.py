@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,15 @@ from simulated_workers import KEY, SECRET, result_of
 from worker_bench import CONFIG, ERROR, FIRST, OTHER_RUN, PATH, RUN, Bench, code
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.relay import Piece, Unlinked
+from asyncckpt.protocol.fields import MAX_RANKS
+from asyncckpt.protocol.relay import Joined, Piece, Unlinked
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
+from asyncckpt_worker import leading, sessions
 from asyncckpt_worker.leading import FORGET_S
-from asyncckpt_worker.streams import BEAT_S
+from asyncckpt_worker.progress import packed
+from asyncckpt_worker.run_record import MAX_DIRECTORIES
+from asyncckpt_worker.streams import BEAT_S, Stream
 
 ADDRESS = "tcp://first:7000"
 FOLLOW = {"run": RUN, "address": ADDRESS, "server_public": KEY, "client_public": KEY, "client_secret": SECRET}
@@ -25,11 +30,11 @@ LEAD = {"run": RUN, "port": 0, "server_secret": "", "client_public": KEY}
 class Worker(Bench):
     """A brain with a rank of two, whose peer is b"p" and whose slot is 1. `said`: to other workers, not sent yet."""
 
-    def __init__(self, rank: int, instance: str) -> None:
+    def __init__(self, rank: int, instance: str, world_size: int = 2) -> None:
         super().__init__(replace(CONFIG, instance=instance))
         self.rank = rank
         self.said: list[ac.Relay] = []
-        self.hello(b"p", f"{rank:016x}", rank, 2)
+        self.hello(b"p", f"{rank:016x}", rank, world_size)
         self.slot(b"p")
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
@@ -284,6 +289,92 @@ def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     pair.leader.now += FORGET_S + 1
     pair.leader.feed(ev.Tick)
     assert set(pair.leader.brain.tables.sessions) == {f"{0:016x}"} and not pair.leader.brain.tables.heard
+
+
+def joins(leader: Worker, stream: Stream, ranks: Sequence[int], world_size: int = 2) -> list[str]:
+    """Let a follower tell of its ranks; returns the kinds of what the leader answers."""
+    for rank in ranks:
+        stream.post(packed(Joined(rank=rank, world_size=world_size, attempt=1, opened=1)))
+    leader.said.clear()
+    for piece in stream.due(leader.now):
+        leader.feed(ev.Relayed, run=RUN, route=b"n", message=piece)
+    return [said.message.name for said in leader.said]
+
+
+def test_streams_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "MAX_LINKS", 1)
+    assert joins(pair.leader, Stream("e" * 16, "e" * 16), [1]) == ["unlinked"], "the first one has its rank"
+    pair.follower.say(m.Goodbye)
+    pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
+    pair.pump()
+    assert "unlinked" not in joins(pair.leader, Stream("f" * 16, "f" * 16), [1])
+    assert set(pair.leader.brain.tables.heard) == {"f" * 16}
+
+
+def test_a_follower_that_is_not_taken_does_not_try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "MAX_LINKS", 0)
+    pair = Pair()
+    pair.link()
+    assert not pair.follower.said and not pair.leader.said, "neither says anything before some time has passed"
+    monkeypatch.setattr(leading, "MAX_LINKS", 1)
+    assert not [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
+    assert [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
+
+
+def test_ranks_of_other_nodes_take_no_place_of_our_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
+    pair.leader.hello(b"q", "9" * 16)
+    assert "9" * 16 in pair.leader.brain.tables.sessions
+    assert code(pair.leader.hello(b"r", "8" * 16)) == "worker_unavailable"
+
+
+def test_a_world_larger_than_any_is_refused(pair: Pair) -> None:
+    large = MAX_RANKS + 1
+    assert "unlinked" in joins(pair.leader, Stream("e" * 16, "e" * 16), [5], world_size=large)
+    assert len(pair.leader.brain.tables.sessions) == 2
+
+
+def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) -> None:
+    for n in range(MAX_DIRECTORIES + 5):
+        path = f"/ckpt/{n}/a"
+        pair.follower.say(m.Lineage, run=RUN, path=path)
+        pair.pump()
+        pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=path, epoch=7)
+        pair.pump()
+    assert list(pair.follower.brain.tables.runs[RUN].epochs)[-1] == f"/ckpt/{n}"
+    assert len(pair.follower.brain.tables.runs[RUN].epochs) == MAX_DIRECTORIES
+
+
+def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
+    """Counted, not timed: how often the leader looks at the ranks of the open save while all followers are told."""
+    looks = []
+    for n_nodes in (4, 8):
+        leader = Worker(0, "a" * 16, world_size=1 + 4 * n_nodes)
+        leader.say(m.Lead, **LEAD)
+        leader.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
+        for n in range(n_nodes):
+            ranks = range(1 + 4 * n, 5 + 4 * n)
+            joins(leader, Stream(f"{n + 1:016x}", "e" * 16), ranks, 1 + 4 * n_nodes)
+        leader.begin(1)
+        leader.submit(1)
+        leader.read(1, world_size=1 + 4 * n_nodes)
+        save = leader.brain.tables.saves[FIRST]
+        save.ranks = Counted(save.ranks)
+        leader.now += BEAT_S
+        leader.feed(ev.Tick)
+        assert len(leader.of(ac.Relay)) == 2 * n_nodes, "a beat, and whom the save waits for"
+        looks.append(save.ranks.looks)
+    assert looks[1] == looks[0], looks
+
+
+class Counted(dict[int, Any]):
+    """Counts how often somebody goes through it."""
+
+    looks = 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
 
 
 def test_a_run_that_nobody_saves_in_is_followed_no_more(pair: Pair) -> None:
