@@ -200,10 +200,9 @@ class FollowBook:
     def _give_up(self, save: Save, why: str) -> None:
         """Without the leader: nobody knows how a save ends whose ranks are all durable here."""
         unknown = all(e.phase == DURABLE for e in save.ranks.values()) and not save.given_up
-        error = leader_lost(save, why, unknown=unknown)
-        if not unknown:
-            self._saves.end(save, FAILED, error)  # should it come back, it ends the save on the other ranks
-        self._saves.end_here(save, UNKNOWN if unknown else FAILED, error)
+        if not unknown or any(e.needs_consent for e in save.ranks.values()):  # should it come back, it must not wait
+            self._saves.end(save, FAILED, leader_lost(save, why, unknown=False))
+        self._saves.end_here(save, UNKNOWN if unknown else FAILED, leader_lost(save, why, unknown=unknown))
 
     def _drop(self, known: Followed) -> None:
         known.run.followed, known.run.leader = False, ""

@@ -20,6 +20,7 @@ from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.lineages import LineageBook
 from asyncckpt_worker.progress import packed
 from asyncckpt_worker.records import Save, Session, Tables
+from asyncckpt_worker.rows import missing_of
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import BEAT_S, Stream
@@ -136,6 +137,9 @@ class LeadBook:
         if link is None and m.first == 1 and m.taken == 0 and self._has_room():
             link = self._links[m.stream] = Link(event.run, Stream(m.stream, self._t.instance), event.route)
             self._t.log("info", f"worker {m.sender} follows in run {event.run}", count="followers_linked")
+        if link is not None and link.run_id == event.run and not link.stream.has_sent(m.taken):
+            self._forget(link, "its stream was another worker's")  # begun anew by a piece that came late
+            link = None
         if link is None or link.run_id != event.run:
             return self._unlink(event.run, event.route, m.stream)
         link.route = event.route
@@ -240,7 +244,9 @@ class LeadBook:
     def _waits(self, run_id: str) -> tuple[Mapping[str, Any], ...]:
         """Return the rows of the latest open saves that somebody has sealed."""
         saves = [s for s in self._open_saves(run_id) if s.sealed_since is not None][-MAX_WAITS:]
-        return tuple({"save_id": s.save_id, "phase": "submitted", "missing": s.missing[:MAX_MISSING]} for s in saves)
+        return tuple(
+            {"save_id": s.save_id, "phase": "submitted", "missing": missing_of(s)[:MAX_MISSING]} for s in saves
+        )
 
     def _open_saves(self, run_id: str) -> list[Save]:
         return [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(run_id)]

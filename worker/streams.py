@@ -114,6 +114,10 @@ class Stream:
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
+    def has_sent(self, number: int) -> bool:
+        """Whether the other side can have taken this piece from here, and not from a worker before this one."""
+        return number < self._next
+
     def take(self, piece: Piece, now: float) -> bytes | None:
         """Take what the other side says.
 
@@ -123,7 +127,7 @@ class Stream:
         Raises:
             ValueError: The other side breaks the rules: a record is too long, or it acknowledges what was never sent.
         """
-        if piece.taken >= self._next:
+        if not self.has_sent(piece.taken):
             raise ValueError(f"piece {piece.taken} is acknowledged, {self._next - 1} were sent")
         while self._out and self._out[0].number <= piece.taken:
             self.untaken_nbytes -= len(self._out.popleft().data)

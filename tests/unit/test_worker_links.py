@@ -74,11 +74,11 @@ class Pair:
     def _note(self, worker: Worker) -> None:
         self.heard[worker.rank] += [a.message for a in worker.of(ac.Send)]
 
-    def stages(self, worker: Worker, **changes: Any) -> None:
+    def stages(self, worker: Worker, hook_timeout_s: float = 0, **changes: Any) -> None:
         worker.begin(1, **changes)
         worker.feed(ev.Prepared, key=(FIRST, worker.rank))
         worker.submit(1)
-        worker.read(1, rank=worker.rank, world_size=2, **changes)
+        worker.read(1, rank=worker.rank, world_size=2, hook_timeout_s=hook_timeout_s, **changes)
         self.pump()
 
     def writes(self, worker: Worker) -> None:
@@ -289,6 +289,49 @@ def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     pair.leader.now += FORGET_S + 1
     pair.leader.feed(ev.Tick)
     assert set(pair.leader.brain.tables.sessions) == {f"{0:016x}"} and not pair.leader.brain.tables.heard
+
+
+def test_a_rank_that_writes_without_end_is_named_to_all_while_its_worker_lives(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    for _ in range(40):
+        pair.pump(BEAT_S)
+    assert [worker.row()["missing"] for worker in (pair.leader, pair.follower)] == [[1], [1]]
+
+
+def test_a_leader_that_comes_back_does_not_wait_for_a_hook_whose_rank_has_given_up(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    pair.follower.now += 31.0
+    pair.follower.feed(ev.Tick)
+    assert pair.follower.phase(rank=1) == "unknown"
+    pair.pump()
+    assert pair.leader.phase() == "failed" and pair.rows(0)[-1]["error"]["fields"]["rank"] == 1
+
+
+def test_a_hook_that_has_spoken_leaves_the_end_to_the_leader(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
+    pair.pump()
+    pair.follower.now += 31.0
+    pair.follower.feed(ev.Tick)
+    pair.pump()
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    assert pair.leader.of(ac.Commit)
+
+
+def test_a_late_piece_of_a_stream_of_the_worker_before_is_no_breach_of_the_rules(pair: Pair) -> None:
+    stream = Stream("e" * 16, "e" * 16)
+    joins(pair.leader, stream, [1])
+    late = Piece(stream="e" * 16, sender="e" * 16, number=2, first=1, more=False, data=b"", taken=9)
+    event = ev.Relayed(now=pair.leader.now, run=RUN, route=b"n", message=late)
+    counts = [a.count for a in pair.leader.brain.handle(event) if isinstance(a, ac.Log)]
+    assert "protocol_errors" not in counts and "e" * 16 not in pair.leader.brain.tables.heard
 
 
 def joins(leader: Worker, stream: Stream, ranks: Sequence[int], world_size: int = 2) -> list[str]:
