@@ -28,7 +28,7 @@ from asyncckpt_worker.records import RankSave, Save, Session, Tables
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
-from asyncckpt_worker.streams import Stream
+from asyncckpt_worker.streams import BEAT_S, Stream
 from asyncckpt_worker.verdicts import failed, leader_lost, other_world
 
 MAX_FOLLOWED = 64
@@ -156,7 +156,7 @@ class FollowBook:
         if isinstance(record, EpochFound):
             parent = os.path.dirname(record.path)
             if not record.error:
-                run.epochs[parent] = record.epoch
+                run.remember_epoch(parent, record.epoch)
             for key in known.take_lineages(parent):
                 if record.error:
                     self._lending.refuse(*key, from_wire(record.error))
@@ -182,8 +182,10 @@ class FollowBook:
 
     def _over(self, known: Followed, why: str) -> None:
         """The stream has ended: the leader knows nothing of what this worker has said. Begin anew."""
+        # Not at once where the leader has never taken this one: it may refuse the next as well, and so on, without end.
+        quiet_s = 0.0 if known.run.leader else BEAT_S
         self._lose(known, why)
-        known.stream = self._new_stream()
+        known.stream = self._new_stream(self._t.now + quiet_s)
         self._introduce(known)
 
     def _lose(self, known: Followed, why: str) -> None:
@@ -198,10 +200,9 @@ class FollowBook:
     def _give_up(self, save: Save, why: str) -> None:
         """Without the leader: nobody knows how a save ends whose ranks are all durable here."""
         unknown = all(e.phase == DURABLE for e in save.ranks.values()) and not save.given_up
-        error = leader_lost(save, why, unknown=unknown)
-        if not unknown:
-            self._saves.end(save, FAILED, error)  # should it come back, it ends the save on the other ranks
-        self._saves.end_here(save, UNKNOWN if unknown else FAILED, error)
+        if not unknown or any(e.needs_consent for e in save.ranks.values()):  # should it come back, it must not wait
+            self._saves.end(save, FAILED, leader_lost(save, why, unknown=False))
+        self._saves.end_here(save, UNKNOWN if unknown else FAILED, leader_lost(save, why, unknown=unknown))
 
     def _drop(self, known: Followed) -> None:
         known.run.followed, known.run.leader = False, ""
@@ -214,8 +215,7 @@ class FollowBook:
         """Give up what the leader has been silent about for too long, and connections that nobody needs."""
         now = self._t.now
         for known in list(self._followed.values()):
-            late = [key for key, until in known.follows.items() if now >= until]
-            for key in late:
+            for key in [key for key, until in known.follows.items() if now >= until]:
                 del known.follows[key]
                 self._lending.refuse(*key, unreachable(known, "it does not answer"))
             open_saves = self._open_saves(known)
@@ -241,8 +241,7 @@ class FollowBook:
                 self._tell(known, t.saves[save_id], entry)
         told, t.told = t.told, []
         for run_id, record in told:
-            known = self._followed.get(run_id)
-            if known is not None:
+            if (known := self._followed.get(run_id)) is not None:
                 if record.name == "left":
                     known.joined.pop(record.rank, None)  # type: ignore[attr-defined]
                 known.stream.post(packed(record))
@@ -273,15 +272,15 @@ class FollowBook:
     @property
     def busy(self) -> bool:
         """Whether a leader that is there has not taken everything yet."""
-        followed = self._followed.values()
-        return any(f.stream.untaken_nbytes and self._t.now - f.heard_at < PRESENT_S for f in followed)
+        now = self._t.now
+        return any(f.stream.untaken_nbytes and now - f.heard_at < PRESENT_S for f in self._followed.values())
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def _new_stream(self) -> Stream:
+    def _new_stream(self, quiet_until: float = 0.0) -> Stream:
         self._opened += 1
         name = hashlib.sha256(f"{self._t.instance}/{self._opened}".encode()).hexdigest()[:16]
-        return Stream(name, self._t.instance, self._opened)
+        return Stream(name, self._t.instance, self._opened, quiet_until=quiet_until)
 
     def _introduce(self, known: Followed) -> None:
         """Say who is here, and how far the open saves are."""

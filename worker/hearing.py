@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncckpt.format.names import SaveId
+from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.lifecycle import ABANDONED, DURABLE, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Begin, Consent, Lineage, Withdraw
@@ -124,7 +125,7 @@ class Hearing:
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
     def _joined(self, link: Link, record: Joined) -> None:
-        if not record.rank < record.world_size or link.world_size not in (0, record.world_size):
+        if not record.rank < record.world_size <= MAX_RANKS or link.world_size not in (0, record.world_size):
             raise ValueError(f"rank {record.rank} of world {record.world_size}")
         link.world_size = record.world_size
         run = self._t.runs.get(link.run_id)

@@ -20,6 +20,7 @@ from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.lineages import LineageBook
 from asyncckpt_worker.progress import packed
 from asyncckpt_worker.records import Save, Session, Tables
+from asyncckpt_worker.rows import missing_of
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import BEAT_S, Stream
@@ -133,9 +134,12 @@ class LeadBook:
         if not isinstance(m, Piece) or event.run not in self._admitted:
             return
         link = self._links.get(m.stream)
-        if link is None and m.first == 1 and m.taken == 0 and len(self._links) < MAX_LINKS:
+        if link is None and m.first == 1 and m.taken == 0 and self._has_room():
             link = self._links[m.stream] = Link(event.run, Stream(m.stream, self._t.instance), event.route)
             self._t.log("info", f"worker {m.sender} follows in run {event.run}", count="followers_linked")
+        if link is not None and link.run_id == event.run and not link.stream.has_sent(m.taken):
+            self._forget(link, "its stream was another worker's")  # begun anew by a piece that came late
+            link = None
         if link is None or link.run_id != event.run:
             return self._unlink(event.run, event.route, m.stream)
         link.route = event.route
@@ -154,6 +158,16 @@ class LeadBook:
             self._forget(link, "it broke the rules")
         return None
 
+    def _has_room(self) -> bool:
+        """Whether another stream fits; else the one that was silent longest of those without ranks makes room."""
+        if len(self._links) >= MAX_LINKS:
+            with_ranks = {s.link for s in self._t.sessions.values()}
+            spare = [name for name in self._links if name not in with_ranks]
+            if spare:
+                oldest = min(spare, key=lambda name: self._t.heard.get(name, 0.0))
+                self._forget(self._links[oldest], "another needs its place")
+        return len(self._links) < MAX_LINKS
+
     def _unlink(self, run_id: str, route: bytes, stream: str) -> None:
         message = Unlinked(stream=stream, sender=self._t.instance)
         self._t.actions.append(Relay(run=run_id, route=route, message=message))
@@ -170,9 +184,8 @@ class LeadBook:
     def tick(self) -> None:
         """Forget followers that are gone for good, and let the others hear something."""
         for link in list(self._links.values()):
-            timeouts = [s.timeout_s for s in self._open_saves(link)]
             silent_s = self._t.now - self._t.heard.get(link.stream.name, self._t.now)
-            if silent_s >= max([FORGET_S, *timeouts]):
+            if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._open_saves(link.run_id)):
                 self._forget(link, f"it has not been heard of for {silent_s:.0f} s")
         self._stirred.update(dict.fromkeys(self._links))
 
@@ -202,14 +215,15 @@ class LeadBook:
         for run_id in self._t.announced:
             self._stirred.update({name: None for name, link in self._links.items() if link.run_id == run_id})
         stirred, self._stirred = self._stirred, {}
+        waiting: dict[str, tuple[Mapping[str, Any], ...]] = {}  # once for all followers of a run
         for link in [self._links[name] for name in stirred if name in self._links]:
-            self._send(link)
+            self._send(link, waiting)
 
     def _post(self, link: Link, record: bytes) -> None:
         link.stream.post(record)
         self._stirred[link.stream.name] = None
 
-    def _send(self, link: Link) -> None:
+    def _send(self, link: Link, waiting: dict[str, tuple[Mapping[str, Any], ...]]) -> None:
         t, run = self._t, self._t.runs.get(link.run_id)
         for body in run.changes[link.changes_sent :] if run is not None else ():
             link.stream.post(packed(Changed(data=body)))
@@ -220,18 +234,22 @@ class LeadBook:
             t.actions.append(Relay(run=link.run_id, route=link.route, message=piece))
         if t.now - link.said_waits_at >= BEAT_S:
             link.said_waits_at = t.now
-            rows = [
-                {"save_id": s.save_id, "phase": "submitted", "missing": s.missing[:MAX_MISSING]}
-                for s in self._open_saves(link)
-                if s.sealed_since is not None
-            ]
-            if rows:
-                waits = Waits(stream=link.stream.name, saves=tuple(rows[-MAX_WAITS:]))
+            if link.run_id not in waiting:
+                waiting[link.run_id] = self._waits(link.run_id)
+            if waiting[link.run_id]:
+                waits = Waits(stream=link.stream.name, saves=waiting[link.run_id])
                 t.actions.append(Relay(run=link.run_id, route=link.route, message=waits))
         return None
 
-    def _open_saves(self, link: Link) -> list[Save]:
-        return [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(link.run_id)]
+    def _waits(self, run_id: str) -> tuple[Mapping[str, Any], ...]:
+        """Return the rows of the latest open saves that somebody has sealed."""
+        saves = [s for s in self._open_saves(run_id) if s.sealed_since is not None][-MAX_WAITS:]
+        return tuple(
+            {"save_id": s.save_id, "phase": "submitted", "missing": missing_of(s)[:MAX_MISSING]} for s in saves
+        )
+
+    def _open_saves(self, run_id: str) -> list[Save]:
+        return [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(run_id)]
 
     def _ended_at_once(self, link: Link, save_id: str, error: Wire) -> None:
         self._post(link, packed(Ended(save_id=save_id, outcome=FAILED, error=error, report={})))

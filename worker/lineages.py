@@ -17,9 +17,6 @@ from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.verdicts import other_world
 
-MAX_DIRECTORIES = 64
-"""Directories of a run whose epochs are remembered: until all of its ranks have asked. Chosen, not measured."""
-
 
 class LineageBook:
     """Changes `Run.epochs`.
@@ -70,9 +67,7 @@ class LineageBook:
             epoch = run.epochs.get(parent) or self._next(run, parent, event)
         except SaveFailedError as error:
             return self._refuse(event.peer, event.id, event.run, event.path, error)
-        run.epochs[parent] = epoch
-        for old in list(run.epochs)[:-MAX_DIRECTORIES]:
-            del run.epochs[old]
+        run.remember_epoch(parent, epoch)
         return self._answer(event.peer, event.id, event.run, event.path, epoch)
 
     def _answer(self, peer: Peer, id: int, run_id: str, path: str, epoch: int) -> None:

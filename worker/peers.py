@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.relay import PEER_MESSAGES
 from asyncckpt_worker.actions import Connect
+from asyncckpt_worker.door import Door, max_connections
 
 HIGH_WATER_MARK = 64
 """Messages that wait per peer and direction: 32 MiB of pieces, four windows of a stream. Chosen, not measured."""
@@ -28,6 +30,8 @@ CLOSE_LINGER_MS = 500
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 MAX_ZAP_FRAMES = 8
 MAX_FRAMES = 3
+SHUT_S = 1.0
+"""How long nobody is let in after too many had come; followers come back by themselves."""
 
 _OPTIONS: dict[int, int] = {
     zmq.LINGER: 0,
@@ -39,6 +43,7 @@ _OPTIONS: dict[int, int] = {
     zmq.CONNECT_TIMEOUT: 5000,
     zmq.HEARTBEAT_IVL: 2000,  # so that a connection whose other side is gone without a word is made anew
     zmq.HEARTBEAT_TIMEOUT: 10_000,
+    zmq.HANDSHAKE_IVL: 10_000,  # who proves no key in this time is a stranger
     zmq.IMMEDIATE: 1,
 }
 
@@ -60,6 +65,8 @@ class Peers:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._zap: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._door: Door | None = None
+        self._bound, self._shut_until = "", 0.0
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
 
     # ---- connections ------------------------------------------------------------------------------------------------
@@ -83,14 +90,18 @@ class Peers:
             self._zap = self._made(zmq.REP)
             self._zap.bind(ZAP_ENDPOINT)
         host = _bracketed(self._advertise)
-        router = self._made(zmq.ROUTER)
+        router, door = self._made(zmq.ROUTER), None
         try:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
             router.setsockopt(zmq.ZAP_DOMAIN, b"asyncckpt")
+            assert self._context is not None
+            door = Door(self._context, router, max_connections())
             router.bind(f"tcp://{_interface(self._advertise)}:{port or self._port or '*'}")
             bound = router.getsockopt(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as error:
+            if door is not None:
+                door.close()
             router.close(0)
             address = f"tcp://{host}:{port or self._port}"
             raise EndpointError(
@@ -98,9 +109,9 @@ class Peers:
                 endpoint=address,
                 detail=str(error),
             ) from error
-        self._router = router
         assert isinstance(bound, bytes)
-        number = bound.rstrip(b"\0").decode().rpartition(":")[2]
+        self._router, self._door, self._bound = router, door, bound.rstrip(b"\0").decode()
+        number = self._bound.rpartition(":")[2]
         return f"tcp://{host}:{number}", public_key.decode(), secret_key.decode()
 
     def connect(self, action: Connect) -> None:
@@ -110,7 +121,7 @@ class Peers:
             WorkerUnavailableError: The address or a key makes no sense.
         """
         self.disconnect(action.run)
-        dealer = self._made(zmq.DEALER)
+        dealer = self._made(zmq.DEALER, action.address)
         try:
             dealer.setsockopt(zmq.CURVE_SERVERKEY, action.server_public.encode())
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, action.client_public.encode())
@@ -129,13 +140,13 @@ class Peers:
         if dealer is not None:
             dealer.close(CLOSE_LINGER_MS)
 
-    def _made(self, kind: int) -> zmq.Socket[bytes]:
+    def _made(self, kind: int, address: str = "") -> zmq.Socket[bytes]:
         if self._context is None:
             self._context = zmq.Context()
         socket = self._context.socket(kind)
         for option, value in _OPTIONS.items():
             socket.setsockopt(option, value)
-        if ":" in self._advertise:
+        if ":" in self._advertise or "[" in address:
             socket.setsockopt(zmq.IPV6, 1)
         return socket
 
@@ -143,10 +154,12 @@ class Peers:
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Return what to poll."""
-        return [s for s in (self._zap, self._router, *self._dealers.values()) if s is not None]
+        events = None if self._door is None else self._door.events
+        return [s for s in (self._zap, events, self._router, *self._dealers.values()) if s is not None]
 
     def receive(self) -> Iterator[tuple[str, bytes, Message]]:
         """Yield run, route (b"": from the run's leader) and message; at most `BATCH` of each socket."""
+        self._guard()
         self._admit()
         if self._router is not None:
             for frames in self._frames(self._router):
@@ -187,6 +200,24 @@ class Peers:
         except zmq.ZMQError:
             self._count("relays_lost")
 
+    def _guard(self) -> None:
+        """Drop all connections where there are too many, and let the followers come back a while later.
+
+        What they say is repeated until it is taken. libzmq cannot drop those of strangers alone.
+        """
+        if self._router is None or self._door is None:
+            return
+        if self._shut_until:
+            if time.monotonic() >= self._shut_until:
+                self._door.emptied()
+                with contextlib.suppress(zmq.ZMQError):  # somebody has taken the port meanwhile: tried again
+                    self._router.bind(self._bound)
+                    self._shut_until = 0.0
+        elif self._door.is_crowded():
+            self._count("connections_dropped")
+            self._shut_until = time.monotonic() + SHUT_S
+            self._router.unbind(self._bound)
+
     def _admit(self) -> None:
         """Answer libzmq, which asks who may come in."""
         while self._zap is not None and self._zap.poll(0):
@@ -205,6 +236,9 @@ class Peers:
 
         Blocks: for peers that do not read, at most `CLOSE_LINGER_MS`.
         """
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         for socket in self.sockets():
             socket.close(0 if socket is self._zap else CLOSE_LINGER_MS)
         self._zap = self._router = None

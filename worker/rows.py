@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncckpt.protocol.fields import MAX_MISSING
-from asyncckpt.protocol.lifecycle import TRANSITIONS
+from asyncckpt.protocol.lifecycle import SUBMITTED, TRANSITIONS, WRITING
 from asyncckpt.protocol.messages import Heartbeat, Saves
 from asyncckpt_worker.actions import Send
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
@@ -25,10 +25,15 @@ def row_of(save: Save, entry: RankSave) -> Mapping[str, Any]:
 
 
 def missing_of(save: Save) -> list[int]:
-    """Return the ranks that an open save waits for; none before one has sealed it."""
+    """Return the ranks that an open save waits for: that have not sealed it, then those whose files are not durable.
+
+    None before one has sealed it.
+    """
     if save.told_missing is not None:
         return save.told_missing
-    return save.missing if save.sealed_since is not None else []
+    if save.sealed_since is None or save.outcome is not None:
+        return []
+    return save.missing or sorted(e.rank for e in save.ranks.values() if e.phase in (SUBMITTED, WRITING))
 
 
 def states(t: Tables, session: Session, m: Heartbeat) -> Saves:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from asyncckpt_worker.events import Wire
 
+MAX_DIRECTORIES = 64
+"""Directories of a run whose epochs are remembered: until all of its ranks have asked. Chosen, not measured."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -43,3 +46,9 @@ class Run:
 
     names: dict[str, bool] = field(default_factory=dict)
     """FQNs to be stored for each rank -> whether that was published."""
+
+    def remember_epoch(self, directory: str, epoch: int) -> None:
+        """Add a directory; the oldest ones are forgotten."""
+        self.epochs[directory] = epoch
+        for old in list(self.epochs)[:-MAX_DIRECTORIES]:
+            del self.epochs[old]

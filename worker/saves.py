@@ -130,6 +130,8 @@ class SaveBook:
         if run is not None and run.members.get(session.rank) == session.name:
             run.spoke[session.rank] = self._t.now
             if run.followed:
+                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
+                    mine.consented = m.granted
                 record = Consented(save_id=m.save_id, rank=session.rank, granted=m.granted, reason=m.reason)
                 return self._t.told.append((run.run_id, record))
         save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))

@@ -39,18 +39,21 @@ class Stream:
         name: 16 hex digits, of both sides.
         sender: This worker's instance.
         opened: How many streams the follower has opened up to this one.
+        quiet_until: Before, nothing is sent.
     """
 
-    def __init__(self, name: str, sender: str, opened: int = 0) -> None:
+    def __init__(self, name: str, sender: str, opened: int = 0, *, quiet_until: float = float("-inf")) -> None:
         self.name, self._sender, self.opened = name, sender, opened
         self._out: deque[_Out] = deque()
+        self._quiet_until = quiet_until
         self._next = 1
         self._sent = 0
         self._progress_at = float("-inf")
         self._spoke_at = float("-inf")
         self._owes_answer = False
-        self._parts: list[bytes] = []
-        self._parts_nbytes = 0
+        self._begun = bytearray()
+        """The record of which more pieces are to come. One buffer: a list would cost far more than what it holds."""
+
         self.taken = 0
         self.untaken_nbytes = 0
 
@@ -76,6 +79,8 @@ class Stream:
 
     def due(self, now: float) -> Iterator[Piece]:
         """Yield what is to be sent now."""
+        if now < self._quiet_until:
+            return
         if self._out and self._sent >= self.first and now - self._progress_at >= RESEND_S:
             self._sent, self._progress_at = self.first - 1, now  # from the start: nothing has come since
         for out in self._out:
@@ -104,9 +109,14 @@ class Stream:
     @property
     def wakes_at(self) -> float:
         """When something is due at the latest."""
-        return min(self._spoke_at + BEAT_S, self._progress_at + RESEND_S if self._out else float("inf"))
+        due_at = min(self._spoke_at + BEAT_S, self._progress_at + RESEND_S if self._out else float("inf"))
+        return max(due_at, self._quiet_until)
 
     # ---- in ---------------------------------------------------------------------------------------------------------
+
+    def has_sent(self, number: int) -> bool:
+        """Whether the other side can have taken this piece from here, and not from a worker before this one."""
+        return number < self._next
 
     def take(self, piece: Piece, now: float) -> bytes | None:
         """Take what the other side says.
@@ -117,7 +127,7 @@ class Stream:
         Raises:
             ValueError: The other side breaks the rules: a record is too long, or it acknowledges what was never sent.
         """
-        if piece.taken >= self._next:
+        if not self.has_sent(piece.taken):
             raise ValueError(f"piece {piece.taken} is acknowledged, {self._next - 1} were sent")
         while self._out and self._out[0].number <= piece.taken:
             self.untaken_nbytes -= len(self._out.popleft().data)
@@ -128,11 +138,11 @@ class Stream:
         if piece.number != self.taken + 1:
             return None
         self.taken = piece.number
-        self._parts.append(piece.data)
-        self._parts_nbytes += len(piece.data)
-        if self._parts_nbytes > MAX_RECORD_NBYTES:
+        self._begun += piece.data
+        if len(self._begun) > MAX_RECORD_NBYTES:
             raise ValueError(f"a record of more than {MAX_RECORD_NBYTES} bytes")
         if piece.more:
             return None
-        record, self._parts, self._parts_nbytes = b"".join(self._parts), [], 0
+        record = bytes(self._begun)
+        self._begun = bytearray()
         return record

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,6 +15,7 @@ from real_worker import wait_until
 
 from asyncckpt.errors import EndpointError, WorkerUnavailableError
 from asyncckpt.protocol.relay import Piece
+from asyncckpt_worker import peers
 from asyncckpt_worker.actions import Connect
 from asyncckpt_worker.peers import Peers
 
@@ -128,6 +131,50 @@ def test_another_worker_listens_where_the_dead_one_did_and_followers_come_back(s
         assert second.heard[0][0] == RUN
     finally:
         second.peers.close()
+
+
+def test_strangers_cannot_take_all_file_descriptors_and_followers_come_back(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "max_connections", lambda: 20)
+    monkeypatch.setattr(peers, "SHUT_S", 0.2)
+    leader, follower = sides
+    connected(leader, follower)
+    tries(leader, follower)
+    before = len(os.listdir("/proc/self/fd"))
+    port = int(leader.peers._bound.rpartition(":")[2])
+    strangers = []
+    try:
+        deadline = time.monotonic() + 10
+        while not leader.counts["connections_dropped"]:
+            assert time.monotonic() < deadline and len(strangers) < 500
+            with contextlib.suppress(OSError):
+                strangers.append(socket.create_connection(("127.0.0.1", port), 0.5))
+            zmq.zmq_poll([(s, zmq.POLLIN) for s in leader.peers.sockets()], 5)
+            leader.turn()
+        assert 20 <= len(strangers) < 100, "it is noticed before long"
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(strangers) + 2, "theirs are closed here")
+        leader.heard.clear()
+        tries(leader, follower, times=300)
+        assert leader.heard, "the follower is heard again"
+        assert leader.counts["connections_dropped"] == 1
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_follower_whose_own_address_is_of_another_kind_reaches_an_ipv6_leader() -> None:
+    leader, follower = Side(advertise="::1"), Side()
+    try:
+        try:
+            connected(leader, follower)
+        except EndpointError:
+            pytest.skip("no IPv6 here")
+        tries(leader, follower)
+        assert leader.heard
+    finally:
+        leader.peers.close()
+        follower.peers.close()
 
 
 def test_a_port_that_is_taken_is_named() -> None:

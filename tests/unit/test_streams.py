@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -94,6 +95,24 @@ def test_a_record_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="more than 10"):
         for number in (1, 2, 3):
             two.take(Piece(stream=NAME, sender=ONE, number=number, first=1, more=True, data=b"xxxx", taken=0), 0.0)
+
+
+def test_a_record_of_pieces_without_end_that_hold_nothing_costs_no_memory() -> None:
+    _, two = pair()
+    tracemalloc.start()
+    try:
+        for number in range(1, 20_001):
+            two.take(Piece(stream=NAME, sender=ONE, number=number, first=1, more=True, data=b"", taken=0), 0.0)
+        assert tracemalloc.get_traced_memory()[0] < 50_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stream_is_quiet_as_long_as_it_was_told_to() -> None:
+    one = Stream(NAME, ONE, quiet_until=3.0)
+    one.post(b"x")
+    assert list(one.due(2.9)) == [] and one.wakes_at == 3.0
+    assert [p.number for p in one.due(3.0)] == [1]
 
 
 def test_a_stream_that_nobody_reads_says_that_it_overflows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
-from asyncckpt_worker.lineages import MAX_DIRECTORIES
 from asyncckpt_worker.records import MAX_HISTORY, MAX_SESSIONS, Slot
 from asyncckpt_worker.results import pack_result
+from asyncckpt_worker.run_record import MAX_DIRECTORIES
 from asyncckpt_worker.runs import MAX_RUNS, MAX_WITHDRAWN
 
 HONEST = "000001-00000000-ffffffffffff"

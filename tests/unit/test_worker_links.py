@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,15 @@ from simulated_workers import KEY, SECRET, result_of
 from worker_bench import CONFIG, ERROR, FIRST, OTHER_RUN, PATH, RUN, Bench, code
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.relay import Piece, Unlinked
+from asyncckpt.protocol.fields import MAX_RANKS
+from asyncckpt.protocol.relay import Joined, Piece, Unlinked
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
+from asyncckpt_worker import leading, sessions
 from asyncckpt_worker.leading import FORGET_S
-from asyncckpt_worker.streams import BEAT_S
+from asyncckpt_worker.progress import packed
+from asyncckpt_worker.run_record import MAX_DIRECTORIES
+from asyncckpt_worker.streams import BEAT_S, Stream
 
 ADDRESS = "tcp://first:7000"
 FOLLOW = {"run": RUN, "address": ADDRESS, "server_public": KEY, "client_public": KEY, "client_secret": SECRET}
@@ -25,11 +30,11 @@ LEAD = {"run": RUN, "port": 0, "server_secret": "", "client_public": KEY}
 class Worker(Bench):
     """A brain with a rank of two, whose peer is b"p" and whose slot is 1. `said`: to other workers, not sent yet."""
 
-    def __init__(self, rank: int, instance: str) -> None:
+    def __init__(self, rank: int, instance: str, world_size: int = 2) -> None:
         super().__init__(replace(CONFIG, instance=instance))
         self.rank = rank
         self.said: list[ac.Relay] = []
-        self.hello(b"p", f"{rank:016x}", rank, 2)
+        self.hello(b"p", f"{rank:016x}", rank, world_size)
         self.slot(b"p")
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
@@ -69,11 +74,11 @@ class Pair:
     def _note(self, worker: Worker) -> None:
         self.heard[worker.rank] += [a.message for a in worker.of(ac.Send)]
 
-    def stages(self, worker: Worker, **changes: Any) -> None:
+    def stages(self, worker: Worker, hook_timeout_s: float = 0, **changes: Any) -> None:
         worker.begin(1, **changes)
         worker.feed(ev.Prepared, key=(FIRST, worker.rank))
         worker.submit(1)
-        worker.read(1, rank=worker.rank, world_size=2, **changes)
+        worker.read(1, rank=worker.rank, world_size=2, hook_timeout_s=hook_timeout_s, **changes)
         self.pump()
 
     def writes(self, worker: Worker) -> None:
@@ -284,6 +289,135 @@ def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     pair.leader.now += FORGET_S + 1
     pair.leader.feed(ev.Tick)
     assert set(pair.leader.brain.tables.sessions) == {f"{0:016x}"} and not pair.leader.brain.tables.heard
+
+
+def test_a_rank_that_writes_without_end_is_named_to_all_while_its_worker_lives(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    for _ in range(40):
+        pair.pump(BEAT_S)
+    assert [worker.row()["missing"] for worker in (pair.leader, pair.follower)] == [[1], [1]]
+
+
+def test_a_leader_that_comes_back_does_not_wait_for_a_hook_whose_rank_has_given_up(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    pair.follower.now += 31.0
+    pair.follower.feed(ev.Tick)
+    assert pair.follower.phase(rank=1) == "unknown"
+    pair.pump()
+    assert pair.leader.phase() == "failed" and pair.rows(0)[-1]["error"]["fields"]["rank"] == 1
+
+
+def test_a_hook_that_has_spoken_leaves_the_end_to_the_leader(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
+    pair.pump()
+    pair.follower.now += 31.0
+    pair.follower.feed(ev.Tick)
+    pair.pump()
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    assert pair.leader.of(ac.Commit)
+
+
+def test_a_late_piece_of_a_stream_of_the_worker_before_is_no_breach_of_the_rules(pair: Pair) -> None:
+    stream = Stream("e" * 16, "e" * 16)
+    joins(pair.leader, stream, [1])
+    late = Piece(stream="e" * 16, sender="e" * 16, number=2, first=1, more=False, data=b"", taken=9)
+    event = ev.Relayed(now=pair.leader.now, run=RUN, route=b"n", message=late)
+    counts = [a.count for a in pair.leader.brain.handle(event) if isinstance(a, ac.Log)]
+    assert "protocol_errors" not in counts and "e" * 16 not in pair.leader.brain.tables.heard
+
+
+def joins(leader: Worker, stream: Stream, ranks: Sequence[int], world_size: int = 2) -> list[str]:
+    """Let a follower tell of its ranks; returns the kinds of what the leader answers."""
+    for rank in ranks:
+        stream.post(packed(Joined(rank=rank, world_size=world_size, attempt=1, opened=1)))
+    leader.said.clear()
+    for piece in stream.due(leader.now):
+        leader.feed(ev.Relayed, run=RUN, route=b"n", message=piece)
+    return [said.message.name for said in leader.said]
+
+
+def test_streams_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "MAX_LINKS", 1)
+    assert joins(pair.leader, Stream("e" * 16, "e" * 16), [1]) == ["unlinked"], "the first one has its rank"
+    pair.follower.say(m.Goodbye)
+    pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
+    pair.pump()
+    assert "unlinked" not in joins(pair.leader, Stream("f" * 16, "f" * 16), [1])
+    assert set(pair.leader.brain.tables.heard) == {"f" * 16}
+
+
+def test_a_follower_that_is_not_taken_does_not_try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "MAX_LINKS", 0)
+    pair = Pair()
+    pair.link()
+    assert not pair.follower.said and not pair.leader.said, "neither says anything before some time has passed"
+    monkeypatch.setattr(leading, "MAX_LINKS", 1)
+    assert not [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
+    assert [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
+
+
+def test_ranks_of_other_nodes_take_no_place_of_our_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
+    pair.leader.hello(b"q", "9" * 16)
+    assert "9" * 16 in pair.leader.brain.tables.sessions
+    assert code(pair.leader.hello(b"r", "8" * 16)) == "worker_unavailable"
+
+
+def test_a_world_larger_than_any_is_refused(pair: Pair) -> None:
+    large = MAX_RANKS + 1
+    assert "unlinked" in joins(pair.leader, Stream("e" * 16, "e" * 16), [5], world_size=large)
+    assert len(pair.leader.brain.tables.sessions) == 2
+
+
+def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) -> None:
+    for n in range(MAX_DIRECTORIES + 5):
+        path = f"/ckpt/{n}/a"
+        pair.follower.say(m.Lineage, run=RUN, path=path)
+        pair.pump()
+        pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=path, epoch=7)
+        pair.pump()
+    assert list(pair.follower.brain.tables.runs[RUN].epochs)[-1] == f"/ckpt/{n}"
+    assert len(pair.follower.brain.tables.runs[RUN].epochs) == MAX_DIRECTORIES
+
+
+def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
+    """Counted, not timed: how often the leader looks at the ranks of the open save while all followers are told."""
+    looks = []
+    for n_nodes in (4, 8):
+        leader = Worker(0, "a" * 16, world_size=1 + 4 * n_nodes)
+        leader.say(m.Lead, **LEAD)
+        leader.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
+        for n in range(n_nodes):
+            ranks = range(1 + 4 * n, 5 + 4 * n)
+            joins(leader, Stream(f"{n + 1:016x}", "e" * 16), ranks, 1 + 4 * n_nodes)
+        leader.begin(1)
+        leader.submit(1)
+        leader.read(1, world_size=1 + 4 * n_nodes)
+        save = leader.brain.tables.saves[FIRST]
+        save.ranks = Counted(save.ranks)
+        leader.now += BEAT_S
+        leader.feed(ev.Tick)
+        assert len(leader.of(ac.Relay)) == 2 * n_nodes, "a beat, and whom the save waits for"
+        looks.append(save.ranks.looks)
+    assert looks[1] == looks[0], looks
+
+
+class Counted(dict[int, Any]):
+    """Counts how often somebody goes through it."""
+
+    looks = 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
 
 
 def test_a_run_that_nobody_saves_in_is_followed_no_more(pair: Pair) -> None:
