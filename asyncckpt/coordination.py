@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
+from asyncckpt.errors import AsyncCkptError, PlanTimeoutError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.introductions import check_equal, unpacked
 from asyncckpt.links import Links, Worker
@@ -64,7 +64,7 @@ class Coordination:
         self._met: set[int] = set()
         self._doubted = self._waited_in_vain = False
         self.knows_run = False
-        self._answers, self.preparations = itertools.count(), itertools.count()
+        self.answers, self.preparations = itertools.count(), itertools.count()
         self._changes: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
@@ -266,38 +266,3 @@ class Coordination:
         with self._lock:
             self._changes.clear()
         self.agreement = self._first
-
-    # ---- one answer for all
-
-    def same_answer(self, ask: Callable[[], str | None], timeout_s: float, call: str) -> str | None:
-        """Return rank 0's answer on every rank; a collective.
-
-        Args:
-            ask: Called on rank 0 only.
-            timeout_s: How long rank 0 may take, and how long to wait for the other ranks.
-            call: What the ranks call, for messages.
-
-        Raises:
-            PlanTimeoutError: Some ranks did not call.
-            SaveFailedError: Rank 0's `ask` failed (on the others), or the exchange broke down.
-            Exception: Whatever `ask` raises, on rank 0.
-        """
-        if self.alone:
-            return ask()
-        meeting = self.meet(f"answer/{next(self._answers)}", call)
-        first = self.rank.rank == 0
-        deadline = time.monotonic() + (1 if first else 2) * timeout_s  # rank 0 may take so long for its answer
-        try:
-            try:
-                mine = msgpack.packb(ask() if first else None)
-            except Exception as error:
-                meeting.refuse(repr(error))
-                raise
-            if first:
-                deadline = time.monotonic() + timeout_s
-            found = msgpack.unpackb(meeting.gather(mine, deadline)[0])
-        finally:
-            meeting.close()
-        if found is not None and not isinstance(found, str):
-            raise SaveFailedError("rank 0 answered with something else than a path", code="exchange", rank=0)
-        return found
