@@ -197,7 +197,7 @@ class Coordination:
         agreement = self.agreement or Agreement.start(self.rank.world_size)
         settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
         change = Change(contributions=settled)
-        agreement = agreement.extended(change, change.encode())
+        agreement = agreement.extended(change, change.encode(), compared=True)
         agreement.shards.check()
         self.agreement = agreement
 
