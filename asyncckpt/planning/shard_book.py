@@ -1,26 +1,24 @@
 """Who writes which shard: what the ranks have said of them, the same on all ranks. Pure; no torch.
 
-A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what: a rank that has not
-heard of the others' claims writes an even share of what it holds. What is agreed upon balances better, and knows of
-boxes that were given one by one, which must be compared to be known as equal.
+A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what, and a hash of its name
+which of them writes. What is agreed upon knows of boxes that were given one by one, too. Copies that the ranks have
+compared whole, which they do when they meet, are split and balanced; before, one holder writes all of a box, so that
+nobody's bytes are mixed on a claim.
 
 Boxes are never stored for one rank only. Ranks that contradict each other about a name can not save it.
 """
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.planning.assignment import CUT_NBYTES, replica_of, spread
+from asyncckpt.planning.assignment import replica_of, spread
 from asyncckpt.planning.claims import ShardClaim, position_in
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
-from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve
+from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve, without, writer_of
 from asyncckpt.planning.shard_loads import add_grid_loads
 from asyncckpt.planning.sharding.grid import Box, Grid
 
@@ -53,28 +51,35 @@ class ShardBook:
         self._given: dict[str, tuple[Given, ...]] = {}
         self._lies: dict[str, Lie | Scattered] = {}
         self._base: dict[int, int] = {}
+        self._unproved: set[str] = set()
         self.conflicts: dict[str, AsyncCkptError] = {}
         self._of_rank: dict[int, dict[_Key, BoxDuty]] = {}
 
     def extended(
-        self, groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]], base: Mapping[int, int]
+        self,
+        groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]],
+        base: Mapping[int, int],
+        *,
+        compared: bool = False,
     ) -> ShardBook:
         """Return the book after more has been said.
 
         Args:
             groups: Ranks, and what each of them holds now.
             base: Bytes that ranks write apart from shards.
+            compared: These ranks have compared whole what they say that several of them hold.
         """
         after = ShardBook(self._world_size)
         after._given, after._lies = dict(self._given), dict(self._lies)
         after._base = {**self._base, **base}
-        after.conflicts = dict(self.conflicts)
+        after.conflicts, after._unproved = dict(self.conflicts), set(self._unproved)
         said: dict[str, list[Given]] = {}
         for ranks, claims in groups:
             for claim in claims:
                 said.setdefault(claim.fqn, []).append(Given(ranks, claim))
         for fqn, given in said.items():
-            after._given[fqn] = (*_without(after._given.get(fqn, ()), given), *given)
+            others = without(after._given.get(fqn, ()), given)
+            after._given[fqn] = (*others, *given)
             after._lies.pop(fqn, None)
             after.conflicts.pop(fqn, None)
             found = resolve(after._given[fqn], self._world_size)
@@ -82,6 +87,10 @@ class ShardBook:
                 after.conflicts[fqn] = found
             elif found is not None:
                 after._lies[fqn] = found
+            if compared and not others:
+                after._unproved.discard(fqn)
+            elif found != self._lies.get(fqn):
+                after._unproved.add(fqn)
         return after
 
     def contradict(self, names: Iterable[str]) -> None:
@@ -121,6 +130,9 @@ class ShardBook:
             return ShardDuty(duties, Turn(0, 1) if any(duty.shared for duty in duties) else None, not said)
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
+        if isinstance(lie, Lie) and claim.fqn in self._unproved:
+            duties = tuple(_by_one(rank, claim.fqn, lie.grid, box) for box in boxes)
+            return ShardDuty(duties, self._turns.get(claim.fqn), False)
         agreed = self._duties(rank)
         return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
 
@@ -133,13 +145,10 @@ class ShardBook:
         """
         grid = claim.grid and self._wider.get((claim.grid, claim.shape), self._wider.get((claim.grid, None)))
         grid = grid or claim.grid
-        at = None if grid is None else position_in(grid, rank)
-        if grid is None or at is None:
+        if grid is None or position_in(grid, rank) is None:
             writer = self._writers.get((claim.shape, box), rank)
             return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
-        holders = grid.replicas(at)
-        rows = _even_share(claim, box, holders.index(rank), len(holders))
-        return BoxDuty(rows, len(holders) > 1, rows not in ((), _rows(box)))
+        return _by_one(rank, claim.fqn, grid, box)
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
@@ -226,7 +235,7 @@ class ShardBook:
         sharers: dict[int, tuple[int, ...]] = {}
         for fqn in sorted(self._lies):
             lie = self._lies[fqn]
-            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1:
+            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1 or fqn in self._unproved:
                 continue
             at = position_in(lie.grid, rank)
             if at is None:
@@ -255,6 +264,9 @@ class ShardBook:
             for box, ranks in lie.holders.items():
                 if len(ranks) == 1:
                     found.setdefault(ranks[0], {})[fqn, box] = BoxDuty(_rows(box))
+                elif fqn in self._unproved:
+                    for rank in ranks:
+                        found.setdefault(rank, {})[fqn, box] = _of_one(rank, fqn, ranks, box)
                 else:
                     sets.setdefault(ranks, []).append(((fqn, box), lie.itemsize))
         loads = {rank: self._base.get(rank, 0) + n for rank, n in self._loads.items()}
@@ -266,19 +278,6 @@ class ShardBook:
         return found
 
 
-def _without(known: tuple[Given, ...], said: Sequence[Given]) -> tuple[Given, ...]:
-    """Return what is left of `known`: what ranks say now takes the place of what they have said."""
-    if not known:
-        return ()
-    gone = frozenset(itertools.chain.from_iterable(given.ranks for given in said))
-    kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
-    return tuple(given for given in kept if given.ranks)
-
-
-def _minus(ranks: tuple[int, ...], gone: frozenset[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in ranks if rank not in gone)
-
-
 def _rows(box: Box) -> Rows:
     return ((0, replica_of(box[1], 1).n_rows),)
 
@@ -288,10 +287,12 @@ def _duty_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxDuty:
     return BoxDuty(tuple((first, n) for owner, first, n in pieces if owner == rank), True, len(pieces) > 1)
 
 
-def _even_share(claim: ShardClaim, box: Box, mine: int, count: int) -> Rows:
-    """Return what one of `count` ranks that hold a box writes of it, if each knows of nothing else."""
-    nbytes, n_rows = replica_of(box[1], DTYPES[claim.dtype].itemsize)
-    if nbytes <= CUT_NBYTES or n_rows < count:  # whole, by one of them
-        return _rows(box) if zlib.crc32(claim.fqn.encode()) % count == mine else ()
-    first, end = n_rows * mine // count, n_rows * (mine + 1) // count
-    return ((first, end - first),)
+def _by_one(rank: int, fqn: str, grid: Grid, box: Box) -> BoxDuty:
+    at = position_in(grid, rank)
+    assert at is not None
+    return _of_one(rank, fqn, grid.replicas(at), box)
+
+
+def _of_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxDuty:
+    """Return what `rank` writes of a box that one of its holders writes whole."""
+    return BoxDuty(_rows(box) if rank == writer_of(fqn, holders) else (), len(holders) > 1)

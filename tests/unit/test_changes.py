@@ -34,7 +34,7 @@ class FakeRun:
     def start_over(self) -> None:
         self.starts += 1
 
-    def take_change(self, effective: int, raw: bytes) -> None:
+    def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
         self.taken.append((effective, raw))
 
 

@@ -16,7 +16,7 @@ from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
 from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.contributions import Change
-from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.shard_book import ShardBook
 from asyncckpt.planning.shard_lies import Lie
 from asyncckpt.planning.state_dict import flatten
@@ -60,7 +60,8 @@ def test_tensors_on_a_mesh_are_stored_once_and_evenly(mesh: str, agreed: bool) -
     assert uncovered([plan.structure for plan in ranks.made]) == []
     loads, total = loads_of(ranks), sum(t.numel() * 4 for t in tensors.values())
     assert sum(loads) == total
-    assert max(loads) - min(loads) <= 2 << 20
+    if agreed:
+        assert max(loads) - min(loads) <= 2 << 20
     assert [bool(plan.news) for plan in ranks.made] == [not agreed] * 4
 
 
@@ -177,7 +178,7 @@ def test_an_optimizer_s_slices_that_come_after_the_first_save_lie_as_its_weights
     assert all(plan.news for plan in ranks.made)
     ranks.apply(Change(contributions=ranks.news(more)))
     assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
-    assert max(loads_of(ranks)) < moment.nbytes * 0.6
+    assert max(loads_of(ranks)) < moment.nbytes * 0.8  # one replica writes each half, the other of the weight more
 
 
 def pair(rank: int, placement: int | None = 0) -> Any:
@@ -282,8 +283,8 @@ def test_replicas_are_compared_whatever_order_their_ranks_hold_them_in(orders: t
 
 
 @pytest.mark.usefixtures("grids")
-@pytest.mark.parametrize(("rows", "split"), [(7, False), (4096, True)])
-def test_replicas_that_come_later_are_compared_in_every_save_from_their_first_on(rows: int, split: bool) -> None:
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_replicas_that_come_later_are_compared_in_every_save_from_their_first_on(rows: int) -> None:
     mesh = grid_of((2, 2), None, 0)
     held: list[Any] = [{"w": OnGrid(whole(4, 4), mesh, rank)} for rank in range(4)]
     ranks = Ranks(4)
@@ -292,8 +293,46 @@ def test_replicas_that_come_later_are_compared_in_every_save_from_their_first_on
         held[rank]["m"] = OnGrid(whole(rows, 640, seed=int(rank == 2)), mesh, rank)
     found = ranks.samples(held, 5)
     assert [s.names[-1] for s in found[:3]] == [f"m [0:{-(-rows // 2)},0:640]", found[1].names[-1], found[0].names[-1]]
-    assert {s.split[-1] for s in found} == {int(split)}
+    assert {s.split[-1] for s in found} == {0}
     assert found[0].digests[-8:] != found[2].digests[-8:] and found[1].digests[-8:] == found[3].digests[-8:]
+
+
+@pytest.mark.usefixtures("grids")
+@pytest.mark.parametrize("kind", ["grid", "slices"])
+def test_replicas_that_come_later_are_written_whole_by_one_until_they_have_been_compared(kind: str) -> None:
+    """They differ by one element in each half, far from the windows of most samples."""
+    ranks, mesh = Ranks(4), MESHES["HSDP"]
+    ranks.exchange([{"w": OnGrid(whole(4, 4), mesh, rank)} for rank in range(4)])
+    replicas = [whole(4096, 640), whole(4096, 640)]
+    replicas[1][2000, 3] = replicas[1][4000, 3] = 0
+    held: list[Any] = [{"m": OnGrid(replicas[rank // 2], mesh, rank)} for rank in range(4)]
+    if kind == "slices":
+        held = [{"m": tp(replicas[rank // 2], rank % 2, 2, rank // 2)} for rank in range(4)]
+    for _ in range(3):
+        found = ranks.save(held)["m"]
+        boxes = [(spec.offsets, spec.sizes) for plan in ranks.made for spec in plan.specs]
+        assert sorted(boxes) == [((0, 0), (2048, 640)), ((2048, 0), (2048, 640))]
+        assert any(torch.equal(found, replica) for replica in replicas)
+        flats = [flatten(state) for state in held]  # a change that says the same again proves no more
+        ranks.apply(Change(contributions={rank: contribution_of(flat) for rank, flat in enumerate(flats)}))
+    assert not any(plan.news for plan in ranks.made)
+
+
+@pytest.mark.usefixtures("grids")
+def test_replicas_that_came_later_are_spread_once_the_ranks_have_met_again() -> None:
+    ranks, mesh = Ranks(4), MESHES["HSDP"]
+    ranks.exchange([{"w": OnGrid(whole(4, 4), mesh, rank)} for rank in range(4)])
+    held = [{"m": OnGrid(whole(4096, 640), mesh, rank)} for rank in range(4)]
+    ranks.apply(Change(contributions=ranks.news(held)))
+    ranks.save(held)
+    assert sorted(loads_of(ranks))[:2] == [0, 0]
+    ranks.exchange(held)
+    ranks.save(held)
+    assert max(loads_of(ranks)) - min(loads_of(ranks)) <= 2 << 20
+    flats = [flatten(state) for state in held]  # what is told again takes nothing back
+    ranks.apply(Change(contributions={rank: contribution_of(flat) for rank, flat in enumerate(flats)}))
+    ranks.save(held)
+    assert max(loads_of(ranks)) - min(loads_of(ranks)) <= 2 << 20
 
 
 @pytest.mark.usefixtures("grids")
