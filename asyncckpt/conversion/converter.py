@@ -151,7 +151,7 @@ class _Conversion:
         self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
     ) -> ConversionReport:
         contents = read_any(self.source, self._files)
-        replace = check_place(self.path, self._files, overwrite=self._overwrite)
+        standing = check_place(self.path, self._files, overwrite=self._overwrite)
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
         holding = _CHECKS[self._to](whole)
         self._refuse_pickled(whole, holding)
@@ -165,7 +165,7 @@ class _Conversion:
         with beside(self.path) as temporary:
             try:
                 self._write(temporary, target, outline, extras)
-                put_into_place(temporary, self.path, self._files, replace=replace)
+                put_into_place(temporary, self.path, self._files, standing=standing)
             except AsyncCkptError:
                 raise
             except OSError as error:

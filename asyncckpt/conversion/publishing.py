@@ -12,17 +12,10 @@ import logging
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 
-from asyncckpt.errors import (
-    CheckpointExistsError,
-    CheckpointNotCommittedError,
-    CheckpointNotFoundError,
-    SaveFailedError,
-    UnsupportedFormatError,
-)
-from asyncckpt.foreign.kinds import kind_at
+from asyncckpt.conversion.replaceable import Standing, standing_at
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from asyncckpt.storage.files import Files, fsync_directory
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -31,42 +24,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _logger = logging.getLogger("asyncckpt.conversion")
 
 
-def check_place(path: str, files: Files, *, overwrite: bool) -> bool:
-    """Return whether something stands at the target that is to be replaced.
+def check_place(path: str, files: Files, *, overwrite: bool) -> Standing:
+    """Return what stands at the target, which may all be replaced.
 
     Raises:
-        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint.
+        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds more than one.
         CheckpointNotFoundError: The target's directory is not there.
         OSError: It cannot be known.
     """
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         raise CheckpointNotFoundError(f"{parent}, where {path} would be, is no directory", path=parent)
-    try:
-        found = files.lstat(path)
-    except FileNotFoundError:
-        return False
-    if stat.S_ISDIR(found.st_mode) and not files.listdir(path):
-        return True
-    if not overwrite:
-        raise CheckpointExistsError(
-            f"{path} exists; it was left untouched. Choose another path, or replace it by overwrite=True (--overwrite)",
-            path=path,
-        )
-    if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)) or not _is_checkpoint(path, files):
-        raise CheckpointExistsError(
-            f"{path} is no checkpoint of a kind that asyncckpt knows; it was left untouched", path=path
-        )
-    return True
-
-
-def _is_checkpoint(path: str, files: Files) -> bool:
-    try:
-        kind = kind_at(path, files)
-    except (CheckpointNotFoundError, CheckpointNotCommittedError, UnsupportedFormatError):
-        return False
-    names = files.listdir(path) if os.path.isdir(path) else []
-    return kind != "asyncckpt" or "manifest.json" in names
+    return standing_at(path, files, overwrite=overwrite)
 
 
 def check_room(path: str, nbytes: int, files: Files) -> None:
@@ -98,36 +67,54 @@ def beside(path: str) -> Iterator[str]:
         _remove(temporary)
 
 
-def put_into_place(temporary: str, path: str, files: Files, *, replace: bool) -> None:
+def put_into_place(temporary: str, path: str, files: Files, *, standing: Standing) -> None:
     """Rename a finished target.
 
     Args:
         temporary: It is complete and flushed.
         path: Where it goes.
         files: The storage seam.
-        replace: Whether what stands there goes; else nothing may stand there.
+        standing: What stood there, and goes; nothing else may stand there now.
 
     Raises:
-        CheckpointExistsError: Something came to stand there meanwhile.
+        CheckpointExistsError: Something else came to stand there meanwhile.
         OSError: The rename failed; what stood there is untouched.
     """
-    parent = os.path.dirname(path)
-    if replace and not _exchange(temporary, path):
-        _replace_by_steps(temporary, path)
-    elif not replace:
-        try:
-            files.rename_noreplace(temporary, path)
-        except OSError as error:
-            if error.errno == errno.EEXIST:
-                raise CheckpointExistsError(
-                    f"{path} came to exist meanwhile; it was left untouched", path=path
-                ) from error
-            if error.errno != errno.EINVAL:
-                raise
-            if os.path.lexists(path):
-                raise CheckpointExistsError(f"{path} came to exist meanwhile", path=path) from error
-            os.rename(temporary, path)
-    fsync_directory(files, parent)
+    if standing is Standing.CHECKPOINT:
+        standing_at(path, files, overwrite=True)  # again: what has come into it meanwhile would be lost
+        if not _exchange(temporary, path):
+            _replace_by_steps(temporary, path)
+    else:
+        if standing is Standing.EMPTY_DIRECTORY:
+            _remove_empty(path, files)
+        _put_where_nothing_is(temporary, path, files)
+    fsync_directory(files, os.path.dirname(path))
+
+
+def _remove_empty(path: str, files: Files) -> None:
+    try:
+        files.rmdir(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise CheckpointExistsError(
+                f"{path} was empty, and something came into it meanwhile; it was left untouched", path=path
+            ) from error
+        raise
+
+
+def _put_where_nothing_is(temporary: str, path: str, files: Files) -> None:
+    try:
+        files.rename_noreplace(temporary, path)
+    except OSError as error:
+        if error.errno == errno.EEXIST:
+            raise CheckpointExistsError(f"{path} came to exist meanwhile; it was left untouched", path=path) from error
+        if error.errno != errno.EINVAL:
+            raise
+        if os.path.lexists(path):
+            raise CheckpointExistsError(f"{path} came to exist meanwhile", path=path) from error
+        os.rename(temporary, path)
 
 
 def _exchange(temporary: str, path: str) -> bool:

@@ -367,6 +367,67 @@ def test_overwrite_never_replaces_what_is_no_checkpoint(
     assert (tmp_path / "home" / "letter.txt").read_text() == (tmp_path / "letter").read_text() == "dear"
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["manifest.json", "src/a.js"],
+        ["manifest.json", "index.html"],
+        [".metadata/x", "notes.txt"],
+        [".metadata", "__0_0.distcp", "thesis.tex"],
+        [".metadata", "__0_0.distcp", "logs/a"],
+        ["model.safetensors", "thesis.tex"],
+        ["model.safetensors", "config.json", "other/precious"],
+    ],
+)
+def test_overwrite_never_takes_what_lies_beside_a_checkpoint(
+    names: list[str], sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    for name in names:
+        (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "x" / name).write_text("dear")
+    for to in TARGETS:
+        with pytest.raises(CheckpointExistsError):
+            asyncckpt.convert(sources["hf"], tmp_path / "x", to=to, overwrite=True)
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.dcp.torch_save_to_dcp(sources["torch"], tmp_path / "x")
+    assert all((tmp_path / "x" / name).read_text() == "dear" for name in names)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_comes_into_the_target_meanwhile_is_left_alone(
+    to: str,
+    overwrite: bool,
+    sources: dict[str, pathlib.Path],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = converter.prove
+    if overwrite:
+        asyncckpt.convert(sources["hf"], tmp_path / "x", to="dcp")
+    else:
+        (tmp_path / "x").mkdir()
+
+    def meanwhile(*arguments: Any) -> None:
+        real(*arguments)
+        (tmp_path / "x" / "precious").write_text("dear")
+
+    monkeypatch.setattr(converter, "prove", meanwhile)
+    with pytest.raises(CheckpointExistsError, match="precious" if overwrite else "meanwhile"):
+        asyncckpt.convert(sources["hf"], tmp_path / "x", to=to, overwrite=overwrite)
+    assert (tmp_path / "x" / "precious").read_text() == "dear"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_empty_directory_gives_way(to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x").mkdir()
+    asyncckpt.convert(sources["hf"], tmp_path / "x", to=to)
+    assert asyncckpt.load(tmp_path / "x")
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_a_target_inside_its_source_is_refused(sources: dict[str, pathlib.Path]) -> None:
     for path in (sources["dcp"], sources["dcp"] / "inside", sources["dcp"].parent):
         with pytest.raises(ConfigError):
