@@ -165,6 +165,8 @@ class _Conversion:
         with beside(self.path) as temporary:
             try:
                 self._write(temporary, target, outline, extras)
+                if contents.source is not None:
+                    contents.source.check_unchanged(self._files)
                 put_into_place(temporary, self.path, self._files, standing=standing)
             except AsyncCkptError:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
@@ -38,6 +39,19 @@ class ForeignSource:
     metadata: dict[str, Any] = field(default_factory=dict)
     places: list[Lazy | Strided | Inline | None] = field(default_factory=list)
     archives: list[tuple[str, int, int]] = field(default_factory=list)
+    stamps: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+
+    def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
+        """See `storage.source.Source.check_unchanged`."""
+        for name in self.stamps if names is None else set(names):
+            stamp, path = self.stamps.get(name), os.path.join(self.directory, name)
+            try:
+                now: tuple[int, int, int, int] | None = stamp_of(files.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                now = None
+            if stamp is not None and now != stamp:
+                detail = "it was changed or replaced while it was read: what was read may be of two checkpoints"
+                raise CorruptCheckpointError(f"{path}: {detail}", path=self.directory, file=name, detail=detail)
 
     def place(self, part: int, files: Files) -> Located | Strided | Inline:
         """Say where the elements of a part begin."""
@@ -45,6 +59,11 @@ class ForeignSource:
         if found is None:
             return Located(part, 0)
         return found if isinstance(found, (Strided, Inline)) else found(files)
+
+
+def stamp_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what tells that a file is still the same, with the same content."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Assembly:
@@ -80,9 +99,15 @@ class Assembly:
                 raise self.corrupt("it is missing", file=name) from error
             if not stat.S_ISREG(found.st_mode):
                 raise self.corrupt("it is not a regular file", file=name)
+            self.source.stamps[name] = stamp_of(found)
             self._modified = max(self._modified, found.st_mtime)
             self._numbers[name] = self._part(name, found.st_size, None)
         return self._numbers[name]
+
+    def stamp(self, name: str) -> None:
+        """Remember a file that is about to be read as a whole, if it is there."""
+        with contextlib.suppress(OSError):
+            self.source.stamps[name] = stamp_of(self._files.stat(os.path.join(self.source.directory, name)))
 
     def place(self, part: int, nbytes: int, where: Lazy | Strided | Inline) -> int:
         """Return a part number for elements that no offset in file `part` tells; `nbytes`: of the elements."""

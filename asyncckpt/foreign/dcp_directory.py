@@ -18,9 +18,10 @@ from asyncckpt.foreign.nesting import nested
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
+from asyncckpt.foreign.pickle_values import shown
 from asyncckpt.foreign.unpickling import MAX_NBYTES, Record, UnpicklingError, unpickle_data
 from asyncckpt.format.structure import Chunk
-from asyncckpt.format.tree import Node, Path
+from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.source import Inline, Located, Strided
@@ -54,6 +55,7 @@ class _Directory:
         """Return the whole."""
         assembly = self._assembly
         try:
+            assembly.stamp(METADATA_NAME)
             data = read_small_file(self._files, os.path.join(self._path, METADATA_NAME), MAX_NBYTES)
             metadata, _ = unpickle_data(data, KNOWN)
             if not isinstance(metadata, Record) or metadata.kind != "Metadata":
@@ -77,19 +79,20 @@ class _Directory:
         for index, info in storage.items():
             if not isinstance(index, Record) or not isinstance(info, Record) or info.kind != "_StorageInfo":
                 raise ValueError("an item's place is no place in a file")
+            fqn, at = index.get("fqn"), index.get("offset")
+            if type(fqn) is not str:
+                raise ValueError("an item without a name")
             name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
             if type(name) is not str or any(type(n) is not int or n < 0 for n in (offset, length)):
                 raise ValueError("an item's place is no place in a file")
             if info.get("transform_descriptors"):
-                raise self._assembly.unsupported(
-                    f"item {index.get('fqn')!r} went through {info.get('transform_descriptors')}: not supported"
-                )
+                steps = ", ".join(map(shown, list(info.get("transform_descriptors"))[:9]))
+                raise self._assembly.unsupported(f"item {shown(fqn)} went through {steps}: not supported")
             part = self._assembly.file(name)
             if offset + length > self._assembly.shards[part].nbytes:
-                raise self._assembly.corrupt("it was cut short", file=name, fqn=str(index.get("fqn")))
-            at = index.get("offset")
+                raise self._assembly.corrupt("it was cut short", file=name, fqn=fqn)
             archives[name, offset, length] = None
-            self._items[str(index.get("fqn")), None if at is None else size_of(at)] = (part, offset, length)
+            self._items[fqn, None if at is None else size_of(at)] = (part, offset, length)
         self._assembly.source.archives += archives
 
     def _leaf(self, fqn: str, path: Path, entry: Any) -> Node:
@@ -100,7 +103,7 @@ class _Directory:
                 raise self._assembly.corrupt(f"leaf {fqn!r} lies in no file", fqn=fqn)
             return self._object(path, item)
         if kind != "TensorStorageMetadata":
-            raise ValueError(f"leaf {str(fqn)[:80]!r} is neither tensor nor bytes")
+            raise ValueError(f"leaf {shown(fqn)} is neither tensor nor bytes")
         properties, chunks = entry.get("properties"), entry.get("chunks")
         if not isinstance(properties, Record) or not isinstance(chunks, list):
             raise ValueError(f"tensor {fqn!r} lacks its properties")
@@ -167,8 +170,10 @@ def _paths(planner_data: Any, entries: dict[Any, Any]) -> dict[str, Path]:
     for fqn in entries:
         path = given.get(fqn, (fqn,))
         if type(fqn) is not str or type(path) is not tuple or not path:
-            raise ValueError(f"leaf {str(fqn)[:80]!r} has no path")
-        if any(type(key) not in (str, int) for key in path):
-            raise ValueError(f"leaf {fqn[:80]!r} has a path of other keys than texts and numbers")
+            raise ValueError(f"leaf {shown(fqn)} has no path")
+        if len(path) > MAX_DEPTH - 2:
+            raise ValueError(f"leaf {fqn[:80]!r} is nested deeper than {MAX_DEPTH} levels")
+        if any(type(key) not in (str, int) or (type(key) is str and len(key) > MAX_KEY_CHARS) for key in path):
+            raise ValueError(f"leaf {fqn[:80]!r} has a path of other keys than short texts and numbers")
         found[fqn] = path
     return found

@@ -81,6 +81,7 @@ def _weights(names: Iterable[str]) -> list[str]:
 
 def _weight_map(assembly: Assembly, name: str, files: Files) -> dict[str, str]:
     path = os.path.join(assembly.source.directory, name)
+    assembly.stamp(name)
     try:
         raw = json.loads(read_small_file(files, os.path.realpath(path), MAX_INDEX_NBYTES))
         found = raw["weight_map"]

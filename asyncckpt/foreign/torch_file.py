@@ -13,6 +13,7 @@ from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
+from asyncckpt.foreign.pickle_values import shown
 from asyncckpt.foreign.unpickling import MAX_NBYTES, UnpicklingError, unpickle_data
 from asyncckpt.foreign.zip_directory import ReadAt, ZipEntry, data_offset, read_directory
 from asyncckpt.storage.contents import Contents
@@ -165,7 +166,7 @@ def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], i
     for key in keys:
         ref = storages.get(key) if isinstance(key, str) else None
         if ref is None:
-            raise ValueError(f"storage {str(key)[:80]!r} belongs to no tensor")
+            raise ValueError(f"storage {shown(key)} belongs to no tensor")
         (numel,) = struct.unpack("<q", read_at(at, 8))
         if numel != ref.numel:
             raise ValueError(f"storage {key!r} has {numel} elements, {ref.numel} were wanted")

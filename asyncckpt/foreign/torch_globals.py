@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.foreign.pickle_values import hashable, shown
 from asyncckpt.foreign.unpickling import Maker, Record, UnpicklingError
 from asyncckpt.format.objects import Opaque
 
@@ -28,6 +29,7 @@ _RECORDS = (
     "torch.distributed._shard.metadata.ShardMetadata",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
 )
+_MAX_PATH_CHARS = 1 << 16
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
@@ -59,7 +61,7 @@ def size_of(value: Any) -> tuple[int, ...]:
     """
     members = value.payload if isinstance(value, Opaque) and value.tag == "torch.Size" else value
     if not isinstance(members, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in members):
-        raise UnpicklingError(f"{str(value)[:100]} is no shape")
+        raise UnpicklingError(f"{shown(value)} is no shape")
     return tuple(members)
 
 
@@ -71,7 +73,7 @@ def dtype_of(value: Any) -> str:
     """
     if isinstance(value, Opaque) and value.tag == "torch.dtype" and value.payload in DTYPES:
         return str(value.payload)
-    raise UnpicklingError(f"{str(value)[:100]} is no dtype that can be stored")
+    raise UnpicklingError(f"{shown(value)} is no dtype that can be stored")
 
 
 def storage_of(pid: Any) -> StorageRef:
@@ -81,10 +83,10 @@ def storage_of(pid: Any) -> StorageRef:
         UnpicklingError: Malformed.
     """
     if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Maker):
-        raise UnpicklingError(f"{str(pid)[:100]} is no storage")
+        raise UnpicklingError(f"{shown(pid)} is no storage")
     kind, key, numel = pid[1].name.rpartition(".")[2], pid[2], pid[4]
     if not kind.endswith("Storage") or type(key) is not str or type(numel) is not int or numel < 0:
-        raise UnpicklingError(f"{str(pid)[:100]} is no storage")
+        raise UnpicklingError(f"{shown(pid)} is no storage")
     if len(pid) > 5 and pid[5] is not None:
         raise UnpicklingError("a view of a storage, as torch wrote before version 0.4")
     dtype = _STORAGES.get(kind.removesuffix("Storage"))
@@ -99,7 +101,7 @@ def _tensor(
     if type(storage) is not StorageRef or storage.dtype is None:
         raise UnpicklingError("a tensor without a typed storage")
     if math:
-        raise UnpicklingError(f"a tensor with {sorted(map(str, math))}: resolve it before saving")
+        raise UnpicklingError(f"a tensor with attributes: resolve it before saving")
     return _checked(TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride)))
 
 
@@ -109,7 +111,7 @@ def _tensor_v3(
     if type(storage) is not StorageRef:
         raise UnpicklingError("a tensor without a storage")
     if math:
-        raise UnpicklingError(f"a tensor with {sorted(map(str, math))}: resolve it before saving")
+        raise UnpicklingError(f"a tensor with attributes: resolve it before saving")
     return _checked(TensorRef(storage, dtype_of(dtype), offset, size_of(size), size_of(stride)))
 
 
@@ -131,14 +133,16 @@ def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: 
 
 def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef:
     if type(maker) is not Maker or maker.make is None or not maker.name.startswith("torch._utils._rebuild"):
-        raise UnpicklingError(f"a tensor that {str(maker)[:100]} makes")
+        raise UnpicklingError(f"a tensor that {shown(maker)} makes")
     if type(kind) is not Maker or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        raise UnpicklingError(f"a tensor of class {str(kind)[:100]}", str(kind)[:100])
+        raise UnpicklingError(f"a tensor of class {shown(kind)}", shown(kind))
     return _parameter(maker.make(*arguments))
 
 
 def _device(kind: Any, index: Any = None) -> Opaque:
-    return Opaque("torch.device", str(kind) if index is None else f"{kind}:{int(index)}")
+    if type(kind) is not str or type(index) not in (int, type(None)):
+        raise UnpicklingError("a device that is none")
+    return Opaque("torch.device", kind if index is None else f"{kind}:{index}")
 
 
 def _encoded(text: str, encoding: str) -> bytes:
@@ -147,12 +151,22 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _ordered(*members: Any) -> OrderedDict[Any, Any]:
-    return OrderedDict(*members)
+def _pairs(members: Any) -> list[tuple[Any, Any]]:
+    return [(hashable(key), value) for key, value in (members.items() if isinstance(members, dict) else members)]
+
+
+def _ordered(members: Any = ()) -> OrderedDict[Any, Any]:
+    return OrderedDict(_pairs(members))
 
 
 def _counter(members: Any = ()) -> dict[Any, Any]:
-    return dict(members)
+    return dict(_pairs(members))
+
+
+def _posix_path(*parts: Any) -> str:
+    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH_CHARS:
+        raise UnpicklingError("a path that is none")
+    return "/".join(parts)
 
 
 def _bytearray(*arguments: Any) -> bytearray:
@@ -185,13 +199,13 @@ def dtype_text(dtype: Record) -> str:
 
 def _numpy_dtype(text: Any, align: Any = False, copy: Any = True) -> Record:
     if type(text) is not str or not 1 <= len(text) <= 16:
-        raise UnpicklingError(f"a numpy dtype called {str(text)[:40]}")
+        raise UnpicklingError(f"a numpy dtype called {shown(text)}")
     return Record(f"numpy.dtype {text}")
 
 
 def _array(kind: Any, shape: Any, code: Any) -> Record:
     if type(kind) is not Maker or kind.name != "numpy.ndarray":
-        raise UnpicklingError(f"an array of class {str(kind)[:100]}")
+        raise UnpicklingError(f"an array of class {shown(kind)}")
     return Record("numpy.ndarray")
 
 
@@ -202,8 +216,8 @@ def _makers() -> dict[str, Maker]:
         "collections.defaultdict": lambda factory=None: {},
         "_codecs.encode": _encoded,
         "builtins.bytearray": _bytearray,
-        "builtins.set": lambda members=(): set(members),
-        "builtins.frozenset": lambda members=(): frozenset(members),
+        "builtins.set": lambda members=(): set(map(hashable, members)),
+        "builtins.frozenset": lambda members=(): frozenset(map(hashable, members)),
         "builtins.complex": lambda real, imag=0.0: complex(real, imag),
         "builtins.slice": slice,
         "torch.Size": lambda members=(): Opaque("torch.Size", list(size_of(members))),
@@ -220,7 +234,7 @@ def _makers() -> dict[str, Maker]:
         "numpy.dtype": _numpy_dtype,
     }
     for module in ("pathlib", "pathlib._local"):
-        made[f"{module}.PosixPath"] = made[f"{module}.PurePosixPath"] = lambda *parts: "/".join(map(str, parts))
+        made[f"{module}.PosixPath"] = made[f"{module}.PurePosixPath"] = _posix_path
     for module in _NUMPY:
         made[f"{module}.scalar"], made[f"{module}._reconstruct"] = _scalar, _array
     for name in _RECORDS:

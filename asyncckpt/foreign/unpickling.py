@@ -13,46 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncckpt.foreign.pickle_values import Maker as Maker
+from asyncckpt.foreign.pickle_values import Record as Record
+from asyncckpt.foreign.pickle_values import UnpicklingError as UnpicklingError
+from asyncckpt.foreign.pickle_values import hashable, shown
+
 MAX_NBYTES = 1 << 30
 """Of one pickle. The metadata of 100,000 chunks take some 20 MB. Chosen, not measured."""
 
+_GIVEN_PER_BYTE, _GIVEN_ANYWAY = 16, 1 << 16
 _MARK = object()
-
-
-class UnpicklingError(ValueError):
-    """Internal to reading: no pickle that can be read. `name`: the global that is not on the list, if that is why."""
-
-    def __init__(self, text: str, name: str | None = None) -> None:
-        super().__init__(text)
-        self.name = name
-
-
-class Maker:
-    """What stands for a global: its name, and the function of ours that REDUCE and NEWOBJ call, if they may."""
-
-    __slots__ = ("make", "name")
-
-    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
-        self.name, self.make = name, make
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Record:
-    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
-
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str, state: Any = None) -> None:
-        self.kind, self.state = kind, state
-
-    def get(self, field: str, default: Any = None) -> Any:
-        """Return one attribute of an object whose state is its `__dict__`."""
-        return self.state.get(field, default) if isinstance(self.state, dict) else default
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({self.state!r})"
 
 
 def unpickle_data(
@@ -95,6 +65,7 @@ class _Machine:
         self.data, self.known, self.persistent, self.at = data, known, persistent, at
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.may_give = _GIVEN_PER_BYTE * len(data) + _GIVEN_ANYWAY
 
     def run(self) -> Any:
         data, table = self.data, _OPCODES
@@ -162,8 +133,12 @@ class _Machine:
         arguments, maker = self.stack.pop(), self.stack.pop()
         if type(maker) is not Maker or maker.make is None or type(arguments) is not tuple:
             raise UnpicklingError(
-                f"it calls {type(maker).__name__} {str(maker)[:100]!r}, which is nothing to be called"
+                f"it calls {shown(maker)}, which is nothing to be called"
             )
+        # What a maker is given it may copy, and a few bytes give it the same again.
+        self.may_give -= sum(len(v) for v in arguments if type(v) in _SIZED)
+        if self.may_give < 0:
+            raise UnpicklingError("what it makes is out of proportion to its length")
         self.push(maker.make(*arguments))
 
     def build(self) -> None:
@@ -173,7 +148,7 @@ class _Machine:
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict:
             if set(state) - {"_metadata"}:
-                raise UnpicklingError(f"an OrderedDict with attributes {sorted(map(str, state))}")
+                raise UnpicklingError(f"an OrderedDict with attributes {', '.join(map(shown, list(state)[:9]))}")
             target._metadata = state.get("_metadata")  # type: ignore[attr-defined]
         else:
             raise UnpicklingError(f"it gives a state to a {type(target).__name__}")
@@ -183,7 +158,7 @@ class _Machine:
         if type(target) not in (dict, OrderedDict) or len(members) % 2:
             raise UnpicklingError(f"it sets items of a {type(target).__name__}")
         for i in range(0, len(members), 2):
-            target[members[i]] = members[i + 1]
+            target[hashable(members[i])] = members[i + 1]
 
     def append(self, members: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
@@ -194,7 +169,7 @@ class _Machine:
         members = self.marked()
         if type(self.stack[-1]) is not set:
             raise UnpicklingError(f"it adds to a {type(self.stack[-1]).__name__}")
-        self.stack[-1].update(members)
+        self.stack[-1].update(map(hashable, members))
 
     def persistent_id(self) -> None:
         if self.persistent is None:
@@ -226,6 +201,9 @@ class _Machine:
 
     def long(self, width: int) -> None:
         self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
+
+
+_SIZED = (str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset)
 
 
 def _with_value(value: Any) -> Callable[[_Machine], None]:
@@ -266,7 +244,7 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "\x86": lambda m: m.tuple_of(2),
         "\x87": lambda m: m.tuple_of(3),
         "l": lambda m: m.push(m.marked()),
-        "\x91": lambda m: m.push(frozenset(m.marked())),
+        "\x91": lambda m: m.push(frozenset(map(hashable, m.marked()))),
         "a": lambda m: m.append([m.stack.pop()]),
         "e": lambda m: m.append(m.marked()),
         "s": lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),

@@ -30,7 +30,7 @@ def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: i
     """Read ranges of parts and hand them on; the formats have no checksums that a part of a file could be held to.
 
     Raises:
-        CorruptCheckpointError: What is there is not what the structure says.
+        CorruptCheckpointError: What is there is not what the structure says, or was changed meanwhile.
         OSError: The files cannot be read.
 
     Blocks: for the reads. Host memory: a tensor that is gathered, once; else a few extents.
@@ -53,6 +53,9 @@ def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: i
     for place, wanted in zip(places, ranges.values(), strict=True):
         if isinstance(place, Strided):
             _gather(contents, place, wanted, files, threads)
+    shards = contents.ranks[0].index.shards
+    # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
+    source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
 
 
 def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Files, threads: int) -> None:

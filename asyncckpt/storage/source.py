@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncckpt.storage.files import Files
@@ -68,4 +68,16 @@ class Source(Protocol):
         Raises:
             CorruptCheckpointError: They are not there as the structure says.
             OSError: It cannot be read.
+        """
+
+    def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
+        """Look whether files are those that the structure was read from. The formats name no save in their data.
+
+        Args:
+            files: The storage seam.
+            names: Of the files; None looks at all.
+
+        Raises:
+            CorruptCheckpointError: One was changed, replaced or removed since; names it.
+            OSError: It cannot be known.
         """

@@ -428,6 +428,49 @@ def test_an_empty_directory_gives_way(to: str, sources: dict[str, pathlib.Path],
     assert os.listdir(tmp_path) == ["x"]
 
 
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
+@pytest.mark.parametrize("by", ["rename", "rewrite"])
+def test_a_source_that_is_replaced_meanwhile_is_never_mixed_with_what_replaces_it(
+    kind: str, by: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "SLAB_NBYTES", 1 << 16)
+    for value in (1.0, 2.0):
+        (tmp_path / str(value)).mkdir()
+        state = {f"t{n}": torch.full((1 << 12,), value) for n in range(40)}
+        torch.save(state, tmp_path / f"{value}.pt")
+        if kind == "torch":
+            torch.save(state, tmp_path / str(value) / "x")
+        else:
+            asyncckpt.convert(tmp_path / f"{value}.pt", tmp_path / str(value) / "x", to=kind)
+    source, other = tmp_path / "1.0" / "x", tmp_path / "2.0" / "x"
+    if kind == "dcp":
+        source, other = source / "__0_0.distcp", other / "__0_0.distcp"
+
+    def progress(done: int, _: int) -> None:
+        if done > 100_000 and other.exists():
+            if by == "rewrite":
+                source.write_bytes(other.read_bytes())
+                other.unlink()
+            else:
+                os.replace(other, source)
+
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CorruptCheckpointError, match="while it was read"):
+        asyncckpt.convert(tmp_path / "1.0" / "x", tmp_path / "out" / "y", to="torch", progress=progress)
+    assert not os.listdir(tmp_path / "out")
+
+
+def test_an_open_file_that_is_replaced_is_not_read_by_the_old_structure(tmp_path: pathlib.Path) -> None:
+    for name, value in (("x", 1.0), ("y", 2.0)):
+        (tmp_path / name).mkdir()
+        torch.save({"a": torch.full((9,), value), "b": torch.full((9,), value)}, tmp_path / name / "x")
+    with asyncckpt.open_checkpoint(tmp_path / "x" / "x") as opened:
+        assert opened.tensor("a")[0] == 1
+        os.replace(tmp_path / "y" / "x", tmp_path / "x" / "x")
+        with pytest.raises(CorruptCheckpointError, match="while it was read"):
+            opened.tensor("b")
+
+
 def test_a_target_inside_its_source_is_refused(sources: dict[str, pathlib.Path]) -> None:
     for path in (sources["dcp"], sources["dcp"] / "inside", sources["dcp"].parent):
         with pytest.raises(ConfigError):

@@ -146,6 +146,65 @@ def test_a_hostile_file_is_a_typed_error_that_names_the_global(
     assert not (tmp_path / "o").exists()
 
 
+_TWICE = b"N" + b"2\x86" * 45
+"""Tuples of the one before, twice: small, and without end for whoever looks at each member."""
+
+ENDLESS: dict[str, bytes] = {
+    "deep tuple as key": b"\x80\x02}N" + b"\x85" * 400_000 + b"Ns.",
+    "deep tuple in a frozenset": b"\x80\x04(N" + b"\x85" * 400_000 + b"\x91.",
+    "deep tuple in a set": b"\x80\x04\x8f(N" + b"\x85" * 400_000 + b"\x90.",
+    "deep tuple in a set that is called": b"\x80\x02c__builtin__\nset\n]N" + b"\x85" * 400_000 + b"a\x85R.",
+    "wide tuple as key": b"\x80\x02}" + _TWICE + b"Ns.",
+    "wide tuple as key of pairs": b"\x80\x02ccollections\nOrderedDict\n](" + _TWICE + b"Nta\x85R.",
+    "wide tuple in a counter": b"\x80\x02ccollections\nCounter\n](" + _TWICE + b"Nta\x85R.",
+    "wide tuple is called": b"\x80\x02" + _TWICE + b")R.",
+    "wide tuple as storage": b"\x80\x02" + _TWICE + b"Q.",
+    "wide tuple as device": b"\x80\x02ctorch\ndevice\n" + _TWICE + b"\x85R.",
+    "wide tuple as path": b"\x80\x02cpathlib\nPosixPath\n" + _TWICE + b"\x85R.",
+    "wide tuple as numpy dtype": b"\x80\x02cnumpy\ndtype\n" + _TWICE + b"\x85R.",
+    "wide tuple as shape": b"\x80\x02ctorch\nSize\n" + _TWICE + b"\x85\x85R.",
+    "wide tuple as attribute": b"\x80\x02ccollections\nOrderedDict\n)R}(" + _TWICE + b"Ntb.",
+    "text copied many times": b"\x80\x02X\x00\x00\x10\x00"
+    + b"a" * (1 << 20)
+    + b"q\x000X\x06\x00\x00\x00latin1q\x010("
+    + b"c_codecs\nencode\n(h\x00h\x01tR" * 20_000
+    + b"t.",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_pickle_takes_no_more_time_stack_or_memory_than_its_length_warrants(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "a").write_bytes(ENDLESS[name])
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
+        "from asyncckpt.foreign.torch_globals import KNOWN, storage_of;"
+        "from asyncckpt.foreign.unpickling import UnpicklingError, unpickle_data\n"
+        "try: unpickle_data(open(sys.argv[1], 'rb').read(), KNOWN, storage_of)\n"
+        "except UnpicklingError as error: assert 'MemoryError' not in str(error); sys.exit(7)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], timeout=20, capture_output=True)
+    assert done.returncode == 7, done.stderr[-500:]
+
+
+def test_keys_that_people_have_are_read(tmp_path: pathlib.Path) -> None:
+    value = {(1, ("a", frozenset({2, (3, 4)}))): {frozenset({("x", 1)})}, tuple(range(900)): {(5, 6)}}
+    for protocol in (2, 4):
+        assert unpickle_data(pickle.dumps(value, protocol), KNOWN)[0] == value
+
+
+@pytest.mark.parametrize("path", [("a",) * 5000, ("k" * 100_000,)])
+def test_a_path_of_dcp_metadata_that_is_too_long_is_a_typed_error(path: Any, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("numpy")
+    foreign_samples.save_dcp({"x": torch.ones(2)}, tmp_path / "d")
+    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    metadata.planner_data["x"] = path
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError):
+        asyncckpt.load(tmp_path / "d")
+
+
 def test_a_list_that_grows_without_end_is_refused(tmp_path: pathlib.Path) -> None:
     data = b"\x80\x02]q\x00" + b"".join(
         b"](h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(40)

@@ -1,0 +1,74 @@
+"""What an interpreted pickle is made of: what stands for globals and objects; and how to look at it without harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MAX_KEY_MEMBERS = 1000
+"""In a tuple or frozenset that is a key or a member of a set: hashing one has no bound of its own. Chosen."""
+
+
+class UnpicklingError(ValueError):
+    """Internal to reading: no pickle that can be read. `name`: the global that is not on the list, if that is why."""
+
+    def __init__(self, text: str, name: str | None = None) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class Maker:
+    """What stands for a global: its name, and the function of ours that REDUCE and NEWOBJ call, if they may."""
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
+        self.name, self.make = name, make
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Record:
+    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str, state: Any = None) -> None:
+        self.kind, self.state = kind, state
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return one attribute of an object whose state is its `__dict__`."""
+        return self.state.get(field, default) if isinstance(self.state, dict) else default
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.state!r})"
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message. Of a container its type alone: a pickle may put one into itself over and over."""
+    if type(value) is str:
+        return repr(value[:100])
+    return value.name if type(value) is Maker else f"a {type(value).__name__}"
+
+
+def hashable(key: Any) -> Any:
+    """Return what is to be a key, or a member of a set.
+
+    IMPORTANT: the hash of a tuple recurses without a limit, which overflows the C stack, and visits what is there twice
+    twice, 2**n times in all.
+
+    Raises:
+        UnpicklingError: More is in it than anybody's keys have.
+    """
+    if type(key) not in (tuple, frozenset):
+        return key
+    todo, count = [key], 0
+    while todo:
+        value = todo.pop()
+        if type(value) in (tuple, frozenset):
+            count += 1 + len(value)
+            if count > MAX_KEY_MEMBERS:
+                raise UnpicklingError(f"a key with more than {MAX_KEY_MEMBERS} members")
+            todo += value
+    return key
