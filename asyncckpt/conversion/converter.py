@@ -181,7 +181,7 @@ class _Conversion:
             tensors=len(kinds) - kinds.count("O"),
             objects=kinds.count("O"),
             nbytes=target.nbytes,
-            changed=tuple(holding.changed + self._metadata_lost(contents) + _versions_lost(whole)),
+            changed=tuple(holding.changed + self._metadata_lost(contents) + _versions_lost(whole) + _opened(outline, self._to)),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
         )
@@ -265,6 +265,12 @@ class _Conversion:
         if not names or self._to not in ("dcp", "torch"):
             return []
         return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+
+
+def _opened(outline: Outline, to: str) -> list[str]:
+    if not outline.opened or to in ("safetensors", "hf"):
+        return []
+    return [f"lists that lack members became dicts of their numbers: {listed(outline.opened)}"]
 
 
 def _versions_lost(outline: Outline) -> list[str]:

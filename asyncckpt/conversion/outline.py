@@ -11,10 +11,10 @@ from asyncckpt.config import RankInfo
 from asyncckpt.conversion.renaming import renamed
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, MissingKeysError
-from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import Selection, selected
+from asyncckpt.loading.selection import HOLE, Selection
 from asyncckpt.planning.keys import mappings
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
@@ -34,6 +34,7 @@ class Outline:
         objects: JSON forms by number.
         away: FQNs of leaves that belong to single ranks, and are not in the tree.
         emptied: Names of OrderedDicts with `_metadata` that renaming left without a leaf, so that they are gone.
+        opened: Names of lists and tuples that lack members, and so are dicts: every member keeps its number.
     """
 
     contents: Contents
@@ -43,6 +44,7 @@ class Outline:
     objects: list[Any] = field(default_factory=list)
     away: list[str] = field(default_factory=list)
     emptied: list[str] = field(default_factory=list)
+    opened: list[str] = field(default_factory=list)
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf) in order."""
@@ -80,7 +82,7 @@ def outline_of(
     saved = SavedTree(contents, RankInfo(0, 1))
     names = None if keys is None else list(keys)
     selection = Selection(names)
-    tree = selected(saved.tree, selection) or ("d", ())
+    tree = _kept(saved.tree, (), selection.__contains__) or ("d", ())
     missing = selection.unused()
     away_selection = Selection(names)
     away = [fqn for fqn in saved.away if fqn in away_selection]
@@ -89,12 +91,12 @@ def outline_of(
         raise MissingKeysError(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
-    tree = saved.without_holes(tree)
     versioned = _versioned(tree)
     if key_map is not None:
         tree = renamed(tree, _renamer(key_map), contents.path)
     outline = _numbered(contents, files, saved, tree, away)
     outline.emptied = sorted(versioned - _versioned(tree))
+    outline.opened = opened_sequences(saved.tree, tree)
     return outline
 
 
@@ -103,23 +105,48 @@ def _versioned(tree: Node) -> set[str]:
     return {fqn_of(path) for path, node in mappings(tree) if node[0] == "o" and node[2] is not None}
 
 
+def opened_sequences(before: Node, after: Node, path: Path = ()) -> list[str]:
+    """Return the names of the lists and tuples that lack members now, and so are dicts."""
+    if before[0] in ("l", "t"):
+        members: Any = dict(enumerate(before[1]))
+        found = [fqn_of(path)] if after[0] == "d" else []
+    elif before[0] in ("d", "o"):
+        members, found = dict(zip(before[1][::2], before[1][1::2], strict=True)), []
+    else:
+        return []
+    if after[0] in ("d", "o"):
+        there: Any = dict(zip(after[1][::2], after[1][1::2], strict=True))
+    else:
+        there = dict(enumerate(after[1])) if after[0] in ("l", "t") else {}
+    for key in members.keys() & there.keys():
+        found += opened_sequences(members[key], there[key], (*path, key))
+    return sorted(found)
+
+
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
     """Return the outline with the leaves alone that `keep` wants; numbers stay."""
     tree = _kept(outline.tree, (), keep) or ("d", ())
-    return replace(outline, tree=tree)
+    return replace(outline, tree=tree, opened=sorted({*outline.opened, *opened_sequences(outline.tree, tree)}))
 
 
-def _kept(node: Node, path: tuple[Any, ...], keep: Callable[[str], bool]) -> Node | None:
+def _kept(node: Node, path: Path, keep: Callable[[str], bool]) -> Node | None:
+    """Return what `keep` wants of a tree, under the names that it has: a list that lacks members is a dict."""
     kind = node[0]
-    if kind in ("d", "o"):
-        pairs = [(k, _kept(c, (*path, k), keep)) for k, c in zip(node[1][::2], node[1][1::2], strict=True)]
-        members = tuple(m for k, c in pairs if c is not None for m in (k, c))
-        return (kind, members, *node[2:]) if members or not node[1] else None
-    if kind in ("l", "t"):
-        children = [_kept(child, (*path, n), keep) for n, child in enumerate(node[1])]
-        found = tuple(child for child in children if child is not None)
-        return (kind, found) if found or not node[1] else None
-    return node if keep(fqn_of(path)) else None
+    if node is HOLE:
+        return None
+    if kind not in ("d", "o", "l", "t"):
+        return node if keep(fqn_of(path)) else None
+    if not node[1]:
+        return node if not path or keep(fqn_of(path)) else None
+    is_dict = kind in ("d", "o")
+    pairs = zip(node[1][::2], node[1][1::2], strict=True) if is_dict else enumerate(node[1])
+    found = [(key, child) for key, old in pairs if (child := _kept(old, (*path, key), keep)) is not None]
+    if not found:
+        return None
+    if not is_dict and len(found) == len(node[1]):
+        return (kind, tuple(child for _, child in found))
+    members = tuple(part for pair in found for part in pair)
+    return (kind, members, *node[2:]) if is_dict else ("d", members)
 
 
 def _renamer(key_map: KeyMap) -> Callable[[str], str]:

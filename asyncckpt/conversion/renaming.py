@@ -45,7 +45,7 @@ def renamed(tree: Node, rename: Callable[[str], str], path: str) -> Node:
         branches[home][rest] = node
     found = _closed(root)
     names = [fqn_of(at) for at, _ in leaves(found)]
-    if len(set(names)) != len(names) or len(names) != len(taken):
+    if len(set(names)) != len(names) or set(names) != taken:
         raise DuplicateNameError(f"{path}: key_map puts a leaf where another one stands", fqn=None)
     return found
 
@@ -87,8 +87,10 @@ def _opened(node: Node, path: Path, moved: dict[Path, str]) -> Any:
         return branch
     if node[0] in ("l", "t"):
         children = [_opened(child, (*path, n), moved) for n, child in enumerate(node[1])]
-        kept = [child for child in children if child is not None]
-        return (node[0], kept) if kept or not node[1] else None
+        kept = {n: child for n, child in enumerate(children) if child is not None}
+        if len(kept) == len(children):
+            return (node[0], children)
+        return _Branch(kept) if kept else None  # what stays keeps its number, and so its name
     return None if path in moved else node
 
 
