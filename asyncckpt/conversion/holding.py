@@ -49,3 +49,12 @@ def listed(names: list[str]) -> str:
     """Return names for a sentence."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def is_text(name: str) -> bool:
+    """Whether UTF-8 has a name: lone surrogates, which a pickle may hold, it has not."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -90,7 +90,7 @@ class PickleImage:
             if node[2] is not None:
                 self._put(b"}")
                 self._value("_metadata")
-                self._metadata(decode_value(self._objects[node[2]]))
+                self._metadata(decode_value(self._objects[node[2]], Opaque))
                 self._put(b"sb")
         elif kind == "l":
             self._put(b"](")
@@ -103,7 +103,7 @@ class PickleImage:
                 self._node(child)
             self._put(b"t")
         elif kind == "O":
-            self._value(decode_value(self._objects[node[1]]))
+            self._value(decode_value(self._objects[node[1]], Opaque))
         elif kind == "B":
             self._value(self._hoisted(node[1]))
         else:

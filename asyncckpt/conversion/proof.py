@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ def prove(
         elif node[0] == "B":
             if other[0] == "B":
                 expected[other[1]] = (node[1], fqn)
-        elif found.objects[other[1]] != outline.objects[node[1]] or other[0] != "O":
+        elif other[0] != "O" or _compared(found.objects[other[1]]) != _compared(outline.objects[node[1]]):
             raise _failed(path, fqn, "has another value")
     order = sorted(expected)
     running: dict[int, Any] = {}
@@ -58,6 +59,22 @@ def prove(
             number, fqn = expected[slab.tensor]
             if running.pop(slab.tensor).digest() != digests.get(number):
                 raise _failed(path, fqn, "holds other elements")
+
+
+def _compared(raw: Any) -> str:
+    """Return a leaf's JSON form as text: it tells True from 1 and -0.0 from 0.0. A set has no order."""
+    return json.dumps(_ordered(raw))
+
+
+def _ordered(raw: Any) -> Any:
+    if isinstance(raw, list):
+        return [_ordered(member) for member in raw]
+    if not isinstance(raw, dict):
+        return raw
+    payload = raw.get("v")
+    if raw.get("$") in ("set", "frozenset") and isinstance(payload, list):
+        payload = sorted(map(_compared, payload))
+    return {**raw, "v": _ordered(payload)}
 
 
 def _compare_tensor(path: str, fqn: str, outline: Outline, node: Node, found: Outline, other: Node) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 
 from asyncckpt import __version__
-from asyncckpt.conversion.holding import Holding
+from asyncckpt.conversion.holding import Holding, is_text
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Payload, Target
 from asyncckpt.format.checksum import file_checksum
@@ -23,7 +23,8 @@ from asyncckpt.format.layout import (
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name, is_reserved, objects_name, shard_name
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import MAX_INT, Structure, TensorEntry, encode_structure
+from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
 from asyncckpt.storage.rank_files import RankResult
@@ -33,8 +34,11 @@ from asyncckpt.storage.record import build_manifest
 def check_asyncckpt(outline: Outline) -> Holding:
     """Say what a checkpoint of ours cannot hold of the outline."""
     holding = Holding()
-    for fqn, node in outline.leaves():
-        if node[0] != "O" and (is_reserved(fqn) or fqn == METADATA_KEY):
+    for path, node in leaves(outline.tree):
+        fqn = fqn_of(path)
+        if not is_text(fqn) or any(type(key) is int and abs(key) > MAX_INT for key in path):
+            holding.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
+        elif node[0] != "O" and (is_reserved(fqn) or fqn == METADATA_KEY):
             holding.cannot[fqn] = "names like this are reserved"
     return holding
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from asyncckpt.conversion.holding import Holding, listed
+from asyncckpt.conversion.holding import Holding, is_text, listed
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Payload, Target
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.safetensors_files import INDEX_NAME
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up
-from asyncckpt.format.tree import Node, leaves
+from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.planning.keys import mappings
 
 DEFAULT_SHARD_NBYTES = 5_000_000_000
 """What `save_pretrained` of Hugging Face's transformers used for years ("5GB")."""
@@ -28,6 +29,8 @@ def check_safetensors(outline: Outline) -> Holding:
             holding.cannot[fqn] = "safetensors files hold tensors only, and this is none"
         elif DTYPES[outline.tensors[node[1]].dtype].safetensors is None:
             holding.cannot[fqn] = f"safetensors has no dtype {outline.tensors[node[1]].dtype}"
+        elif not is_text(fqn):
+            holding.cannot[fqn] = "its name is no text that UTF-8 has, and so none for JSON"
         elif fqn == METADATA_KEY:
             holding.cannot[fqn] = "safetensors keeps this name for itself"
     kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in ("T", "N")]
@@ -41,6 +44,9 @@ def check_safetensors(outline: Outline) -> Holding:
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
     if arrays:
         holding.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
+    empty = sorted(fqn_of(path) or "the top level" for path, node in mappings(outline.tree) if not node[1])
+    if empty:
+        holding.changed.append(f"empty dicts are not kept: {listed(empty)}")
     if _has_metadata(outline.tree):
         holding.changed.append("the _metadata of modules' state dicts, their versions, are not kept")
     return holding

@@ -18,7 +18,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import PerRank, RankInfo, SyncCheckpointer
-from asyncckpt.conversion import converter, payloads, publishing
+from asyncckpt.conversion import converter, payloads, proof, publishing
 from asyncckpt.conversion.comparison import compare
 from asyncckpt.conversion.payloads import slab_slices
 from asyncckpt.errors import (
@@ -364,6 +364,52 @@ def test_the_members_of_a_list_that_is_a_file_are_chosen_by_number(tmp_path: pat
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["1"])
     assert list(torch.load(tmp_path / "b")) == [1]
     assert not report.changed
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "asyncckpt"])
+def test_sets_whose_order_changes_are_the_same_sets(to: str, tmp_path: pathlib.Path) -> None:
+    found = next(s for n in range(1000) if list(s := {n * 7919 % 4001, 0, 8, 16, n, 3 * n, 64 + n}) != list(set(list(s))))
+    torch.save({"s": found, "x": torch.ones(1)}, tmp_path / "a")
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert asyncckpt.load(tmp_path / "b")["s"] == found
+
+
+def test_the_proof_tells_values_apart_that_are_equal_and_of_other_types() -> None:
+    for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ([1], {"$": "tuple", "v": [1]}), ([1, 2], [2, 1])):
+        assert proof._compared(one) != proof._compared(other)
+    assert proof._compared({"$": "set", "v": [1, 2]}) == proof._compared({"$": "set", "v": [2, 1]})
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_numpy_scalars_are_refused_by_name(to: str, tmp_path: pathlib.Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    torch.save({"lr": numpy.float64(1.5), "deep": [(numpy.int64(1),)], "x": torch.ones(1)}, tmp_path / "a")
+    with pytest.raises(UnsupportedLeafError, match=r"numpy\.scalar") as caught:
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert "lr" in str(caught.value)
+    assert set(asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, partial=True).left_out) == {"lr", "deep"}
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="asyncckpt").objects == 2
+
+
+@pytest.mark.parametrize("key", ["\ud800", 1 << 70, -(1 << 64)])
+@pytest.mark.parametrize("to", TARGETS)
+def test_keys_that_a_target_cannot_hold_are_named(key: Any, to: str, tmp_path: pathlib.Path) -> None:
+    torch.save({"a": {key: torch.ones(1)}}, tmp_path / "a")
+    if to in ("torch", "dcp") or (to != "asyncckpt" and type(key) is int):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+        if to == "torch":
+            assert list(torch.load(tmp_path / "b")["a"]) == [key]
+        return
+    with pytest.raises(UnsupportedLeafError, match="UTF-8"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "dcp"])
+def test_empty_dicts_that_vanish_are_reported(to: str, tmp_path: pathlib.Path) -> None:
+    torch.save({"x": torch.ones(1), "state": {}, "model": {"sub": {}}}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert "empty dicts are not kept: model.sub, state" in report.changed
 
 
 # ---- all or nothing -------------------------------------------------------------------------------------------------
