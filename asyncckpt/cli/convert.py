@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from asyncckpt.cli.foreground import EXIT_SIGNAL
 from asyncckpt.cli.output import EXIT_OK, human, print_json
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.kinds import KINDS
@@ -59,17 +63,18 @@ def run(args: argparse.Namespace) -> int:
     bar = _Bar() if sys.stderr.isatty() and not args.json else None
     started = time.perf_counter()
     try:
-        report = convert(
-            args.source,
-            args.target,
-            to=args.to,
-            keys=args.keys,
-            key_map=_key_map(args),
-            max_shard_bytes=args.max_shard_bytes,
-            overwrite=args.overwrite,
-            partial=args.partial,
-            progress=bar,
-        )
+        with _ended_cleanly():
+            report = convert(
+                args.source,
+                args.target,
+                to=args.to,
+                keys=args.keys,
+                key_map=_key_map(args),
+                max_shard_bytes=args.max_shard_bytes,
+                overwrite=args.overwrite,
+                partial=args.partial,
+                progress=bar,
+            )
     finally:
         if bar is not None:
             bar.close()
@@ -86,6 +91,25 @@ def run(args: argparse.Namespace) -> int:
     for name in report.left_out:
         print(f"  left out: {name}")
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """Make of SIGTERM and SIGHUP, which a scheduler sends, what Ctrl-C is: what is under way is removed."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(EXIT_SIGNAL + number)
+
+    old: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for found in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(found) == signal.SIG_DFL:  # nohup ignores one
+                old[found] = signal.signal(found, end)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _key_map(args: argparse.Namespace) -> dict[str, str] | Callable[[str], str] | None:

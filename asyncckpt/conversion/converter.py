@@ -15,6 +15,7 @@ from asyncckpt.conversion.payloads import Progress, slabs
 from asyncckpt.conversion.pieces import Payload, Target
 from asyncckpt.conversion.proof import prove
 from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
+from asyncckpt.conversion.sharing import sharing
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, torch_target
@@ -181,7 +182,13 @@ class _Conversion:
             tensors=len(kinds) - kinds.count("O"),
             objects=kinds.count("O"),
             nbytes=target.nbytes,
-            changed=tuple(holding.changed + self._metadata_lost(contents) + _versions_lost(whole) + _opened(outline, self._to)),
+            changed=tuple(
+                holding.changed
+                + self._metadata_lost(contents)
+                + _versions_lost(whole)
+                + _opened(outline, self._to)
+                + self._apart(outline)
+            ),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
         )
@@ -265,6 +272,10 @@ class _Conversion:
         if not names or self._to not in ("dcp", "torch"):
             return []
         return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+
+    def _apart(self, outline: Outline) -> list[str]:
+        names = sharing(outline, self._files)
+        return [f"views of the same elements are stored apart: {listed(names)}"] if names else []
 
 
 def _opened(outline: Outline, to: str) -> list[str]:

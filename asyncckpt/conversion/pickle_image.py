@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.unpickling import Record
+from asyncckpt.foreign.pickle_values import Record
 from asyncckpt.format.objects import Opaque, decode_value
 from asyncckpt.format.tree import Node
 from asyncckpt.loading.boxes import row_major

@@ -78,17 +78,28 @@ def put_into_place(temporary: str, path: str, files: Files, *, standing: Standin
 
     Raises:
         CheckpointExistsError: Something else came to stand there meanwhile.
-        OSError: The rename failed; what stood there is untouched.
+        OSError: The rename, or making it durable, failed; what stood there is there, where names can be exchanged.
     """
     if standing is Standing.CHECKPOINT:
         standing_at(path, files, overwrite=True)  # again: what has come into it meanwhile would be lost
-        if not _exchange(temporary, path):
+        exchanged = _exchange(temporary, path)
+        if not exchanged:
             _replace_by_steps(temporary, path)
     else:
         if standing is Standing.EMPTY_DIRECTORY:
             _remove_empty(path, files)
         _put_where_nothing_is(temporary, path, files)
-    fsync_directory(files, os.path.dirname(path))
+        exchanged = False
+    try:
+        fsync_directory(files, os.path.dirname(path))
+    except OSError:
+        # Nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
+        with contextlib.suppress(OSError):
+            if exchanged:
+                _exchange(temporary, path)
+            elif standing is not Standing.CHECKPOINT:
+                os.rename(path, temporary)
+        raise
 
 
 def _remove_empty(path: str, files: Files) -> None:

@@ -11,7 +11,7 @@ from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pickle_image import Call, NotPickledError, PickleImage
 from asyncckpt.conversion.pieces import OutputFile, Payload, Target
 from asyncckpt.foreign.dcp_directory import METADATA_NAME
-from asyncckpt.foreign.unpickling import Record
+from asyncckpt.foreign.pickle_values import Record
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.tree import Node, Path, fqn_of
 

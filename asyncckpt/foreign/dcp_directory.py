@@ -15,11 +15,11 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.nesting import nested
+from asyncckpt.foreign.pickle_values import Record, UnpicklingError, shown
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
-from asyncckpt.foreign.pickle_values import shown
-from asyncckpt.foreign.unpickling import MAX_NBYTES, Record, UnpicklingError, unpickle_data
+from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
 from asyncckpt.format.structure import Chunk
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path
 from asyncckpt.storage.contents import Contents

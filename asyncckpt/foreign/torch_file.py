@@ -11,10 +11,10 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
+from asyncckpt.foreign.pickle_values import UnpicklingError, shown
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
-from asyncckpt.foreign.pickle_values import shown
-from asyncckpt.foreign.unpickling import MAX_NBYTES, UnpicklingError, unpickle_data
+from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
 from asyncckpt.foreign.zip_directory import ReadAt, ZipEntry, data_offset, read_directory
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.pickle_values import hashable, shown
-from asyncckpt.foreign.unpickling import Maker, Record, UnpicklingError
+from asyncckpt.foreign.pickle_values import Maker, Record, UnpicklingError, hashable, shown
 from asyncckpt.format.objects import Opaque
 
 _STORAGES = {
@@ -101,7 +100,7 @@ def _tensor(
     if type(storage) is not StorageRef or storage.dtype is None:
         raise UnpicklingError("a tensor without a typed storage")
     if math:
-        raise UnpicklingError(f"a tensor with attributes: resolve it before saving")
+        raise UnpicklingError("a tensor with attributes: resolve it before saving")
     return _checked(TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride)))
 
 
@@ -111,7 +110,7 @@ def _tensor_v3(
     if type(storage) is not StorageRef:
         raise UnpicklingError("a tensor without a storage")
     if math:
-        raise UnpicklingError(f"a tensor with attributes: resolve it before saving")
+        raise UnpicklingError("a tensor with attributes: resolve it before saving")
     return _checked(TensorRef(storage, dtype_of(dtype), offset, size_of(size), size_of(stride)))
 
 

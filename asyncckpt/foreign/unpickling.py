@@ -13,10 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.foreign.pickle_values import Maker as Maker
-from asyncckpt.foreign.pickle_values import Record as Record
-from asyncckpt.foreign.pickle_values import UnpicklingError as UnpicklingError
-from asyncckpt.foreign.pickle_values import hashable, shown
+from asyncckpt.foreign.pickle_values import Maker, Record, UnpicklingError, hashable, shown
 
 MAX_NBYTES = 1 << 30
 """Of one pickle. The metadata of 100,000 chunks take some 20 MB. Chosen, not measured."""
@@ -132,9 +129,7 @@ class _Machine:
         """REDUCE and NEWOBJ alike."""
         arguments, maker = self.stack.pop(), self.stack.pop()
         if type(maker) is not Maker or maker.make is None or type(arguments) is not tuple:
-            raise UnpicklingError(
-                f"it calls {shown(maker)}, which is nothing to be called"
-            )
+            raise UnpicklingError(f"it calls {shown(maker)}, which is nothing to be called")
         # What a maker is given it may copy, and a few bytes give it the same again.
         self.may_give -= sum(len(v) for v in arguments if type(v) in _SIZED)
         if self.may_give < 0:

@@ -86,7 +86,10 @@ def test_a_transposed_tensor_takes_its_own_size_and_no_more(tmp_path: pathlib.Pa
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_ctrl_c_leaves_nothing_behind(to: str, large: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_and_a_scheduler_s_end_leave_nothing_behind(
+    number: int, to: str, large: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "convert", str(large), str(tmp_path / "out"), "--to", to],
@@ -98,8 +101,8 @@ def test_ctrl_c_leaves_nothing_behind(to: str, large: pathlib.Path, tmp_path: pa
             assert process.poll() is None, "it ended before it began to write"
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 130
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 128 + number
     finally:
         process.kill()
         process.wait()

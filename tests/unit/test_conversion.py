@@ -368,7 +368,9 @@ def test_the_members_of_a_list_that_is_a_file_are_chosen_by_number(tmp_path: pat
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "asyncckpt"])
 def test_sets_whose_order_changes_are_the_same_sets(to: str, tmp_path: pathlib.Path) -> None:
-    found = next(s for n in range(1000) if list(s := {n * 7919 % 4001, 0, 8, 16, n, 3 * n, 64 + n}) != list(set(list(s))))
+    found = next(
+        s for n in range(1000) if list(s := {n * 7919 % 4001, 0, 8, 16, n, 3 * n, 64 + n}) != list(set(list(s)))
+    )
     torch.save({"s": found, "x": torch.ones(1)}, tmp_path / "a")
     asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert asyncckpt.load(tmp_path / "b")["s"] == found
@@ -410,6 +412,22 @@ def test_empty_dicts_that_vanish_are_reported(to: str, tmp_path: pathlib.Path) -
     torch.save({"x": torch.ones(1), "state": {}, "model": {"sub": {}}}, tmp_path / "a")
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert "empty dicts are not kept: model.sub, state" in report.changed
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_views_of_the_same_elements_are_reported(to: str, tmp_path: pathlib.Path) -> None:
+    flat = torch.arange(32.0)
+    tied = torch.ones(3)
+    state = {
+        "q": flat[:12],
+        "k": flat[8:16],
+        "v": flat[16:20],
+        "w": flat[20:].view(3, 4),
+        "wt": flat[20:].view(3, 4).t(),
+    }
+    torch.save({**state, "tied": tied, "again": tied, "none": flat[:0]}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert "views of the same elements are stored apart: k, q, w, wt" in report.changed
 
 
 # ---- all or nothing -------------------------------------------------------------------------------------------------
@@ -607,6 +625,29 @@ def test_a_failed_overwrite_leaves_what_was_there(
             asyncckpt.convert(sources["safetensors"], tmp_path / to, to=to, overwrite=True)
         assert list(asyncckpt.load(tmp_path / to)) == ["zero_dim"]
     assert sorted(os.listdir(tmp_path)) == ["dcp", "torch"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rename_that_is_not_durable_is_taken_back(
+    to: str,
+    overwrite: bool,
+    sources: dict[str, pathlib.Path],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if overwrite:
+        asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, keys=["zero_dim"])
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(publishing, "fsync_directory", failing)
+    with pytest.raises(SaveFailedError):
+        asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, keys=["large"], overwrite=overwrite)
+    assert os.listdir(tmp_path) == (["x"] if overwrite else [])
+    if overwrite:
+        assert list(asyncckpt.load(tmp_path / "x")) == ["zero_dim"]
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
