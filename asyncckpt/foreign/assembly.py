@@ -24,6 +24,7 @@ from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.source import Inline, Located, Strided
 
+_MAX_NAME_BYTES, _MAX_PART_BYTES = 2048, 255
 NO_SAVE = SaveId(0, 0, "0" * 12)
 Lazy = Callable[[Files], Located | Strided | Inline]
 """Finds out where elements lie, by reading a little."""
@@ -66,6 +67,17 @@ def stamp_of(found: os.stat_result) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _stays_inside(name: str) -> bool:
+    """Whether a name can be that of a file below a directory."""
+    try:
+        parts = os.fsencode(name).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    if not name or os.path.isabs(name) or "\0" in name or len(name) > _MAX_NAME_BYTES:
+        return False
+    return b".." not in parts and all(len(part) <= _MAX_PART_BYTES for part in parts)
+
+
 class Assembly:
     """Collects files, tensors and objects of one checkpoint.
 
@@ -91,8 +103,8 @@ class Assembly:
             CorruptCheckpointError: It is missing, no regular file, or its name leads elsewhere.
         """
         if name not in self._numbers:
-            if not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-                raise self.corrupt(f"a file is called {name!r}, which leads out of the directory")
+            if not _stays_inside(name):
+                raise self.corrupt(f"a file is called {name[:200]!r}, which leads out of the directory, or nowhere")
             try:
                 found = self._files.stat(os.path.join(self.source.directory, name))
             except (FileNotFoundError, NotADirectoryError) as error:

@@ -180,6 +180,7 @@ def test_a_pickle_takes_no_more_time_stack_or_memory_than_its_length_warrants(
     (tmp_path / "a").write_bytes(ENDLESS[name])
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
+        "from asyncckpt.foreign.pickle_values import UnpicklingError;"
         "from asyncckpt.foreign.torch_globals import KNOWN, storage_of;"
         "from asyncckpt.foreign.unpickling import unpickle_data\n"
         "try: unpickle_data(open(sys.argv[1], 'rb').read(), KNOWN, storage_of)\n"

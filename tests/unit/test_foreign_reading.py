@@ -398,3 +398,11 @@ def test_a_torchscript_archive_is_refused(tmp_path: pathlib.Path) -> None:
 def test_kinds_are_told_by_what_is_there(samples: dict[str, pathlib.Path]) -> None:
     found = {kind: kind_at(str(path), FILES) for kind, path in samples.items()}
     assert found == {"torch": "torch", "legacy": "torch", "dcp": "dcp", "safetensors": "safetensors", "hf": "hf"}
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a\0", "m" * 5000, "m/" * 3000, "\ud800", "", ".", "a/../../x"])
+def test_a_name_of_a_file_that_leads_out_or_nowhere_is_a_typed_error(name: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CorruptCheckpointError):
+        asyncckpt.load(tmp_path / "hub")
