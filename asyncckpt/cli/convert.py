@@ -50,7 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _size(text: str) -> int:
     number = text.lower().removesuffix("b")
     unit = number[-1:] if number[-1:] in _UNITS else ""
-    nbytes = int(float(number.removesuffix(unit)) * _UNITS[unit])
+    wanted = float(number.removesuffix(unit)) * _UNITS[unit]
+    nbytes = int(wanted) if wanted < float("inf") else 0
     if nbytes < 1:
         raise ValueError("at least 1")
     return nbytes

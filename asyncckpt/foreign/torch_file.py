@@ -24,6 +24,9 @@ ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`."""
 
+_MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
+"""Of a tensor that `expand` made: it is saved as the elements that it repeats, and read as what it says it is. Chosen."""
+
 _LEGACY_PROTOCOL = 1001
 _LEGACY_WINDOW_NBYTES = 4 << 20
 
@@ -79,7 +82,11 @@ class TorchArchive:
 
 
 def place_of(ref: TensorRef, part: int, start: int) -> tuple[int, int] | Strided:
-    """Return where a tensor's elements lie, whose storage begins at byte `start` of a part."""
+    """Return where a tensor's elements lie, whose storage begins at byte `start` of a part.
+
+    Raises:
+        UnpicklingError: Few elements are repeated, by strides of zero, to what no memory holds.
+    """
     itemsize = DTYPES[ref.dtype].itemsize
     offset = start + ref.offset * itemsize
     expected, row_major = 1, True
@@ -89,6 +96,9 @@ def place_of(ref: TensorRef, part: int, start: int) -> tuple[int, int] | Strided
     if row_major or 0 in ref.size:
         return part, offset
     span = 1 + sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True))
+    nbytes = expected * itemsize
+    if nbytes > max(_MAX_EXPANDED_NBYTES, _MAX_EXPANSION * span * itemsize):
+        raise UnpicklingError(f"a tensor of {nbytes} bytes that repeats {span * itemsize} of them", "expanded tensor")
     return Strided(part, offset, span * itemsize, itemsize, ref.size, ref.stride)
 
 

@@ -16,6 +16,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import cli
+from asyncckpt.cli import main
 
 pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
@@ -182,3 +183,11 @@ def test_verify_of_a_damaged_dcp_directory_names_file_and_tensor(
     assert code == 3
     assert "'model.w'" in out
     assert "__0_0.distcp" in out
+
+
+@pytest.mark.parametrize("text", ["inf", "1e400", "nan", "-1", "0", "GB", ""])
+def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", "a", "b", "--to", "hf", f"--max-shard-bytes={text}"])
+    assert caught.value.code == 2
+    assert "--max-shard-bytes" in capsys.readouterr().err

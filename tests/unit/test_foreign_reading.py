@@ -406,3 +406,11 @@ def test_a_name_of_a_file_that_leads_out_or_nowhere_is_a_typed_error(name: str, 
     (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CorruptCheckpointError):
         asyncckpt.load(tmp_path / "hub")
+
+
+def test_one_element_that_claims_to_be_terabytes_is_refused_and_smaller_ones_are_read(tmp_path: pathlib.Path) -> None:
+    torch.save({"x": torch.ones(1).expand(1 << 45)}, tmp_path / "a")
+    with pytest.raises(UnsupportedFormatError, match="repeats"):
+        asyncckpt.load(tmp_path / "a")
+    torch.save({"x": torch.arange(2.0)[:, None].expand(2, 5000)}, tmp_path / "a")
+    assert torch.equal(asyncckpt.load(tmp_path / "a")["x"], torch.arange(2.0)[:, None].expand(2, 5000))
