@@ -25,7 +25,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`."""
 
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
-"""Of a tensor that `expand` made: it is saved as the elements that it repeats, and read as what it says it is. Chosen."""
+"""Of a tensor that `expand` made: saved as the elements that it repeats, and read as what it claims to be. Chosen."""
 
 _LEGACY_PROTOCOL = 1001
 _LEGACY_WINDOW_NBYTES = 4 << 20
