@@ -2,7 +2,7 @@
 
     python -m benchmarks.convert [--mib 4096] [--reshard-mib 1024] [--rounds 3] [--dir D]
 
-`of the limit`: seconds of a plain copy of the source's bytes, read and written by O_DIRECT at the same time and flushed,
+`of the limit`: seconds of a plain copy of the source's bytes, read and written by O_DIRECT at once and flushed,
 against those of the conversion, which also reads its target back. The source is out of the page cache in both. Takes
 about 3 x `--mib` of disk and 2 x of memory. The loads: 4 ranks saved by rows, 2 ranks load by columns, with the files
 in the page cache and without; the slowest rank counts. Nothing else should run.
