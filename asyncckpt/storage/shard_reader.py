@@ -152,7 +152,7 @@ class ShardReader:
             raise named(error, self._path, f"reading bytes {at} to {at + nbytes}") from error
 
     def _fetch(self, offset: int, nbytes: int) -> None:
-        """Have a range brought into the page cache whole, if it is not there: small reads would wait for the disk each."""
+        """Have a range brought into the page cache whole, unless it is there: small reads would each wait."""
         start = offset // PAGE_NBYTES * PAGE_NBYTES
         if not self._files.resident(self._fd, start, offset + nbytes - start):
             with contextlib.suppress(OSError):
