@@ -143,7 +143,7 @@ def match(
                 continue
             check_fillable(target, fqn)
             if first != fqn:
-                if any(shard.tensor.numel() for shard in target.shards):
+                if 0 not in target.global_shape:  # also where none of its elements are: alike on all ranks
                     refuse(_alias_mismatch(first, fqn, path))
                 continue
             if target.converts(tensor):
