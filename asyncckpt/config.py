@@ -252,5 +252,15 @@ def _parse(name: str, text: str) -> Any:
         return text
     except (ValueError, KeyError) as error:
         raise ConfigError(
-            f"environment variable {PREFIX}{name.upper()}={text!r} cannot be read", field=name, value=text
+            f"environment variable {PREFIX}{name.upper()}={text!r}: expected {_expected(name)}", field=name, value=text
         ) from error
+
+
+def _expected(name: str) -> str:
+    if name in _INTEGERS:
+        return "a plain integer, in bytes if it is a size, or 'none' where that has a meaning"
+    if name in _SECONDS:
+        return "a number of seconds"
+    if name in _SWITCHES:
+        return f"one of {', '.join(_FLAGS)}"
+    return "RANK,WORLD_SIZE, such as 0,1"

@@ -68,7 +68,7 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
 def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
     """Return the error of a save that finds `path` taken."""
     what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
-    kind, advice = "a committed", "save to another path, or with overwrite=True"
+    kind, advice = "a committed", "save to another path, or by a checkpointer made with overwrite=True"
     if overwrite:
         kind, advice = ("a newer" if standing else "a"), "overwrite=True replaces older ones only: save to another path"
     return CheckpointExistsError(
