@@ -8,7 +8,8 @@ import os
 from asyncckpt import __version__
 from asyncckpt.conversion.holding import Holding
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.conversion.pieces import OutputFile, Payload, Target
+from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import (

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.unpickling import Record
 from asyncckpt.format.objects import Opaque, decode_value
+from asyncckpt.format.records import Record
+from asyncckpt.format.structure import row_major
 from asyncckpt.format.tree import Node
-from asyncckpt.loading.boxes import row_major
 
 _STORAGES = {
     **{"float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long"},
