@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "manifest.overwrite.lock"
@@ -94,6 +95,18 @@ def split_per_rank_name(stored: str) -> tuple[str, int] | None:
 def is_reserved(fqn: str) -> bool:
     """Whether no tensor of a user's may be called so: it looks like a name of `per_rank_name`."""
     return _RESERVED.search(fqn) is not None
+
+
+def layout_of(document: Mapping[str, Any]) -> str:
+    """Return the layout that a manifest or an index names.
+
+    Raises:
+        ValueError: An unknown one.
+    """
+    layout = document.get("layout", SAFETENSORS)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r}")
+    return str(layout)
 
 
 def temporary_dcp_metadata_name(save_id: SaveId) -> str:

@@ -20,7 +20,8 @@ from asyncckpt.format.checksum import BLOCK_NBYTES, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.manifest import RankRecord
-from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
+from asyncckpt.format.names import DCP, SAFETENSORS, SaveId, index_name, items_name, objects_name, shard_name
+from asyncckpt.storage.dcp_commit import dcp_items, refuse_foreign_metadata
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
 from asyncckpt.storage.shard_writer import ShardWriter
 from asyncckpt.storage.standing import overtaken
@@ -50,6 +51,7 @@ class RankJob:
         overwrite: Whether an older checkpoint may stand there.
         umask: Of the files' mode 0666.
         threads: Threads that write; 0 takes `DEFAULT_THREADS`.
+        layout: What the parts look like, one of `names.LAYOUTS`.
     """
 
     path: str
@@ -64,6 +66,7 @@ class RankJob:
     overwrite: bool = False
     umask: int = 0o022
     threads: int = 0
+    layout: str = SAFETENSORS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +74,14 @@ class RankResult:
     """What was written: the rank's line in the manifest, bytes, seconds per phase, whether O_DIRECT served all.
 
     `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
+    `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp_metadata.metadata_of`.
     """
 
     record: RankRecord
     nbytes: int
     seconds: dict[str, float]
     direct: bool
+    dcp: tuple[bytes, bytes] | None = None
 
 
 def write_rank_files(
@@ -97,7 +102,9 @@ def write_rank_files(
         The result; every file is complete, and durable when `job.fsync`.
 
     Raises:
-        CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced.
+        CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced; or a `.metadata`
+            that is not ours stands where one of ours is to go.
+        UnsupportedLeafError: A leaf has no form in the layout.
         OSError: A file call failed, or a part does not carry the save id. What this call created is removed.
         Exception: Whatever `check` raises; the same.
 
@@ -107,6 +114,8 @@ def write_rank_files(
     try:
         started = time.perf_counter()
         with overtaken(job.path, job.save_id, files, overwrite=job.overwrite):
+            if job.layout == DCP:
+                refuse_foreign_metadata(job.path, job.save_id, files)
             writer.write_shards(pool)
             written = time.perf_counter()
             record = writer.write_small_files()
@@ -118,7 +127,8 @@ def write_rank_files(
         "fsync": sum(s.fsync_s for s in writer.shards),
         "index": time.perf_counter() - written,
     }
-    return RankResult(record=record, nbytes=record.nbytes, seconds=seconds, direct=all(s.direct for s in writer.shards))
+    direct = all(s.direct for s in writer.shards)
+    return RankResult(record=record, nbytes=record.nbytes, seconds=seconds, direct=direct, dcp=writer.dcp)
 
 
 class _RankWriter:
@@ -128,7 +138,7 @@ class _RankWriter:
         aligned = _is_page_aligned(image)
         self.shards = [
             ShardWriter(
-                os.path.join(job.path, shard_name(job.save_id, job.rank, part)),
+                os.path.join(job.path, shard_name(job.save_id, job.rank, part, job.layout)),
                 image,
                 offset,
                 nbytes,
@@ -139,6 +149,7 @@ class _RankWriter:
             )
             for part, (offset, nbytes) in enumerate(job.parts)
         ]
+        self.dcp: tuple[bytes, bytes] | None = None
         self._small: list[str] = []
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -215,6 +226,13 @@ class _RankWriter:
     def write_small_files(self) -> RankRecord:
         """Write objects and index, flush the directory, and return the rank's line in the manifest."""
         job = self.job
+        items, items_record = b"", None
+        if job.layout == DCP:
+            items, table = dcp_items(job.structure, job.objects, job.save_id, job.rank)
+            name, checksum = items_name(job.save_id, job.rank), file_checksum(items)
+            items_record = ObjectsRecord(name=name, nbytes=len(items), checksum=checksum)
+            self.dcp = (job.structure, table)
+            self._write_small(name, items)
         objects = ObjectsRecord(
             name=objects_name(job.save_id, job.rank), nbytes=len(job.objects), checksum=file_checksum(job.objects)
         )
@@ -229,6 +247,8 @@ class _RankWriter:
                 shards=shards,
                 objects=objects,
                 structure=job.structure,
+                layout=job.layout,
+                items=items_record,
             )
         )
         self._write_small(objects.name, job.objects)
@@ -242,8 +262,8 @@ class _RankWriter:
             index_nbytes=len(index),
             index_checksum=file_checksum(index),
             n_tensors=job.n_tensors,
-            n_files=len(shards) + 2,
-            nbytes=sum(s.nbytes for s in shards) + len(job.objects) + len(index),
+            n_files=len(shards) + 2 + (items_record is not None),
+            nbytes=sum(s.nbytes for s in shards) + len(job.objects) + len(items) + len(index),
         )
 
     def _write_small(self, name: str, data: bytes) -> None:
