@@ -44,6 +44,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
     return {
         "path": contents.path,
         "kind": contents.source.kind if contents.source is not None else OURS,
+        "layout": manifest.layout if contents.source is None else None,
         "step": manifest.step,
         "save_id": str(manifest.save_id),
         "created": manifest.created,

@@ -150,27 +150,26 @@ def _put_both(
     path: str, temporary: str, beside: str, manifest: Manifest, standing: Manifest | None, files: Files
 ) -> None:
     """Put manifest and `.metadata`, in the order in which a checkpoint that is replaced stays whole until the last."""
-    is_first = standing is not None and standing.save_id != manifest.save_id
+    is_first = False
     try:
-        is_first = is_first and dcp_commit.goes_first(path, standing, files)
+        if standing is not None and standing.save_id != manifest.save_id:
+            is_first = dcp_commit.goes_first(path, standing, files)
         if is_first:
-            dcp_commit.put(path, beside, files)
-    except OSError:
-        _unlink_quietly(files, beside)
-        _unlink_quietly(files, temporary)
-        raise
-    try:
+            dcp_commit.put(path, beside, manifest, files)
         _put(path, temporary, manifest, files, replace=standing is not None)
     except CommitUnknownError:
         raise
     except BaseException:
         if is_first:
-            dcp_commit.withdraw(path, manifest.save_id, files)
+            _is_gone(path, files, doomed=manifest.save_id, is_locked=True)
         _unlink_quietly(files, beside)
+        _unlink_quietly(files, temporary)
         raise
     if not is_first:
         try:
-            dcp_commit.put(path, beside, files)
+            if manifest.fsync:  # IMPORTANT: else a power cut might keep `.metadata` alone
+                fsync_directory(files, path)
+            dcp_commit.put(path, beside, manifest, files)
         except OSError as error:
             raise _unknown(path, manifest.save_id, error) from error
 
@@ -268,10 +267,12 @@ def remove_files_of(path: str, save_id: SaveId, *, files: Files) -> list[str]:
     return _remove(path, files, lambda owner: owner == save_id)
 
 
-def _is_gone(path: str, files: Files, *, doomed: SaveId | None = None, before: SaveId | None = None) -> bool:
+def _is_gone(
+    path: str, files: Files, *, doomed: SaveId | None = None, before: SaveId | None = None, is_locked: bool = False
+) -> bool:
     """Remove a `.metadata` of these saves, and say whether none is left."""
     try:
-        dcp_commit.remove_metadata_of(path, doomed, before, files)
+        dcp_commit.remove_metadata_of(path, doomed, before, files, is_locked=is_locked)
     except OSError as error:
         _logger.warning("cannot clean up %s: %s", path, error)
         return False

@@ -21,7 +21,7 @@ from asyncckpt.format.names import DCP_METADATA_NAME, SaveId, temporary_dcp_meta
 from asyncckpt.format.objects import decode_objects
 from asyncckpt.format.pickle_image import NotPickledError
 from asyncckpt.format.steps import lineage_key
-from asyncckpt.storage.files import MODE_FILE, Files, opened, write_new_file
+from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, opened, write_new_file
 from asyncckpt.storage.overwrite_lock import overwrite_lock
 
 _PRIVATE = 0o077
@@ -121,27 +121,20 @@ def goes_first(path: str, standing: Manifest | None, files: Files) -> bool:
     return standing is not None and is_finished(path, standing, files) and not _stands(path, files)
 
 
-def put(path: str, temporary: str, files: Files) -> None:
-    """Give `.metadata` its name.
+def put(path: str, temporary: str, manifest: Manifest, files: Files) -> None:
+    """Give `.metadata` its name, flushed as `manifest.fsync` says.
 
     Raises:
-        OSError: The rename failed.
+        OSError: A call failed.
     """
     files.rename(temporary, os.path.join(path, DCP_METADATA_NAME))
+    if manifest.fsync:
+        fsync_directory(files, path)
 
 
-def withdraw(path: str, save_id: SaveId, files: Files) -> None:
-    """Remove the `.metadata` of a save whose manifest was not put. The lock of `path` is held.
-
-    Raises:
-        OSError: It cannot be removed.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if owner_at(path, files) == save_id:
-            files.unlink(os.path.join(path, DCP_METADATA_NAME))
-
-
-def remove_metadata_of(path: str, doomed: SaveId | None, before: SaveId | None, files: Files) -> None:
+def remove_metadata_of(
+    path: str, doomed: SaveId | None, before: SaveId | None, files: Files, *, is_locked: bool = False
+) -> None:
     """Remove a `.metadata` of ours whose files are about to go.
 
     IMPORTANT: before them. A stock reader takes whatever `.metadata` names for complete.
@@ -151,6 +144,7 @@ def remove_metadata_of(path: str, doomed: SaveId | None, before: SaveId | None, 
         doomed: The save that wrote it; or
         before: one that is earlier than this, by (epoch, sequence).
         files: The storage seam.
+        is_locked: The caller holds the lock of `path`.
 
     Raises:
         OSError: It cannot be removed.
@@ -164,7 +158,6 @@ def remove_metadata_of(path: str, doomed: SaveId | None, before: SaveId | None, 
     with contextlib.suppress(FileNotFoundError):
         if not is_doomed(owner_at(path, files)):
             return
-        with overwrite_lock(path, files=files, umask=_PRIVATE):
-            owner = owner_at(path, files)
-            if owner is not None and is_doomed(owner):
-                withdraw(path, owner, files)
+        with contextlib.nullcontext() if is_locked else overwrite_lock(path, files=files, umask=_PRIVATE):
+            if is_doomed(owner_at(path, files)):
+                files.unlink(os.path.join(path, DCP_METADATA_NAME))

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 import states  # noqa: E402
-from storage_samples import RecordingFiles, flip_byte  # noqa: E402
+from storage_samples import FailingFiles, RecordingFiles, flip_byte  # noqa: E402
 
 import asyncckpt  # noqa: E402
 from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer  # noqa: E402
@@ -372,6 +372,34 @@ def test_at_every_instant_both_kinds_of_readers_find_a_whole_checkpoint_or_none(
     assert verify_checkpoint(str(tmp_path / "a"), FILES).state == "ok"
 
 
+@pytest.mark.parametrize("standing", ["", "dcp", "safetensors"])
+@pytest.mark.parametrize("late", [False, True])
+def test_whatever_call_fails_nobody_is_shown_half_a_checkpoint(
+    tmp_path: pathlib.Path, standing: str, late: bool
+) -> None:
+    """The call number `nth` fails, before or after it was done; until none is left to fail."""
+    for nth in range(1, 1000):
+        path = tmp_path / str(nth)
+        if standing:
+            save(numbered(0), path, layout=standing, fsync=False)
+        files = FailingFiles(5, nth=nth, wanted=lambda name, args: True, late=late)
+        error: AsyncCkptError | None = None
+        try:
+            save(numbered(1), path, files, overwrite=bool(standing))
+        except AsyncCkptError as caught:
+            error = caught
+        stock, ours = stock_sees(path), ours_sees(path)
+        if error is None:
+            assert (stock, ours) == (1, 1), files.failed
+        elif standing:
+            assert ours in (0, 1) and (stock in (0, 1) or standing == "safetensors"), (files.failed, nth)
+        if not isinstance(error, CommitUnknownError | None):
+            assert (stock, ours) == (0 if standing == "dcp" else None, 0 if standing else None), (files.failed, nth)
+        if files.failed is None:
+            break
+    assert nth > 40
+
+
 @pytest.fixture
 def half(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A directory whose writer died between its manifest and `.metadata`."""
@@ -384,7 +412,7 @@ def half(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     return path
 
 
-def _dies(path: str, temporary: str, files: Files) -> None:
+def _dies(path: str, *rest: Any) -> None:
     raise OSError(5, "died", path)
 
 
