@@ -126,7 +126,7 @@ def _shown(raw: Any) -> str:
 def _print(described: dict[str, Any]) -> None:
     names = ["path", "kind", "created", "writer"]
     if described["kind"] == OURS:
-        names += ["step", "save_id", "fsync", "world_size"]
+        names += ["layout", "step", "save_id", "fsync", "world_size"]
     for name in names:
         print(f"{name}: {described[name]}")
     print(f"size: {human(described['nbytes'])}")
