@@ -5,6 +5,7 @@ Source: torch 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `defau
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from asyncckpt.format.dcp_items import items_of, name_of
 from asyncckpt.format.dcp_layout import Frames
 from asyncckpt.format.names import DCP, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
 from asyncckpt.format.objects import Opaque
-from asyncckpt.format.pickle_image import Call, PickleImage
+from asyncckpt.format.pickle_image import Call, Encoded, encoded
 from asyncckpt.format.records import Record
 from asyncckpt.format.tree import Path, fqn_of
 
@@ -33,13 +34,15 @@ _JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowEr
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def size(numbers: Iterable[int]) -> Opaque:
+@functools.lru_cache(maxsize=4096)
+def _size(numbers: tuple[int, ...]) -> Encoded:
     """Return a `torch.Size`."""
-    return Opaque("torch.Size", list(numbers))
+    return encoded(Opaque("torch.Size", list(numbers)))
 
 
-def tensor_entry(dtype: str, shape: Sequence[int], boxes: Iterable[Box]) -> Record:
-    """Return a `TensorStorageMetadata`; boxes are (offsets, sizes)."""
+@functools.cache
+def _properties(dtype: str) -> Encoded:
+    """Return the `TensorProperties` of a dense tensor."""
     properties = (
         Opaque("torch.dtype", dtype),
         Call("torch.serialization._get_layout", ("torch.strided",)),
@@ -47,13 +50,18 @@ def tensor_entry(dtype: str, shape: Sequence[int], boxes: Iterable[Box]) -> Reco
         Call(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,)),
         False,
     )
+    return encoded(Record(f"{_METADATA}.TensorProperties", properties))
+
+
+def tensor_entry(dtype: str, shape: Sequence[int], boxes: Iterable[Box]) -> Record:
+    """Return a `TensorStorageMetadata`; boxes are (offsets, sizes)."""
     chunks = [
-        Record(f"{_METADATA}.ChunkStorageMetadata", {"offsets": size(offsets), "sizes": size(sizes)})
+        Record(f"{_METADATA}.ChunkStorageMetadata", {"offsets": _size(tuple(offsets)), "sizes": _size(tuple(sizes))})
         for offsets, sizes in boxes
     ]
     state = {
-        "properties": Record(f"{_METADATA}.TensorProperties", properties),
-        "size": size(shape),
+        "properties": _properties(dtype),
+        "size": _size(tuple(shape)),
         "chunks": chunks,
     }
     return Record(f"{_METADATA}.TensorStorageMetadata", state)
@@ -68,7 +76,7 @@ def index_record(fqn: str, offset: Sequence[int] | None = None, number: int = 0)
     """Return a `MetadataIndex`: of a tensor's chunk number `number` at `offset`, or of an item without one."""
     state = {
         "fqn": fqn,
-        "offset": None if offset is None else size(offset),
+        "offset": None if offset is None else _size(tuple(offset)),
         "index": None if offset is None else number,
     }
     return Record(f"{_METADATA}.MetadataIndex", state)
@@ -97,15 +105,7 @@ def metadata_pickle(
         "storage_data": dict(storage),
         "version": DCP_VERSION,
     }
-    return PickleImage(_no_tensor, (), _no_bytes).of_value(Record(f"{_METADATA}.Metadata", state))
-
-
-def _no_tensor(number: int) -> tuple[str, tuple[int, ...]]:
-    raise AssertionError(f"tensor {number} inside of metadata")
-
-
-def _no_bytes(number: int) -> bytes:
-    raise AssertionError(f"the bytes of tensor {number} inside of metadata")
+    return b"\x80\x02" + encoded(Record(f"{_METADATA}.Metadata", state)).data + b"."
 
 
 def metadata_of(save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
