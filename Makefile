@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault wheel-check bench clean
+.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes"
+	@echo "make test-nodes    workers in network namespaces, as root"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
 
@@ -48,7 +49,8 @@ check: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy -p asyncckpt -p asyncckpt_worker -p benchmarks
 	.venv/bin/python docs/check_parity.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py
+	.venv/bin/python docs/check_formats.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py
 
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
@@ -59,6 +61,10 @@ test-matrix: .venv/.dev
 
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault
+	ASYNCCKPT_TEST_SCHEDULES=300 .venv/bin/python -m pytest --timeout 900 tests/unit/test_workers_simulation.py
+
+test-nodes: .venv/.dev
+	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
 
 wheel-check: .venv/.dev
 	rm -rf build dist

@@ -71,6 +71,8 @@ _WHERE = {
     "register_shard_type": "planning.sharding.recognising",
 }
 
+_MODULES = ("dcp", "errors")
+
 __all__ = [
     "AsyncCheckpointer",
     "AsyncCkptError",
@@ -105,8 +107,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("asyncckpt.errors")
+    if name in _MODULES:
+        return importlib.import_module(f"asyncckpt.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'asyncckpt' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"asyncckpt.{_WHERE[name]}"), name)
@@ -115,4 +117,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "errors"])
+    return sorted([*__all__, *_MODULES])

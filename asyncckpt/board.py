@@ -37,11 +37,29 @@ class BoardExchange(Exchange):
         self, rank: RankInfo, call: Call, *, timeout_s: float, environ: Mapping[str, str] | None = None
     ) -> None:
         self._rank, self._call, self._timeout_s = rank, call, timeout_s
-        environ = os.environ if environ is None else environ
+        self._environ = environ = os.environ if environ is None else environ
         self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
 
     def meet(self, name: str, call: str) -> Meeting:
+        self.refuse_several_nodes(self._rank.world_size, self._environ)
         return _BoardMeeting(self, name, call)
+
+    @staticmethod
+    def refuse_several_nodes(world_size: int, environ: Mapping[str, str]) -> None:
+        """Say at once that ranks of several nodes cannot meet at a worker.
+
+        Raises:
+            SaveFailedError: Code "several_machines": torchrun's environment says that they are on several nodes.
+        """
+        here = environ.get("LOCAL_WORLD_SIZE", "")
+        if here.isdigit() and 0 < int(here) < world_size:
+            raise SaveFailedError(
+                f"{here} of {world_size} ranks are on this node, and no process group is initialised: ranks of several "
+                "nodes agree on their first save over one; call torch.distributed.init_process_group() before it (any "
+                "backend)",
+                code="several_machines",
+                detail="no process group",
+            )
 
     def post(self, name: str, data: bytes) -> None:
         """Put this rank's bytes on the board `name`.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgpack
 
 from asyncckpt.config import RankInfo
+from asyncckpt.links import Links
 from asyncckpt.protocol import messages
 
 NOT_AGREED = "no agreement: "
@@ -27,6 +28,7 @@ class Run(Protocol):
     rank: RankInfo
     run_id: str
     agreement: Any
+    links: Links
 
     @property
     def alone(self) -> bool:
@@ -45,8 +47,8 @@ class Run(Protocol):
     def start_over(self) -> None:
         """Forget all changes: there is another worker."""
 
-    def take_change(self, effective: int, raw: bytes) -> None:
-        """Keep a change of the run for the saves from sequence `effective` on."""
+    def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
+        """Keep a change of the run, the worker `leader`'s `number`-th, for the saves from sequence `effective` on."""
 
 
 class Changes:
@@ -61,43 +63,57 @@ class Changes:
 
     def __init__(self, run: Run, send: Send) -> None:
         self._run, self._send = run, send
-        self._taken = 0
+        self._taken: dict[str, int] = {}
         self._fetching = False
-        self._session = self._instance = ""
+        self._session = ""
 
     def connected(self, session: str, instance: str) -> bool:
-        """There is a session, perhaps with another worker, which counts changes from one; says whether it is new."""
+        """There is a session, perhaps with another worker; says whether it is new."""
         if self._run.alone or session == self._session:
             return False
-        if self._instance not in ("", instance):
-            self._taken = 0
-            self._run.start_over()
-        self._session, self._instance = session, instance
+        if not self._run.links.follows:
+            self._decides(instance)
+        self._session = session
+        self._run.links.say_again(self._send)
         return True
 
-    def seen(self, changes: int) -> None:
-        """The worker has published so many changes of this run."""
-        if changes > self._taken and not self._fetching and not self._run.alone:
-            self._fetch(self._taken + 1, b"")
+    def _decides(self, instance: str) -> None:
+        """This worker decides in the run; each counts its changes from one."""
+        links = self._run.links
+        if links.leader not in ("", instance):
+            self._taken.clear()
+            self._run.start_over()
+        links.leader = instance
 
-    def _fetch(self, number: int, data: bytes) -> None:
+    def seen(self, changes: int, leader: str) -> None:
+        """The worker `leader` has published so many changes of this run."""
+        if self._run.alone or not leader:
+            return
+        self._decides(leader)
+        taken = self._taken.get(leader, 0)
+        if changes > taken and not self._fetching:
+            self._fetch(leader, taken + 1, b"")
+
+    def _fetch(self, leader: str, number: int, data: bytes) -> None:
         board = f"change-{self._run.run_id}-{number}"
         asked = self._send(lambda n: messages.Fetch(id=n, board=board, rank=0, offset=len(data)))
         self._fetching = asked is not None
         if asked is not None:
-            asked.add_done_callback(lambda done: self._fetched(number, data, done))
+            asked.add_done_callback(lambda done: self._fetched(leader, number, data, done))
 
-    def _fetched(self, number: int, data: bytes, done: Future[messages.Message]) -> None:
+    def _fetched(self, leader: str, number: int, data: bytes, done: Future[messages.Message]) -> None:
         self._fetching = False
+        if leader != self._run.links.leader:  # the board may have been another's
+            return None
         try:
             reply = done.result()
             assert isinstance(reply, messages.Fetched)
             data += reply.data
             if reply.data and len(data) < reply.total:
-                return self._fetch(number, data)
+                return self._fetch(leader, number, data)
             found = msgpack.unpackb(data, strict_map_key=False)
-            self._run.take_change(int(found["effective"]), bytes(found["change"]))
-            self._taken = number
+            self._run.take_change(leader, number, int(found["effective"]), bytes(found["change"]))
+            self._taken[leader] = number
         except Exception as error:  # it is asked for again at the next message
             _log.warning("change %d of this run was not understood: %r", number, error)
         return None

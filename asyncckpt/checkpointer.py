@@ -24,6 +24,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import SaveId
 from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.one_answer import same_answer
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
@@ -130,7 +131,7 @@ class Checkpointer(ABC):
 
         if self._coordination is None:
             return look()
-        return self._coordination.same_answer(look, timeout_s, "latest_checkpoint()")
+        return same_answer(self._coordination, look, timeout_s, "latest_checkpoint()")
 
     @abstractmethod
     def close(self) -> None:

@@ -249,7 +249,7 @@ class WorkerProcess(CheckpointProcess):
             self._pending.news(row)
             if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
                 self.run.forget()
-        self._changes.seen(reply.changes)
+        self._changes.seen(reply.changes, reply.leader)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:
         if self.hooks.asks:

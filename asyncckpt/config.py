@@ -22,8 +22,8 @@ MAX_SLOTS = 16
 MIN_SHARD_NBYTES = 64 * 1024
 """Of `max_shard_bytes`: a header takes pages of it. Chosen, far below what anybody wants."""
 
-_OTHER_VARIABLES = ("ENDPOINT", "JOB")
-"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE` and `protocol.endpoint.JOB_VARIABLES`."""
+_OTHER_VARIABLES = ("ENDPOINT", "JOB", "ADVERTISE")
+"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE`, `protocol.endpoint.JOB_VARIABLES`, the worker's."""
 
 _TESTS = "TEST_"
 _log = logging.getLogger("asyncckpt")

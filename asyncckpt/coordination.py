@@ -17,13 +17,15 @@ from typing import Any
 import msgpack
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
+from asyncckpt.errors import AsyncCkptError, PlanTimeoutError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.introductions import check_equal, unpacked
+from asyncckpt.links import Links, Worker
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.settling import settled_together
+from asyncckpt.taken_changes import TakenChanges
 
 _NUMBERS = itertools.count()
 """Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
@@ -42,7 +44,7 @@ class Coordination:
         config: For `plan_timeout_s` and `replicated`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
-        place: Names the worker that is to commit; "" where there is none.
+        worker: Of this rank; None: there is none.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Coordination:
         find: Callable[[], Exchange],
         *,
         package: str,
-        place: Callable[[], str] = str,
+        worker: Worker | None = None,
     ) -> None:
-        self.rank, self._config, self._find, self._package, self._place = rank, config, find, package, place
+        self.rank, self._config, self._find, self._package = rank, config, find, package
+        self.links = Links(rank, worker or Worker(), config.worker_timeout_s)
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self._first: Agreement | None = None
@@ -62,8 +65,8 @@ class Coordination:
         self._met: set[int] = set()
         self._doubted = self._waited_in_vain = False
         self.knows_run = False
-        self._answers, self.preparations = itertools.count(), itertools.count()
-        self._changes: list[tuple[int, bytes]] = []
+        self.answers, self.preparations = itertools.count(), itertools.count()
+        self._changes = TakenChanges()
         self._lock = threading.Lock()
 
     @property
@@ -83,16 +86,15 @@ class Coordination:
 
         Raises:
             PlanTimeoutError: Ranks have not called `save()` within `plan_timeout_s`.
-            RanksDisagreeError: They save something else, or to another place, or have another worker.
+            RanksDisagreeError: They save something else, or to another place.
             SaveFailedError: A rank has failed before it came, or the exchange broke down.
-            WorkerUnavailableError: Without a process group, and without the worker.
+            WorkerUnavailableError, EndpointError: No process group, and no worker; or the workers cannot be linked.
 
         Blocks: in the first save, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
         with self._lock:
             if self._doubted:
                 self._doubted, self.agreement, self._first = False, None, None
-                self._changes.clear()
         if self.agreement is not None:
             return self.agreement
         self._met.add(sequence)
@@ -115,7 +117,7 @@ class Coordination:
         try:
             flat, contribution = contributed()
         except BaseException as error:
-            self.agreement = None  # as on the ranks that are told
+            self.agreement = self._first = None  # as on the ranks that are told
             self.refuse_meeting(name, repr(error))
             raise
         self._meet_and_settle(name, flat, contribution, "", 0)
@@ -123,18 +125,21 @@ class Coordination:
     def _meet_and_settle(
         self, name: str, flat: Flattened, contribution: Contribution, path: str, step: int
     ) -> Agreement:
-        mine = {**self.introduction(path, step), "contribution": contribution.encode()}
+        mine = {**self.introduction(path, step), **self._known(), "contribution": contribution.encode()}
         meeting = self.meet(name, SAVE if step or path else "prepare()")
         try:
             everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
             self._waited_in_vain = False
             check_equal(everybody)
+            self._begin_alike(everybody)
             self.run_id, self.knows_run = everybody[0]["run"], True
+            workers = [found["worker"] for found in everybody]
+            self.links.settle(self.run_id, workers, lambda data: meeting.gather(data, self._deadline()))
             raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
             self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
             meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
         except BaseException as error:
-            self.agreement = None
+            self.agreement = self._first = None
             self._waited_in_vain = self._waited_in_vain or isinstance(error, PlanTimeoutError)
             meeting.refuse(repr(error))
             raise
@@ -143,6 +148,21 @@ class Coordination:
         assert self.agreement is not None
         self._first = self.agreement
         return self.agreement
+
+    def _known(self) -> dict[str, Any]:
+        fingerprint = "" if self.agreement is None else self.agreement.fingerprint
+        return {"agreement": fingerprint, "leader": self.links.leader, "changes": self._changes.heard()}
+
+    def _begin_alike(self, everybody: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the agreement that all ranks have; else begin anew, on all of them.
+
+        IMPORTANT: a change that some ranks have heard of, and perhaps applied, must not be applied by the others to
+        what is agreed upon now.
+        """
+        agreed = {(found["agreement"], found["leader"]) for found in everybody}
+        if self.agreement is None or agreed != {(self.agreement.fingerprint, everybody[0]["worker"])}:
+            self.agreement = None
+            self._changes.overtake([found["changes"] for found in everybody])
 
     def _first_deadline(self) -> float:
         brief = min(self._config.plan_timeout_s, BRIEF_S)
@@ -172,7 +192,7 @@ class Coordination:
             "fsync": self._config.fsync,
             "overwrite": self._config.overwrite,
             "layout": self._config.layout,
-            "worker": self._place(),
+            "worker": self.links.instance(),
         }
 
     def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
@@ -194,15 +214,16 @@ class Coordination:
         agreement = self.agreement or Agreement.start(self.rank.world_size)
         settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
         change = Change(contributions=settled)
-        agreement = agreement.extended(change, change.encode())
+        agreement = agreement.extended(change, change.encode(), compared=True)
         agreement.shards.check()
         self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
-        """From now on each rank stores its own of these tensors. Called on all ranks alike."""
+        """From now on each rank stores its own of these tensors; shards are agreed on anew. On all ranks alike."""
         assert self.agreement is not None
         change = Change(contributions={}, per_rank=tuple(fqns))
-        self.agreement = self.agreement.extended(change, change.encode())
+        after = self.agreement.extended(change, change.encode())
+        self.agreement = after if after.shards.names.isdisjoint(fqns) else None
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
@@ -227,21 +248,19 @@ class Coordination:
 
     # ---- what comes later
 
-    def take_change(self, effective: int, raw: bytes) -> None:
-        """Keep a change of the run for the saves from sequence `effective` on. Thread-safe."""
-        with self._lock:
-            self._changes.append((effective, raw))
+    def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
+        """Keep a change of the run for the saves from sequence `effective` on: as `TakenChanges.take`. Thread-safe."""
+        self._changes.take(leader, number, effective, raw)
 
     def advance(self, sequence: int) -> None:
         """Apply the changes that hold from save `sequence` on."""
-        with self._lock:
-            due = [raw for effective, raw in self._changes if effective <= sequence]
-            self._changes = [change for change in self._changes if change[0] > sequence]
-        for raw in due:
+        for raw in self._changes.due(sequence):
             if self.agreement is not None:
                 change = Change.decode(raw)
                 self.agreement = self.agreement.extended(change, raw)
-                if self.agreement.shards.conflicts:  # known to all ranks: they meet until it is settled
+                shards = self.agreement.shards
+                # Known to all ranks: they meet until contradictions are settled, and shards covered again.
+                if shards.conflicts or not shards.names.isdisjoint(change.per_rank):
                     self.forget()
                 if change.per_rank:
                     _log.warning(
@@ -257,41 +276,5 @@ class Coordination:
         Some ranks may have heard of the last change and others not. All of them come here before they save with the
         other worker; what was news then is news again.
         """
-        with self._lock:
-            self._changes.clear()
+        self._changes.clear()
         self.agreement = self._first
-
-    # ---- one answer for all
-
-    def same_answer(self, ask: Callable[[], str | None], timeout_s: float, call: str) -> str | None:
-        """Return rank 0's answer on every rank; a collective.
-
-        Args:
-            ask: Called on rank 0 only.
-            timeout_s: How long rank 0 may take, and how long to wait for the other ranks.
-            call: What the ranks call, for messages.
-
-        Raises:
-            PlanTimeoutError: Some ranks did not call.
-            SaveFailedError: Rank 0's `ask` failed (on the others), or the exchange broke down.
-            Exception: Whatever `ask` raises, on rank 0.
-        """
-        if self.alone:
-            return ask()
-        meeting = self.meet(f"answer/{next(self._answers)}", call)
-        first = self.rank.rank == 0
-        deadline = time.monotonic() + (1 if first else 2) * timeout_s  # rank 0 may take so long for its answer
-        try:
-            try:
-                mine = msgpack.packb(ask() if first else None)
-            except Exception as error:
-                meeting.refuse(repr(error))
-                raise
-            if first:
-                deadline = time.monotonic() + timeout_s
-            found = msgpack.unpackb(meeting.gather(mine, deadline)[0])
-        finally:
-            meeting.close()
-        if found is not None and not isinstance(found, str):
-            raise SaveFailedError("rank 0 answered with something else than a path", code="exchange", rank=0)
-        return found

@@ -9,8 +9,11 @@ import msgpack
 
 from asyncckpt.errors import RanksDisagreeError
 
-_AGREED = ("package", "path", "step", "replicated", "fsync", "overwrite", "layout", "worker")
+_AGREED = ("package", "path", "step", "replicated", "fsync", "overwrite", "layout")
 """What must be equal on all ranks at the first save, as far as it is known."""
+
+_KNOWN = ("run", "contribution", "worker", "agreement", "leader", "changes")
+"""What else a rank says: of the last three, see `Coordination`."""
 
 
 def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
@@ -26,7 +29,7 @@ def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
                 raise RanksDisagreeError(
                     f"rank {rank} saves with {name} {everybody[rank][name]!r}, rank {known[0]} with "
                     f"{everybody[known[0]][name]!r}; every rank must save the same step to the same path, with the "
-                    "same settings and the same worker",
+                    "same settings",
                     detail=name,
                     ranks=[known[0], rank],
                     path=everybody[0]["path"],
@@ -41,8 +44,10 @@ def unpacked(data: bytes) -> dict[str, Any]:
     """
     try:
         found: Mapping[str, Any] = msgpack.unpackb(data)
-        return {name: found[name] for name in ("run", "contribution", *_AGREED)}
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        if not all(type(number) is int for number in found["changes"].values()):
+            raise ValueError("numbers of changes")
+        return {name: found[name] for name in (*_KNOWN, *_AGREED)}
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise RanksDisagreeError(
             f"another rank speaks another version of asyncckpt: {error!r}", detail="version"
         ) from error

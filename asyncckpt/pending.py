@@ -215,7 +215,7 @@ class PendingSaves:
                 if row.future and not row.future.done() and now > row.deadline
             ]
         for name, future, missing in late:
-            others = f"; ranks {missing[:20]} had not staged it" if missing else ""
+            others = f"; ranks {missing[:20]} had not staged or written it" if missing else ""
             future.fail(
                 CommitTimeoutError(
                     f"save {name} was not committed within commit_timeout_s={self._timeout_s:g}{others}; "

@@ -77,9 +77,31 @@ class GroupExchange(Exchange):
         self._rank, self._store = rank, store
 
     def meet(self, name: str, call: str) -> GroupMeeting:
+        return GroupMeeting(self._rank, self._part(name), call)
+
+    def meet_next(self, series: str, call: str) -> GroupMeeting:
+        """Return the next meeting of a series, as this rank counts: in the store, which goes as far as the ranks do.
+
+        A meeting at which ranks have waited in vain is passed over: so a rank that has missed one is in step again.
+
+        Args:
+            series: Name of the series.
+            call: As of `meet`.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        counts = self._part(series)
+        while True:
+            number = counts.add(f"calls/{self._rank.rank}", 1)
+            meeting = self.meet(f"{series}-{number}", call)
+            if not meeting.is_given_up():
+                return meeting
+
+    def _part(self, name: str) -> Any:
         # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store), call)
+        return PrefixStore(f"asyncckpt/{attempt}/{name}", self._store)
 
 
 class GroupMeeting(Meeting):
@@ -88,16 +110,25 @@ class GroupMeeting(Meeting):
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
+        self._one_machine = False
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
             self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
 
+    def is_given_up(self) -> bool:
+        """Whether ranks have waited in vain for others to come.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        return bool(self._store.check(["given up"]))
+
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
         try:
             if self._group is None:
                 self._arrive(deadline)
-                self._group = _gloo(self._store, self._rank.rank, self._rank.world_size, deadline)
+                self._group = _gloo(self._store, self._rank.rank, self._rank.world_size, deadline, self._one_machine)
             return _all_gather(self._group, self._rank, payload, deadline)
         except AsyncCkptError:
             raise
@@ -126,16 +157,10 @@ class GroupMeeting(Meeting):
             try:
                 patience.wait(lambda: [r for r in range(world_size) if not store.check([f"here/{r}"])])
             except PlanTimeoutError:
+                store.set("given up", "1")
                 self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
                 raise
-        on_this = store.add(here, 0)
-        if on_this != world_size:
-            raise SaveFailedError(
-                f"{on_this} of {world_size} ranks are on the machine of rank {self._rank.rank}; this version saves "
-                "from ranks of one machine only",
-                code="several_machines",
-                rank=self._rank.rank,
-            )
+        self._one_machine = store.add(here, 0) == world_size
 
     def _look_for_refusal(self) -> None:
         if self._store.check(["refused"]):
@@ -151,7 +176,7 @@ class GroupMeeting(Meeting):
         Blocks: until all of them have, at most until `deadline`.
         """
         store = PrefixStore("circle/" + "-".join(map(str, ranks)), self._store)
-        return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline), deadline)
+        return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline, self._one_machine), deadline)
 
     def close(self) -> None:
         self._group = None  # closes its connections
@@ -186,11 +211,14 @@ class Circle:
         self._group = None
 
 
-def _gloo(store: Any, rank: int, world_size: int, deadline: float) -> Any:
+def _gloo(store: Any, rank: int, world_size: int, deadline: float, one_machine: bool) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+    if not one_machine:  # as the user's own groups: GLOO_SOCKET_IFNAME, else the host's name
+        return gloo(store, rank, world_size, timeout)
     options = gloo._Options()
-    options._timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # all are on this machine
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     return gloo(store, rank, world_size, options)
 
 

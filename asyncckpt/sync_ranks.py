@@ -9,7 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.conference import Conference
-from asyncckpt.errors import CommitUnknownError, PlanTimeoutError, ReplicaMismatchError, SaveFailedError
+from asyncckpt.errors import (
+    CommitUnknownError,
+    OverlappingShardsError,
+    PlanTimeoutError,
+    RanksDisagreeError,
+    ReplicaMismatchError,
+    SaveFailedError,
+)
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
 from asyncckpt.introductions import check_equal
@@ -19,7 +26,7 @@ from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.sync_steps import SyncSteps
 
 _log = logging.getLogger("asyncckpt.sync")
@@ -123,7 +130,12 @@ def _agree(
     ranks.run_id = everybody[0]["run"]
     news = {rank: found["contribution"] for rank, found in enumerate(everybody) if found["contribution"]}
     if news:
-        ranks.settle(news, steps.plans.flatten(state_dict), lambda digests: conference.gather(digests, timeout_s))
+        flat = steps.plans.flatten(state_dict)
+        try:
+            ranks.settle(news, flat, lambda digests: conference.gather(digests, timeout_s))
+        except (OverlappingShardsError, RanksDisagreeError):  # on all ranks: some may hold no longer what they said
+            ranks.agreement = None
+            raise
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
     return given._replace(epoch=everybody[0]["epoch"], run_id=ranks.run_id)

@@ -38,7 +38,8 @@ from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
+from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 
 _log = logging.getLogger("asyncckpt.sync")
@@ -157,7 +158,7 @@ class SyncSteps:
         Raises:
             CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
         """
-        dcp_metadata = dcp_metadata_of(save_id, results)
+        dcp_metadata = dcp_metadata_of(save_id, results, [r.dcp[0] for r in results if r.dcp is not None])
         manifest = build_manifest(
             save_id,
             results,

@@ -16,7 +16,7 @@ from asyncckpt.parts import CheckpointWriter
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.sync_ranks import hole_error, write_together
 from asyncckpt.sync_steps import SyncSteps
 

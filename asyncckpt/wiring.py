@@ -12,7 +12,9 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import ConfigError, WorkerUnavailableError
 from asyncckpt.hooks import HookRunner
+from asyncckpt.links import Build, Worker
 from asyncckpt.process_group import find_exchange
+from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
 _STAGER_FIELDS = frozenset(
@@ -53,14 +55,17 @@ def reach_worker(
     """
     endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
     socket_path(endpoint)
+    worker = _Reached()
     ranks = Coordination(
         rank,
         config,
         lambda: find_exchange(rank) or process.board(),
         package=__version__,
-        place=lambda: _place_of(process),
+        worker=worker,
     )
-    process = WorkerProcess(config, ranks, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks)
+    worker.process = process = WorkerProcess(
+        config, ranks, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks
+    )
     if named is not None:
         process.connect(start=False)
     else:
@@ -68,9 +73,16 @@ def reach_worker(
     return process, ranks
 
 
-def _place_of(process: WorkerProcess) -> str:
-    """Return what tells this worker from others; "" while none can be reached."""
-    try:
-        return f"{process.endpoint} ({process.connect().worker.instance})"
-    except WorkerUnavailableError:
-        return ""
+class _Reached(Worker):
+    """The worker of `process`, which is made after this."""
+
+    process: WorkerProcess
+
+    def instance(self) -> str:
+        try:
+            return self.process.connect().worker.instance
+        except WorkerUnavailableError:
+            return ""
+
+    def call(self, build: Build, timeout_s: float) -> messages.Message:
+        return self.process.call(build, timeout_s)

@@ -40,7 +40,7 @@ def measure(name: str, n_ranks: int, n_tensors: int, group: int, *, equal: bool)
     change = Change(contributions=given)
     encoded = change.encode()
     steps.append(time.perf_counter())
-    agreement = Agreement.start(n_ranks).extended(change, encoded)
+    agreement = Agreement.start(n_ranks).extended(change, encoded, compared=True)
     steps.append(time.perf_counter())
     for key in given[0].tensors:
         if agreement.duty(0, *key).split:

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 import asyncckpt
 from asyncckpt.staging import deferred
-from asyncckpt.staging.copy_cpu import Pace
+from asyncckpt.staging.moving import Pace
 from benchmarks import machine, states
 
 SAVES_PER_ROUND = 6

@@ -108,7 +108,7 @@ def plan_once(raw: Mapping[int, bytes], digests: Mapping[int, bytes], flat: Flat
     ends = {one: 8 * len(wanted) for one, wanted in positions.items()}
     compare_shards(book, found, {one: digests[one][end:] for one, end in ends.items()})
     change = Change(contributions=with_digests(found, {one: digests[one][:end] for one, end in ends.items()}))
-    agreement = start.extended(change, change.encode())
+    agreement = start.extended(change, change.encode(), compared=True)
     return make_plan(flat, signature_of(flat), files_per_rank=1, rank=rank, agreement=agreement)
 
 
@@ -173,7 +173,7 @@ def structures_of(layout: str, n_ranks: int, n_tensors: int) -> list[bytes]:
         digest = {rank: b"\1" * 8 * n_tensors for rank in found}
         found = with_digests(found, digest)
     change = Change(contributions=found)
-    agreement = Agreement.start(n_ranks).extended(change, change.encode())
+    agreement = Agreement.start(n_ranks).extended(change, change.encode(), compared=True)
     structures = []
     for rank in range(n_ranks):
         flat = state_of(layout, n_ranks, n_tensors, rank)

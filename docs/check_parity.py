@@ -39,7 +39,7 @@ def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
     for match in _ROW.finditer(body):
         claim = re.split(r"(?<!\\)\|", match[0])[-2].strip()
         if claim != NOT_YET:
-            found += [f"{match[1]}: {line}" for line in _wrong_claims(claim, root)]
+            found += [f"{match[1]}: {line}" for line in wrong_claims(claim, root)]
     return found
 
 
@@ -53,7 +53,8 @@ def _wrong_ids(body: str, planned: str) -> list[tuple[str, str]]:
     return wrong
 
 
-def _wrong_claims(claim: str, root: pathlib.Path) -> list[str]:
+def wrong_claims(claim: str, root: pathlib.Path) -> list[str]:
+    """Return what is wrong with the names of tests, separated by commas, one line each."""
     wrong = []
     for name in claim.split(", "):
         parsed = _TEST.fullmatch(name)

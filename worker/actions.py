@@ -97,6 +97,8 @@ class Commit:
     save_id: str
     requests: tuple[SaveRequest, ...]
     results: tuple[Any, ...]
+    remote: tuple[int, ...] = ()
+    """Ranks whose files another worker has written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,41 @@ class ScanLineage:
     id: int
     run: str
     path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listen:
+    """Listen for followers; answered at once by Listening. `port`, `secret`: as in `lead`."""
+
+    port: int
+    secret: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connect:
+    """Connect to the worker that leads a run; answered by Unconnected only where that is impossible."""
+
+    run: str
+    address: str
+    server_public: str
+    client_public: str
+    client_secret: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disconnect:
+    """End the connection of a followed run."""
+
+    run: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relay:
+    """Send a message to another worker; it may get lost. `route`: of the follower; b"": to the leader of `run`."""
+
+    run: str
+    route: bytes
+    message: Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +187,10 @@ Action = (
     | Commit
     | Remove
     | ScanLineage
+    | Listen
+    | Connect
+    | Disconnect
+    | Relay
     | Log
     | Exit
 )

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import msgpack
 
 from asyncckpt.format.names import SaveId
-from asyncckpt_worker.records import Run, Save, Tables
+from asyncckpt_worker.records import Save, Tables
+from asyncckpt_worker.run_record import Run
 
 PREFIX = "change-"
 MAX_CHANGES = 256
@@ -49,13 +50,17 @@ class ChangeBook:
         self._t = tables
 
     def note(self, save: Save, names: Iterable[str]) -> None:
-        """FQNs that are to be stored for each rank from the next change on."""
+        """FQNs that are to be stored for each rank from the next change on, or agreed on anew, if they are of shards.
+
+        Those of which a change told that held for this very save already are told again: the ranks have agreed since.
+        """
         run = self._run_of(save)
         if run is not None:
+            again = SaveId.parse(save.save_id).sequence >= run.effective
             for name in names:
                 fits = len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS
-                if fits and not _NOT_WHOLE.search(name):
-                    run.names.setdefault(name, False)
+                if (fits or name in run.names) and not _NOT_WHOLE.search(name):
+                    run.names[name] = run.names.get(name, False) and not again
 
     def publish(self, save: Save, *, complete: bool) -> None:
         """Make what is new known to all ranks of the run.
@@ -125,4 +130,4 @@ class ChangeBook:
 
     def _run_of(self, save: Save) -> Run | None:
         run = self._t.runs.get(SaveId.parse(save.save_id).run_id)
-        return run if run is not None and run.world_size == save.world_size > 1 else None
+        return run if run is not None and not run.followed and run.world_size == save.world_size > 1 else None

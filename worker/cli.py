@@ -17,7 +17,7 @@ from types import FrameType
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
-from asyncckpt.protocol.options import add_options
+from asyncckpt.protocol.options import ADVERTISE_VARIABLE, LOOPBACK, add_options
 from asyncckpt_worker.claim import claim
 from asyncckpt_worker.config import WorkerConfig
 
@@ -32,6 +32,9 @@ example:
 
 Trainers find a worker without --endpoint by themselves, and one with it by ASYNCCKPT_ENDPOINT. SIGTERM drains: saves
 that were submitted are finished, then the worker exits with 0; a second SIGINT ends it at once.
+
+On several nodes, one on each, with --advertise a name or address of that node that the others reach:
+  srun --ntasks-per-node=1 sh -c 'asyncckpt-worker --advertise $(hostname) --port 7400'
 """
 
 
@@ -58,6 +61,8 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         while_pid=options.while_pid,
         drain_timeout_s=options.drain_timeout_s,
         threads=options.threads,
+        advertise=options.advertise or os.environ.get(ADVERTISE_VARIABLE) or LOOPBACK,
+        port=options.port,
         log_format=options.log_format,
         log_file=os.path.abspath(os.path.expanduser(options.log_file)) if options.log_file else None,
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.endpoint import socket_path
-from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, IDLE_EXIT_S, LOG_FORMATS
+from asyncckpt.protocol.fields import address, port
+from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, IDLE_EXIT_S, LOG_FORMATS, LOOPBACK
 
 MAX_THREADS = 256
 
@@ -26,6 +27,7 @@ class WorkerConfig:
             takes seconds at most.
         threads: Threads that write one save, unless it asks for a number; 0 takes `rank_files.DEFAULT_THREADS`.
         heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
+        advertise, port: Where the workers of other nodes reach this one, when it leads them; 0: any port.
         log_format, log_file: "human" or "json"; None writes to stderr.
 
     Raises:
@@ -40,6 +42,8 @@ class WorkerConfig:
     staging_grace_s: float = 10.0
     threads: int = 0
     heartbeat_s: float = 0.5
+    advertise: str = LOOPBACK
+    port: int = 0
     log_format: str = "human"
     log_file: str | None = None
 
@@ -58,6 +62,12 @@ class WorkerConfig:
         if type(self.while_pid) is not int or self.while_pid < 0:
             raise ConfigError(
                 f"while_pid is {self.while_pid!r}; expected a process id", field="while_pid", value=self.while_pid
+            )
+        if not address(f"tcp://{self.advertise}:{self.port}") or not port(self.port):
+            raise ConfigError(
+                f"advertise is {self.advertise!r}, port {self.port!r}; expected a host name or address, and 0 to 65535",
+                field="advertise",
+                value=self.advertise,
             )
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
+from asyncckpt.errors import AsyncCkptError, EndpointError, SaveFailedError, WorkerUnavailableError, to_wire
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
@@ -25,14 +25,16 @@ from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.blame import concerned
 from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.ending import BrainConfig
 from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.keeper import Keeper
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
+from asyncckpt_worker.peers import Peers
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.server import Server
 from asyncckpt_worker.slots import SlotStore
-from asyncckpt_worker.state import Brain, BrainConfig
+from asyncckpt_worker.state import Brain
 from asyncckpt_worker.writer import Writer
 
 MAX_WAIT_S = 1.0
@@ -88,6 +90,7 @@ class Daemon:
             ),
             time.monotonic(),
         )
+        self._peers = Peers(config.advertise, config.port, self.brain.run_of_key, self.metrics.count)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -112,10 +115,13 @@ class Daemon:
         self._scheduler.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
 
     def _turn(self) -> None:
-        self._server.poll([self._scheduler.fd, *self._liveness.fds(), *self._keeper.fds()], self._wait_s())
+        fds = [self._scheduler.fd, *self._liveness.fds(), *self._keeper.fds()]
+        self._server.poll(fds, self._wait_s(), self._peers.sockets())
         # Messages before deaths: what a trainer said with its last breath makes better error messages.
         for peer, message in self._server.receive():
             self._handle(ev.Received(now=time.monotonic(), peer=peer, message=message))
+        for run, route, said in self._peers.receive():
+            self._handle(ev.Relayed(now=time.monotonic(), run=run, route=route, message=said))
         for result in self._scheduler.results():
             self._handle(result)
         for session in self._liveness.dead():
@@ -182,6 +188,7 @@ class Daemon:
             return True
         self._closed = True
         self._server.close()
+        self._peers.close()
         self._liveness.close()
         self._keeper.close()
         self._slots.close()
@@ -205,6 +212,14 @@ class Daemon:
                 self._liveness.unwatch(action.session)
             case ac.CreateSlot():
                 return self._create_slot(action)
+            case ac.Relay():
+                self._peers.send(action.run, action.route, action.message)
+            case ac.Listen():
+                return self._listen(action)
+            case ac.Connect():
+                return self._connect(action)
+            case ac.Disconnect():
+                self._peers.disconnect(action.run)
             case ac.Exit():
                 self._exit = action
             case _:
@@ -226,6 +241,20 @@ class Daemon:
         if action.populate:
             self._jobs.populate(action.slot)
         return ev.SlotCreated(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
+
+    def _listen(self, action: ac.Listen) -> ev.Listening:
+        try:
+            address, public, secret = self._peers.listen(action.port, action.secret)
+        except EndpointError as error:
+            return ev.Listening(now=time.monotonic(), error=to_wire(error))
+        return ev.Listening(now=time.monotonic(), address=address, public=public, secret=secret)
+
+    def _connect(self, action: ac.Connect) -> ev.Unconnected | None:
+        try:
+            self._peers.connect(action)
+        except WorkerUnavailableError as error:
+            return ev.Unconnected(now=time.monotonic(), run=action.run, error=to_wire(error))
+        return None
 
     def _report(self, brains: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -22,6 +22,8 @@ def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
         overwrite=m.overwrite,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
+        link=session.link,
+        prepared=bool(session.link),
     )
 
 
@@ -39,6 +41,8 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         overwrite=request.overwrite,
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
+        link=slot.link,
+        prepared=bool(slot.link),
     )
 
 

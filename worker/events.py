@@ -134,6 +134,36 @@ class LineageScanned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Listening:
+    """The answer to Listen: where, and the key pair; or the error."""
+
+    now: float
+    address: str = ""
+    public: str = ""
+    secret: str = ""
+    error: Wire | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unconnected:
+    """Connect was impossible."""
+
+    now: float
+    run: str
+    error: Wire
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relayed:
+    """Another worker has said something. `route`: of a follower, whose key is that of `run`; b"": the run's leader."""
+
+    now: float
+    run: str
+    route: bytes
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested:
     """A signal, or `Daemon.stop()`. `immediately`: do not wait for saves."""
 
@@ -170,6 +200,9 @@ Event = (
     | Published
     | Removed
     | LineageScanned
+    | Listening
+    | Unconnected
+    | Relayed
     | StopRequested
     | Broken
     | Tick

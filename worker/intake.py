@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, FAILED
 from asyncckpt.protocol.messages import Begin, Withdraw
+from asyncckpt.protocol.relay import Declined
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.agreement import disagreement, own_contradiction, unequal_samples
 from asyncckpt_worker.changes import ChangeBook
@@ -45,7 +46,7 @@ class Intake:
         entry = entry_of_begin(session, message, self._t.now)
         self._add(save, entry)
         error = self._refuse_rival(save, entry)
-        if not entry.ended:
+        if not entry.ended and not save.given_up:
             self._saves.prepare(save, entry, fsync=message.fsync)
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
         return error
@@ -126,6 +127,9 @@ class Intake:
             text = f"rank {session.rank} of {session.world_size} withdrew a save of others; that was ignored"
             return self._t.log("error", text, save_id=m.save_id, session=session.name, count="protocol_errors")
         self._runs.heard_of(m.save_id, session.world_size)
+        if run.followed:
+            record = Declined(save_id=m.save_id, rank=session.rank, reason=m.reason, skipped=m.skipped)
+            return self._t.told.append((run.run_id, record))
         saves = same_call(m.save_id, self._t.saves)
         if any(s.has_sealed(session.rank) or s.outcome is not None for s in saves):
             return None
@@ -156,6 +160,7 @@ class Intake:
     def _add(self, save: Save, entry: RankSave, *, sealed: bool = False) -> None:
         """Add a rank; it ends with a save that another rank has ended already, or that never can be."""
         save.ranks[entry.rank] = entry
+        self._t.touched[(save.save_id, entry.rank)] = None
         if save.outcome is not None:
             error = save.error or failed(save, entry, "disagree", "it has ended before")
             return self._saves.move(save, entry, "fail", error)
@@ -171,6 +176,8 @@ class Intake:
 
     def _refuse_rival(self, save: Save, entry: RankSave) -> Wire | None:
         """Fail a save to a path that an earlier one still uses: which of the two wins must not be chance."""
+        if self._t.is_followed(save.save_id):
+            return None  # its leader sees all ranks
         other = None if entry.ended else rival(entry.path, save.save_id, self._t.saves)
         if other is None:
             return None

@@ -160,6 +160,10 @@ def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
             return ev.Removed(now=now, save_id=action.save_id)
         case ac.ScanLineage():
             return _scanned(action, error=wire)
+        case ac.Listen():
+            return ev.Listening(now=now, error=wire)
+        case ac.Connect():
+            return ev.Unconnected(now=now, run=action.run, error=wire)
         case ac.Watch():
             return ev.Watched(now=now, session=action.session, alive=False)
     return None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.protocol.fields import MAX_MISSING
-from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT, TRANSITIONS
+from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT
+from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import Action, Log
 from asyncckpt_worker.events import Peer, SaveKey, Wire
+from asyncckpt_worker.run_record import Run
 
 MAX_SESSIONS = 4096
 MAX_SLOTS_PER_SESSION = 64
@@ -44,6 +45,12 @@ class Session:
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
 
     slots: set[int] = field(default_factory=set)
+
+    link: str = ""
+    """The stream of the worker that this rank has; "" for one of ours."""
+
+    joined: tuple[int, int] = (0, 0)
+    """Which of several links of the rank is the latest: `attempt` and `opened` of `joined`."""
 
 
 @dataclass(slots=True)
@@ -87,6 +94,8 @@ class Slot:
 
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
+    link: str = ""
+    """As `Session.link`: then it is nothing that we have."""
 
     @property
     def state(self) -> str:
@@ -119,6 +128,11 @@ class RankSave:
     report: dict[str, Any] = field(default_factory=dict)
     durable_at: float | None = None
     consented: bool = False
+    link: str = ""
+    """As `Session.link`: then its files are written there."""
+
+    told: int = 0
+    """How far the leader has been told of it: begun, sealed, delivered."""
 
     @property
     def ended(self) -> bool:
@@ -146,6 +160,12 @@ class Save:
 
     waiting_since: float | None = None
     """When the first rank was durable."""
+
+    given_up: bool = False
+    """Followed: it cannot go on here, and the leader is told so."""
+
+    told_missing: list[int] | None = None
+    """Followed: the ranks that the leader waits for, as it has said."""
 
     turn_since: float = 0.0
     """When the last of the run's earlier saves that were under way ended: hooks are asked one after another."""
@@ -178,38 +198,6 @@ class Save:
 
 
 @dataclass(slots=True)
-class Run:
-    """The ranks that save together, and what they were told. `changes`: what was published, first to last."""
-
-    run_id: str
-    world_size: int
-    members: dict[int, str] = field(default_factory=dict)
-    """Rank -> its session."""
-
-    gone: dict[int, str] = field(default_factory=dict)
-    """Rank -> how its session ended; its slots have been read since."""
-
-    highest: int = -1
-    """The highest sequence that was heard of."""
-
-    withdrawn: dict[int, Wire] = field(default_factory=dict)
-    """Sequence -> why that save can never be."""
-
-    spoke: dict[int, float] = field(default_factory=dict)
-    """Rank -> when one of its hooks spoke last. A rank's hooks run one after another, in any order of the saves."""
-
-    epochs: dict[str, int] = field(default_factory=dict)
-    """Directory -> the epoch of this run's checkpoints in it."""
-
-    changes: list[bytes] = field(default_factory=list)
-    effective: int = 0
-    """The sequence from which on the last change holds."""
-
-    names: dict[str, bool] = field(default_factory=dict)
-    """FQNs to be stored for each rank -> whether that was published."""
-
-
-@dataclass(slots=True)
 class Tables:
     """All that the brain knows, and the actions that the current event has led to so far."""
 
@@ -235,6 +223,15 @@ class Tables:
 
     lineage_scans: int = 0
     next_slot: int = 1
+    instance: str = ""
+    touched: dict[SaveKey, None] = field(default_factory=dict)
+    """Ranks whose phase has changed, or that have come, in this event."""
+
+    told: list[tuple[str, Message]] = field(default_factory=list)
+    """Run and record: what its leader is to hear, besides what was touched."""
+
+    heard: dict[str, float] = field(default_factory=dict)
+    """Stream of a follower -> when it was heard last."""
 
     def log(
         self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any
@@ -252,6 +249,11 @@ class Tables:
         """Yield every rank of every save."""
         return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
 
+    def is_followed(self, save_id: str) -> bool:
+        """Whether another worker decides on this save."""
+        run = self.runs.get(save_id[-12:])
+        return run is not None and run.followed
+
     @property
     def jobs(self) -> int:
         """How many jobs are outstanding."""
@@ -268,14 +270,3 @@ class Tables:
             old = [s.save_id for s in self.saves.values() if s.outcome and not s.busy and s.save_id not in in_use]
             for save_id in old[:excess]:
                 del self.saves[save_id]
-
-
-def row_of(save: Save, entry: RankSave) -> Mapping[str, Any]:
-    """Return the row of a Saves message (protocol/SPEC.md) for one rank of a save."""
-    assert entry.phase in TRANSITIONS
-    row: dict[str, Any] = {"save_id": save.save_id, "phase": entry.phase, "report": dict(entry.report)}
-    if entry.error is not None:
-        row["error"] = dict(entry.error)
-    if save.sealed_since is not None and (missing := save.missing):
-        row["missing"] = missing[:MAX_MISSING]
-    return row

@@ -7,6 +7,10 @@ ends it on all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.protocol.fields import MAX_TEXT_CHARS
 from asyncckpt.protocol.lifecycle import (
     ABANDONED,
     BEGUN,
@@ -16,15 +20,19 @@ from asyncckpt.protocol.lifecycle import (
     FAILED,
     SUBMITTED,
     UNKNOWN,
+    WRITING,
     advance,
 )
 from asyncckpt.protocol.messages import Consent
+from asyncckpt.protocol.relay import Consented, GaveUp, Left
 from asyncckpt_worker.actions import Commit, Remove, Write
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.order import has_elder
-from asyncckpt_worker.records import RankSave, Run, Save, Session, Tables
+from asyncckpt_worker.records import RankSave, Save, Session, Tables
+from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.verdicts import failed, timed_out
 
@@ -51,7 +59,7 @@ class SaveBook:
             return
         if event.error is not None:
             self.end(save, FAILED, event.error)
-        elif entry.phase == SUBMITTED:
+        elif entry.phase == SUBMITTED and not save.given_up:
             self.write(save, entry)
 
     def written(self, event: Written) -> None:
@@ -70,10 +78,20 @@ class SaveBook:
         elif event.error is not None:
             self.end(save, FAILED, event.error)
         else:
-            self.move(save, entry, "finish")
-            entry.durable_at = self._t.now
-            save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
-            self._commit_when_complete(save)
+            self._is_durable(save, entry)
+
+    def delivered(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
+        """A follower has written a rank's files."""
+        if save.outcome is None and entry.phase == WRITING:
+            entry.result = result
+            entry.report.update(report)
+            self._is_durable(save, entry)
+
+    def _is_durable(self, save: Save, entry: RankSave) -> None:
+        self.move(save, entry, "finish")
+        entry.durable_at = self._t.now
+        save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
+        self._commit_when_complete(save)
 
     def published(self, event: Published) -> None:
         save = self._t.saves.get(event.save_id)
@@ -86,12 +104,16 @@ class SaveBook:
             self._changes.note(save, event.uncovered)
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
+        self.committed(save, event.report)
+
+    def committed(self, save: Save, report: Mapping[str, Any]) -> None:
+        """The manifest stands."""
         save.outcome = COMMITTED
         for entry in save.ranks.values():
-            self.move(save, entry, "commit")
+            self.move(save, entry, "commit" if entry.phase == DURABLE else "fail")
             entry.result = None
         entry = save.ranks[min(save.ranks)]
-        facts = {**event.report, "step": entry.step, "path": entry.path}
+        facts = {**report, "step": entry.step, "path": entry.path}
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
         self._commit_next(save)
 
@@ -107,6 +129,11 @@ class SaveBook:
         run = self._t.runs.get(m.save_id[-12:])
         if run is not None and run.members.get(session.rank) == session.name:
             run.spoke[session.rank] = self._t.now
+            if run.followed:
+                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
+                    mine.consented = m.granted
+                record = Consented(save_id=m.save_id, rank=session.rank, granted=m.granted, reason=m.reason)
+                return self._t.told.append((run.run_id, record))
         save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
         if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:
             return
@@ -120,6 +147,8 @@ class SaveBook:
 
     def gone(self, run: Run, rank: int) -> None:
         """A rank of the run will say nothing more: end the saves that need it."""
+        if run.followed:
+            return self._t.told.append((run.run_id, Left(rank=rank, why=run.gone[rank][:MAX_TEXT_CHARS])))
         for save in [s for s in self._t.saves.values() if s.save_id.endswith(run.run_id)]:
             if save.outcome is not None or save.committing:
                 continue
@@ -129,29 +158,12 @@ class SaveBook:
             elif entry is not None and entry.needs_consent:
                 detail = f"its pre_commit hook has not consented: {run.gone[rank]}"
                 self.end(save, FAILED, failed(save, entry, "vetoed", detail))
-
-    def deadline(self, save: Save) -> tuple[float, RankSave | None]:
-        """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
-        if save.outcome is not None or save.committing or save.sealed_since is None:
-            return float("inf"), None
-        found: tuple[float, RankSave | None] = (float("inf"), None)
-        if save.missing:
-            found = (save.sealed_since + save.timeout_s, None)
-        run, turn = self._t.runs.get(save.save_id[-12:]), save.turn_since
-        spoke = run.spoke if run is not None else {}
-        if save.waiting_since is not None and has_elder(save, self._t.saves):
-            turn = save.waiting_since + save.timeout_s  # it waits no longer than that, as for its commit
-        for entry in save.ranks.values():
-            if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
-                since = max(entry.durable_at, turn, spoke.get(entry.rank, 0.0))
-                silent_until = since + entry.request.hook_timeout_s
-                found = min(found, (silent_until, entry), key=lambda pair: pair[0])
-        return found
+        return None
 
     def tick(self) -> None:
         """End saves whose other ranks, or hooks, have not spoken in time; let go those that waited for earlier ones."""
         for save in list(self._t.saves.values()):
-            until, silent = self.deadline(save)
+            until, silent = deadline(self._t, save)
             if self._t.now < until:
                 if save.outcome is None and not save.committing and save.waiting_since is not None:
                     self._commit_when_complete(save)
@@ -159,13 +171,24 @@ class SaveBook:
                 detail = f"its pre_commit hook said nothing for {silent.request.hook_timeout_s:g} s"
                 self.end(save, FAILED, failed(save, silent, "vetoed", detail))
             else:
-                self.end(save, FAILED, timed_out(save))
+                late = [e.rank for e in save.ranks.values() if e.link and e.phase != DURABLE]
+                self.end(save, FAILED, timed_out(save, save.missing or sorted(late)))
 
     # ---- how it ends ------------------------------------------------------------------------------------------------
 
     def end(self, save: Save, outcome: str, error: Wire) -> None:
-        """End a save on all of its ranks, without a commit."""
+        """End a save on all of its ranks, without a commit; one that another worker leads is given up."""
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
+        if not self._t.is_followed(save.save_id):
+            return self.end_here(save, outcome, error)
+        if not save.given_up:
+            save.given_up = True
+            record = GaveUp(save_id=save.save_id, outcome=outcome, error=error)
+            self._t.told.append((save.save_id[-12:], record))
+        return None
+
+    def end_here(self, save: Save, outcome: str, error: Wire) -> None:
+        """As `end`, also where another worker decides: it has."""
         self._changes.publish(save, complete=False)
         save.outcome, save.error = outcome, error
         at_begun, at_durable = _OUTCOME_EVENTS[outcome]
@@ -189,12 +212,16 @@ class SaveBook:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def prepare(self, save: Save, entry: RankSave, *, fsync: bool) -> None:
+        if entry.link:
+            return
         entry.preparing = True
         self._t.actions.append(prepare_of(save.save_id, entry, fsync=fsync))
 
     def write(self, save: Save, entry: RankSave) -> None:
         assert entry.request is not None
         self.move(save, entry, "write")
+        if entry.link:
+            return
         entry.writing = True
         key = (save.save_id, entry.rank)
         self._t.slots[entry.slot].writes.add(key)
@@ -225,6 +252,8 @@ class SaveBook:
         # IMPORTANT: every rank of the world, each durable: a manifest that names one that is not would list a torn
         # checkpoint.
         entries = [save.ranks[r] for r in sorted(save.ranks)]
+        if self._t.is_followed(save.save_id):
+            return False
         if len(entries) != save.world_size or any(e.phase != DURABLE for e in entries):
             return False
         if any(e.needs_consent for e in entries):
@@ -235,9 +264,9 @@ class SaveBook:
         requests = tuple(e.request for e in entries if e.request is not None)
         assert len(requests) == save.world_size
         save.committing = True
-        self._t.actions.append(
-            Commit(save_id=save.save_id, requests=requests, results=tuple(e.result for e in entries))
-        )
+        remote = tuple(e.rank for e in entries if e.link)
+        results = tuple(e.result for e in entries)
+        self._t.actions.append(Commit(save_id=save.save_id, requests=requests, results=results, remote=remote))
         return True
 
     def _clean_up(self, save: Save) -> None:
@@ -254,6 +283,7 @@ class SaveBook:
         if entry.phase in ENDED:
             return
         entry.phase = advance(entry.phase, event)
+        self._t.touched[(save.save_id, entry.rank)] = None
         entry.error = error
         if entry.phase in ENDED:
             entry.request = None

@@ -61,8 +61,8 @@ class Server:
         except (zmq.ZMQError, OSError) as error:
             raise EndpointError(f"cannot listen on {endpoint}: {error}", endpoint=endpoint, path=self._path) from error
 
-    def poll(self, fds: Iterable[int], timeout_s: float | None) -> set[int]:
-        """Wait until a message or one of `fds` is there.
+    def poll(self, fds: Iterable[int], timeout_s: float | None, others: Iterable[zmq.Socket[bytes]] = ()) -> set[int]:
+        """Wait until a message, one of `fds`, or a message of the sockets `others`, is there.
 
         Blocks: at most `timeout_s`; None waits for ever.
 
@@ -73,6 +73,8 @@ class Server:
         poller.register(self._socket, zmq.POLLIN)
         for fd in fds:
             poller.register(fd, zmq.POLLIN)
+        for socket in others:
+            poller.register(socket, zmq.POLLIN)
         ready = poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1))
         return {found for found, _ in ready if isinstance(found, int)}
 

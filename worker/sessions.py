@@ -42,7 +42,8 @@ class SessionBook:
             if known.hello is None:
                 self._lending.send(peer, self._welcome(m.id))
             return None
-        if self._t.draining or len(self._t.sessions) >= MAX_SESSIONS:
+        own = sum(not s.link for s in self._t.sessions.values())  # the ranks of other nodes cost nobody a place here
+        if self._t.draining or own >= MAX_SESSIONS:
             why = "is shutting down" if self._t.draining else f"serves {MAX_SESSIONS} sessions already"
             return self._lending.refuse(
                 peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why)

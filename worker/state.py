@@ -31,20 +31,20 @@ repeated, or overtake each other; a message that makes no sense is refused and c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, UnknownSaveError
-from asyncckpt.protocol.lifecycle import BEGUN
 from asyncckpt.protocol.messages import (
     Allocate,
     Begin,
     Consent,
     Drain,
     Fetch,
+    Follow,
     Goodbye,
     Heartbeat,
     Hello,
+    Lead,
     Lineage,
     Message,
     Ok,
@@ -55,49 +55,42 @@ from asyncckpt.protocol.messages import (
     Welcome,
     Withdraw,
 )
-from asyncckpt_worker.actions import Action, Exit, SendStatus
+from asyncckpt_worker.actions import Action, SendStatus
 from asyncckpt_worker.boards import BoardBook
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.deadlines import deadline
+from asyncckpt_worker.ending import BrainConfig, Ending
 from asyncckpt_worker.events import (
     Broken,
     Died,
     Event,
     LineageScanned,
+    Listening,
     Prepared,
     Published,
     Received,
+    Relayed,
     Removed,
     SlotCreated,
     SlotFreed,
     SlotRead,
     StopRequested,
     Tick,
+    Unconnected,
     Watched,
     Written,
 )
+from asyncckpt_worker.following import FollowBook
 from asyncckpt_worker.intake import Intake
+from asyncckpt_worker.leading import LeadBook
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.lineages import LineageBook
 from asyncckpt_worker.records import Session, Tables
-from asyncckpt_worker.report import report
+from asyncckpt_worker.report import MAX_ROWS, report
 from asyncckpt_worker.rows import news, states
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.sessions import SessionBook
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BrainConfig:
-    """Identity and times (seconds; see `WorkerConfig`). `instance`: random, per process."""
-
-    package: str
-    pid: int
-    pid_start: int
-    instance: str
-    heartbeat_s: float
-    idle_exit_s: float
-    drain_timeout_s: float
-    staging_grace_s: float
 
 
 class Brain:
@@ -105,20 +98,18 @@ class Brain:
 
     def __init__(self, config: BrainConfig, now: float) -> None:
         self._config = config
-        self.tables = Tables(now=now)
+        self.tables = Tables(now=now, instance=config.instance)
         self._runs, changes = RunBook(self.tables), ChangeBook(self.tables)
         self._saves = SaveBook(self.tables, self._runs, changes)
         self._intake = Intake(self.tables, self._saves, self._runs, changes)
         self._lending = Lending(self.tables, self._intake)
-        self._lineages = LineageBook(self.tables, self._runs, self._lending)
+        self._following = FollowBook(self.tables, self._runs, self._saves, self._lending)
+        self._lineages = LineageBook(self.tables, self._runs, self._lending, self._following.lineage)
         self._boards = BoardBook(self.tables, changes)
         self._sessions = SessionBook(self.tables, self._lending, self._runs, self._boards, self._welcome)
-        self._idle_since: float | None = now
-        self._kept = False
-        self._drain_deadline: float | None = None
-        self._grace_deadline = now
-        self._looked_again = False
-        self._exiting = False
+        self._leading = LeadBook(self.tables, self._runs, self._intake, self._saves, self._lending, self._lineages)
+        self._lineages.tell_followers = self._leading.epoch_found
+        self._ending = Ending(self.tables, self._lending, config, lambda: self._leading.busy or self._following.busy)
 
     def handle(self, event: Event) -> list[Action]:
         """Return what is to be done about `event`, in this order."""
@@ -131,20 +122,24 @@ class Brain:
             self._saves.gone(run, rank)
         self._lending.free_what_is_over()
         self._lending.create_what_was_postponed()
+        self._following.flush()
+        self._leading.flush()
         t.actions += news(t)
         t.forget_old_saves()
-        self._consider_exit()
+        self._ending.consider()
         actions, t.actions = t.actions, []
         return actions
 
     @property
     def wakes_at(self) -> float | None:
         """When the next Tick is due at the latest, by the events' clock; None: whenever."""
-        times = [self._drain_deadline, self._grace_deadline if self.tables.draining else None]
-        times += [self._saves.deadline(save)[0] for save in self.tables.saves.values() if save.outcome is None]
-        if self._idle_since is not None and self._config.idle_exit_s > 0:
-            times.append(self._idle_since + self._config.idle_exit_s)
-        return min((t for t in times if t is not None and self.tables.now <= t < float("inf")), default=None)
+        times = [*self._ending.times(), *self._leading.times(), *self._following.times()]
+        times += [deadline(self.tables, save)[0] for save in self.tables.saves.values() if save.outcome is None]
+        return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
+
+    def run_of_key(self, client_public: str) -> str | None:
+        """Return the run whose followers prove this key, or None."""
+        return self._leading.run_of(client_public)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -172,13 +167,21 @@ class Brain:
                 self._saves.removed(event)
             case LineageScanned():
                 self._lineages.scanned(event)
+            case Listening():
+                self._leading.listening(event)
+            case Unconnected():
+                self._following.unconnected(event)
+            case Relayed():
+                (self._leading if event.route else self._following).received(event)
             case StopRequested():
-                self._drain(event.immediately, "asked to stop")
+                self._ending.drain(event.immediately, "asked to stop")
             case Broken():
                 self._saves.broken(event)
             case Tick():
-                self._kept = event.kept
+                self._ending.kept = event.kept
                 self._saves.tick()
+                self._following.tick()
+                self._leading.tick()
 
     def _received(self, event: Received) -> None:
         peer, m = event.peer, event.message
@@ -186,12 +189,12 @@ class Brain:
             case Hello():
                 return self._sessions.hello(peer, m)
             case Status():
-                return self.tables.actions.append(
-                    SendStatus(peer=peer, id=m.id, report=report(self.tables, self._config.instance))
-                )
+                found = {"followers": self._leading.report()[:MAX_ROWS], "followed": self._following.report()}
+                found |= report(self.tables, self._config.instance)
+                return self.tables.actions.append(SendStatus(peer=peer, id=m.id, report=found))
             case Drain():
                 self._lending.send(peer, Ok(id=m.id))
-                return self._drain(m.now, "asked to drain")
+                return self._ending.drain(m.now, "asked to drain")
         session = self.tables.sessions.get(self.tables.peers.get(peer, ""))
         id = getattr(m, "id", 0)
         if session is None or session.hello is not None:
@@ -224,6 +227,10 @@ class Brain:
             case Goodbye():
                 self._lending.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)
+            case Lead():
+                self._leading.lead(session, m)
+            case Follow():
+                self._following.follow(session, m)
             case Lineage():
                 self._lineages.ask(session, m)
 
@@ -242,56 +249,3 @@ class Brain:
             instance=c.instance,
             heartbeat_s=c.heartbeat_s,
         )
-
-    # ---- the end ----------------------------------------------------------------------------------------------------
-
-    def _drain(self, immediately: bool, why: str) -> None:
-        t = self.tables
-        if self._drain_deadline is None:
-            t.draining = True
-            self._drain_deadline = t.now + self._config.drain_timeout_s
-            t.begins_until = self._grace_deadline = min(self._drain_deadline, t.now + self._config.staging_grace_s)
-            t.log(
-                "info", f"draining: {why}", sessions=len(t.sessions), saves=sum(s.unfinished for s in t.saves.values())
-            )
-            self._lending.read_all_lent()
-        if immediately:
-            self._drain_deadline = t.now
-
-    def _consider_exit(self) -> None:
-        t = self.tables
-        if self._exiting:
-            return
-        unfinished = [s for s in t.saves.values() if s.unfinished]
-        reading = any(s.reading for s in t.slots.values())
-        idle = not self._kept and not t.sessions and not unfinished and not reading and not t.lineage_scans
-        self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
-        if self._drain_deadline is not None:
-            working = bool(unfinished) or self._staging(self._drain_deadline)
-            at_rest = not working and not reading
-            self._looked_again = self._looked_again and not working
-            if at_rest and not self._looked_again and t.now < self._drain_deadline and self._lending.read_all_lent():
-                # IMPORTANT: what was sealed since the first look, its doorbell still under way, must not be lost.
-                self._looked_again = True
-            elif at_rest:
-                self._exit(True, "drained")
-            elif t.now >= self._drain_deadline:
-                text = f"{len(unfinished)} saves are unfinished and will not be committed"
-                t.log("error", text, facts_saves=[s.save_id for s in unfinished[:20]])
-                self._exit(not unfinished, "drain timeout")
-        elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
-            self._exit(True, "idle")
-
-    def _staging(self, drain_deadline: float) -> bool:
-        """Whether a drain waits for a trainer that copies: each save gets the grace from its own begin."""
-        t = self.tables
-        begun = [e.begun_at for _, e in t.entries() if e.phase == BEGUN]
-        for begun_at in begun:
-            until = min(drain_deadline, begun_at + self._config.staging_grace_s)
-            self._grace_deadline = max(self._grace_deadline, until)
-        opened = t.now < t.begins_until and any(s.opened and not s.closing for s in t.slots.values())
-        return opened or (bool(begun) and t.now < self._grace_deadline)
-
-    def _exit(self, complete: bool, reason: str) -> None:
-        self._exiting = True
-        self.tables.actions.append(Exit(complete=complete, reason=reason))

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from asyncckpt.errors import (
     CommitTimeoutError,
+    CommitUnknownError,
+    ProtocolError,
     RanksDisagreeError,
     ReplicaMismatchError,
     SaveFailedError,
@@ -107,17 +109,54 @@ def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split:
     )
 
 
-def timed_out(save: Save) -> Wire:
-    """Ranks did not seal in time after the first one had."""
-    missing = save.missing
+def timed_out(save: Save, missing: list[int]) -> Wire:
+    """Ranks did not seal in time after the first one had; or their worker is silent that was to write it."""
     path = next(iter(save.ranks.values())).path
+    what, since = ("written", "after their worker was heard last")
+    if save.missing:
+        what, since = ("staged", "after the first one")
     return to_wire(
         CommitTimeoutError(
-            f"save {save.save_id} to {path}: ranks {missing[:SHOWN]} had not staged it {save.timeout_s:g} s after the "
-            "first one; nothing was published",
+            f"save {save.save_id} to {path}: ranks {missing[:SHOWN]} had not {what} it {save.timeout_s:g} s "
+            f"{since}; nothing was published",
             missing_ranks=missing,
             timeout_s=save.timeout_s,
             save_id=save.save_id,
             path=path,
         )
     )
+
+
+def worker_lost(save: Save, entry: RankSave, why: str) -> Wire:
+    """The worker of another node is gone before it had written a rank's files."""
+    return failed(save, entry, "worker_lost", f"its worker was lost: {why}")
+
+
+def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
+    """The worker that decides is gone, or silent. `unknown`: it may have committed the save."""
+    entry = save.ranks[min(save.ranks)]
+    detail = f"the worker beside rank 0, which commits, was lost: {why}"
+    if not unknown:
+        return failed(save, entry, "leader_lost", detail)
+    return to_wire(
+        CommitUnknownError(
+            f"save {save.save_id} (step {entry.step}) to {entry.path}: {detail}; this node's ranks were written, so "
+            "that it may have committed the checkpoint, or may still; look with `asyncckpt ls`",
+            code="leader_lost",
+            path=entry.path,
+            detail=detail,
+            save_id=save.save_id,
+            step=entry.step,
+        )
+    )
+
+
+def not_taken(save_id: str, rank: int) -> Wire:
+    """The leader has no place for a rank's part in a save."""
+    detail = f"rank {rank} is of another world than the others, or saves twice"
+    return disagree(save_id, "", detail, [rank], SAME_WORLD)
+
+
+def leads_not(run_id: str) -> ProtocolError:
+    """A run that is followed here cannot be led from here."""
+    return ProtocolError(f"run {run_id} is led by another worker; rank 0 must be beside that one", detail="leads")

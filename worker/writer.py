@@ -21,11 +21,13 @@ from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
+from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
+from asyncckpt_worker.shared import await_shared
 from asyncckpt_worker.slots import SlotStore
 
 MIN_THREADS = 2
@@ -139,7 +141,9 @@ class Writer:
 
         def run() -> None:
             save_id = SaveId.parse(request.save_id)
-            dcp_metadata = dcp_metadata_of(save_id, results)
+            dcp_metadata = dcp_metadata_of(save_id, results, [r.structure for r in job.requests])
+            if job.remote:
+                await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
             manifest = build_manifest(
                 save_id,
                 results,

@@ -22,7 +22,9 @@ from asyncckpt.conversion.writing import Written, write_file
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
 from asyncckpt.format.archive import Payload
+from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.objects import PICKLED_TAGS
 from asyncckpt.loading.differences import report_differences
 from asyncckpt.loading.fetching import bytes_of, thread_count
 from asyncckpt.loading.saved_objects import SavedObjects
@@ -254,11 +256,11 @@ class _Conversion:
             return
         for fqn, node in outline.leaves():
             raw = outline.objects[node[1]] if node[0] == "O" else None
-            if isinstance(raw, dict) and raw.get("$") == "pickle":
+            if isinstance(raw, dict) and raw.get("$") in PICKLED_TAGS:
                 holding.cannot[fqn] = "it was stored as a pickle (allow_pickle=True)"
 
     def _metadata_lost(self, contents: Contents) -> list[str]:
-        names = sorted(name for name in contents.manifest.metadata if name != "files")
+        names = sorted(name for name in contents.manifest.metadata if name not in ("files", PLANNER_KEY))
         if not names or self._to not in ("dcp", "torch"):
             return []
         return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]

@@ -28,7 +28,8 @@ _ALIGNMENT = 64
 _SLACK_NBYTES = 4096
 """What a slab may have beyond: alignment, and a single element of the widest dtype."""
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By width: dtypes that torch can copy and slice, and whose copies keep every bit."""
 
 
 class Slab(NamedTuple):
@@ -169,14 +170,29 @@ def _place(contents: Contents, saved: SavedTensor, files: Files) -> Strided | No
 
 def _strided(contents: Contents, saved: SavedTensor, number: int, files: Files, threads: int) -> Iterator[Slab]:
     """Yield a large tensor that is not row-major in its file: that range of the file is in memory once."""
-    place = _place(contents, saved, files)
-    assert place is not None
-    flat = tensor_for(saved, contents.path, shape=(place.nbytes // place.itemsize,), dtype=_CARRIERS[place.itemsize])
-    read_span(contents, place, flat.data_ptr(), saved.fqn, files, threads=threads)
-    view = flat.as_strided(place.sizes, place.strides)
-    parts = list(slab_slices(place.sizes, max(1, SLAB_NBYTES // place.itemsize)))
+    view = strided_view(contents, saved, files, threads=threads)
+    assert view is not None
+    parts = list(slab_slices(tuple(view.shape), max(1, SLAB_NBYTES // view.itemsize)))
     for n, slices in enumerate(parts):
         yield Slab(number, _bytes_of(view[slices].contiguous()), n == len(parts) - 1)
+
+
+def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, threads: int) -> torch.Tensor | None:
+    """Return a tensor that is not row-major in its file, read whole, as integers or complex128 of its width.
+
+    Returns:
+        None for any other.
+
+    Raises:
+        CorruptCheckpointError: The file is not what the structure says.
+        OSError: It cannot be read.
+    """
+    place = _place(contents, saved, files)
+    if place is None:
+        return None
+    flat = tensor_for(saved, contents.path, shape=(place.nbytes // place.itemsize,), dtype=CARRIERS[place.itemsize])
+    read_span(contents, place, flat.data_ptr(), saved.fqn, files, threads=threads)
+    return flat.as_strided(place.sizes, place.strides)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

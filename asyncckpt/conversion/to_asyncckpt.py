@@ -27,7 +27,7 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.storage.record import build_manifest
 
 

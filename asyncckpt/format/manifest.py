@@ -17,6 +17,9 @@ from asyncckpt.format.names import DCP, DCP_METADATA_NAME, MAX_RANKS, SAFETENSOR
 from asyncckpt.format.versions import MUST, check_version, list_of
 
 MANIFEST_VERSION = 1
+PLANNER_KEY = "torch.distributed.checkpoint"
+"""In `metadata`: what a planner of stock torch, which saved the checkpoint, keeps with it."""
+
 MAX_MANIFEST_NBYTES = 64 << 20
 STATE_COMMITTED = "committed"
 

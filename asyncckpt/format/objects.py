@@ -151,7 +151,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 TAGS = tuple(sorted(_MAKERS))
-LIBRARY_TAGS = ("numpy.scalar", "pickle", "torch.Size", "torch.device", "torch.dtype")
+LIBRARY_TAGS = ("dcp", "numpy.scalar", "pickle", "torch.Size", "torch.device", "torch.dtype")
+PICKLED_TAGS = ("dcp", "pickle")
 _SEQUENCE_TAGS = ("tuple", "set", "frozenset", "slice")
 
 
@@ -193,7 +194,7 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
 def _without_library(tag: str, payload: Any) -> Any:
     if tag == "numpy.scalar":
         return numpy_scalars.python_value(*numpy_scalars.checked(payload))
-    if tag == "pickle":
+    if tag in PICKLED_TAGS:
         return Opaque(tag, pickled(payload)[0])
     return Opaque(tag, payload)
 

@@ -111,12 +111,13 @@ class Agreement:
             return _SOLE
         return _PER_RANK if rank in self._per_rank.get(fqn, ()) else _NEWS
 
-    def extended(self, change: Change, raw: bytes) -> Agreement:
+    def extended(self, change: Change, raw: bytes, *, compared: bool = False) -> Agreement:
         """Return the agreement after `change`.
 
         Args:
             change: The change.
             raw: Its encoded bytes, for the fingerprint.
+            compared: Its shards were compared whole, or are to be taken as equal: the ranks have met.
 
         Raises:
             ProtocolError: A contribution of a rank outside the world.
@@ -144,7 +145,7 @@ class Agreement:
                 holders = after._settle(fqn, news[fqn], sets)
                 if holders:
                     sharers.setdefault(holders, []).append(news[fqn][0].key)
-            after._share(sharers, change)
+            after._share(sharers, change, compared=compared)
             after._check_names()
         return after
 
@@ -195,13 +196,13 @@ class Agreement:
     def _is_known(self, fqn: str) -> bool:
         return fqn in self._sole or fqn in self._per_rank or fqn in self._n_shapes
 
-    def _share(self, sharers: Mapping[tuple[int, ...], list[TensorKey]], change: Change) -> None:
+    def _share(self, sharers: Mapping[tuple[int, ...], list[TensorKey]], change: Change, *, compared: bool) -> None:
         """Spread new replicas over their holders."""
         new = {key for keys in sharers.values() for key in keys}
         replicas = {h: [replica_of(shape, DTYPES[dtype].itemsize) for _, dtype, shape in keys]
                     for h, keys in sharers.items()}  # fmt: skip
         loads = self._loads(change, new)
-        self.shards = self.shards.extended(by_shards(change.contributions), loads)
+        self.shards = self.shards.extended(by_shards(change.contributions), loads, compared=compared)
         if self.shards.names:
             of_shards = self.shards.loads()
             loads = {rank: nbytes + of_shards.get(rank, 0) for rank, nbytes in loads.items()}

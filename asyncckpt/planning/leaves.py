@@ -82,6 +82,6 @@ def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
     def make(tag: str, payload: Any) -> Any:
         if tag == "numpy.scalar":
             return decode_scalar(payload)
-        return unpickle(*objects.pickled(payload)) if tag == "pickle" else decode_torch(tag, payload)
+        return unpickle(*objects.pickled(payload)) if tag in objects.PICKLED_TAGS else decode_torch(tag, payload)
 
     return objects.decode_value(raw, make)

@@ -8,11 +8,17 @@ process that loads it with `allow_pickle=True`. Nothing else in asyncckpt reads 
 from __future__ import annotations
 
 import base64
+import io
 import pickle
 from typing import Any
 
+import torch
+
 PROTOCOL = 4
 """Of Python 3.4 and later."""
+
+_ZIP = b"PK\x03\x04"
+"""What `torch.save` writes begins so; a pickle of protocol 2 or later with 0x80."""
 
 
 def encode_pickle(value: Any) -> tuple[str, Any]:
@@ -26,9 +32,11 @@ def encode_pickle(value: Any) -> tuple[str, Any]:
 
 
 def unpickle(data: bytes) -> Any:
-    """Return the value. DANGER: see the module.
+    """Return the value of a pickle, or of what `torch.save` wrote. DANGER: see the module.
 
     Raises:
         Exception: Anything: the bytes decide.
     """
+    if data.startswith(_ZIP):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     return pickle.loads(data)

@@ -44,7 +44,7 @@ def settled_together(
     wanted, mine = candidates(contributions), b""
     if rank in contributions:
         mine = digests_for(flat, wanted[rank]) if wanted[rank] else b""
-        mine += shard_digests_for(flat, book.compared(contributions[rank].shards))
+        mine += shard_digests_for(flat, book.compared(contributions[rank].shards, rank))
     gathered = gather(mine)
     ends = {one: DIGEST_NBYTES * len(positions) for one, positions in wanted.items()}
     compare_shards(book, contributions, {one: gathered[one][end:] for one, end in ends.items()})

@@ -1,27 +1,26 @@
 """Who writes which shard: what the ranks have said of them, the same on all ranks. Pure; no torch.
 
-A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what: a rank that has not
-heard of the others' claims writes an even share of what it holds. What is agreed upon balances better, and knows of
-boxes that were given one by one, which must be compared to be known as equal.
+A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what, and a hash of its name
+which of them writes. What is agreed upon knows of boxes that were given one by one, too. Copies that the ranks have
+compared whole, which they do when they meet, are split and balanced; before, one holder writes all of a box, so that
+nobody's bytes are mixed on a claim.
 
 Boxes are never stored for one rank only. Ranks that contradict each other about a name can not save it.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.planning.assignment import CUT_NBYTES, replica_of, spread
+from asyncckpt.planning.assignment import replica_of, spread
 from asyncckpt.planning.claims import ShardClaim, position_in
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
-from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve
+from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve, without, writer_of
 from asyncckpt.planning.shard_loads import add_grid_loads
-from asyncckpt.planning.sharding.grid import Box
+from asyncckpt.planning.sharding.grid import Box, Grid
 
 Rows = tuple[tuple[int, int], ...]
 """(first row, rows) along the first dimension of a box that is larger than 1."""
@@ -52,31 +51,35 @@ class ShardBook:
         self._given: dict[str, tuple[Given, ...]] = {}
         self._lies: dict[str, Lie | Scattered] = {}
         self._base: dict[int, int] = {}
+        self._unproved: set[str] = set()
         self.conflicts: dict[str, AsyncCkptError] = {}
         self._of_rank: dict[int, dict[_Key, BoxDuty]] = {}
 
     def extended(
-        self, groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]], base: Mapping[int, int]
+        self,
+        groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]],
+        base: Mapping[int, int],
+        *,
+        compared: bool = False,
     ) -> ShardBook:
         """Return the book after more has been said.
 
         Args:
             groups: Ranks, and what each of them holds now.
             base: Bytes that ranks write apart from shards.
+            compared: These ranks have compared whole what they say that several of them hold.
         """
         after = ShardBook(self._world_size)
         after._given, after._lies = dict(self._given), dict(self._lies)
         after._base = {**self._base, **base}
-        after.conflicts = dict(self.conflicts)
-        changed: set[str] = set()
+        after.conflicts, after._unproved = dict(self.conflicts), set(self._unproved)
+        said: dict[str, list[Given]] = {}
         for ranks, claims in groups:
             for claim in claims:
-                known = after._given.get(claim.fqn, ())
-                if any(g.ranks is ranks and g.claim == claim for g in known):
-                    continue
-                after._given[claim.fqn] = (*_without(known, ranks), Given(ranks, claim))
-                changed.add(claim.fqn)
-        for fqn in changed:
+                said.setdefault(claim.fqn, []).append(Given(ranks, claim))
+        for fqn, given in said.items():
+            others = without(after._given.get(fqn, ()), given)
+            after._given[fqn] = (*others, *given)
             after._lies.pop(fqn, None)
             after.conflicts.pop(fqn, None)
             found = resolve(after._given[fqn], self._world_size)
@@ -84,6 +87,10 @@ class ShardBook:
                 after.conflicts[fqn] = found
             elif found is not None:
                 after._lies[fqn] = found
+            if compared and not others:
+                after._unproved.discard(fqn)
+            elif found != self._lies.get(fqn):
+                after._unproved.add(fqn)
         return after
 
     def contradict(self, names: Iterable[str]) -> None:
@@ -103,7 +110,7 @@ class ShardBook:
             raise self.conflicts[min(self.conflicts)]
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         """What anything was said of."""
         return self._given.keys()
 
@@ -119,24 +126,29 @@ class ShardBook:
         lie = self._lies.get(claim.fqn)
         boxes = claim.of_rank(rank)
         if not said or lie is None or (isinstance(lie, Scattered) and not lie.knows(rank, boxes)):
-            return ShardDuty(tuple(self._unagreed(rank, claim, box) for box in boxes), None, not said)
+            duties = tuple(self._unagreed(rank, claim, box) for box in boxes)
+            return ShardDuty(duties, Turn(0, 1) if any(duty.shared for duty in duties) else None, not said)
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
-        duties = self._duties(rank)
-        return ShardDuty(tuple(duties[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
+        if isinstance(lie, Lie) and claim.fqn in self._unproved:
+            duties = tuple(_by_one(rank, claim.fqn, lie.grid, box) for box in boxes)
+            return ShardDuty(duties, self._turns.get(claim.fqn), False)
+        agreed = self._duties(rank)
+        return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
 
     def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
         """What is written of a box that not all ranks have agreed upon: all that can be known without them.
 
-        Whoever holds a box of a mesh is known. Of other boxes it is supposed that the ranks hold it which hold the same
-        one of another tensor of that shape: so it is with an optimizer's state, which comes after the first save.
+        Whoever holds a box of a mesh is known, but for its like of other ranks. Of these, and of other boxes, it
+        is supposed that the ranks hold it which hold the same one of another tensor of that shape: so it is with an
+        optimizer's state, which comes after the first save.
         """
-        at = None if claim.grid is None else position_in(claim.grid, rank)
-        if claim.grid is None or at is None:
+        grid = claim.grid and self._wider.get((claim.grid, claim.shape), self._wider.get((claim.grid, None)))
+        grid = grid or claim.grid
+        if grid is None or position_in(grid, rank) is None:
             writer = self._writers.get((claim.shape, box), rank)
             return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
-        holders = claim.grid.replicas(at)
-        return BoxDuty(_even_share(claim, box, holders.index(rank), len(holders)))
+        return _by_one(rank, claim.fqn, grid, box)
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
@@ -146,6 +158,25 @@ class ShardBook:
             if isinstance(lie, Scattered):
                 for box, first in lie.firsts.items():
                     found[lie.shape, box] = first if found.get((lie.shape, box), first) == first else None
+        return found
+
+    @cached_property
+    def _wider(self) -> dict[tuple[Grid, tuple[int, ...] | None], Grid | None]:
+        """What a mesh of some ranks and its like of others were joined to, of tensors of a shape, and of any shape.
+
+        None where that differs from tensor to tensor.
+        """
+        found: dict[tuple[Grid, tuple[int, ...] | None], Grid | None] = {}
+        seen: set[tuple[int, int, tuple[int, ...]]] = set()  # hashing a grid takes as long as it has ranks
+        for fqn, lie in self._lies.items():
+            if not isinstance(lie, Lie):
+                continue
+            for grid in (given.claim.grid for given in self._given[fqn]):
+                if grid is None or (id(grid), id(lie.grid), lie.shape) in seen:
+                    continue
+                seen.add((id(grid), id(lie.grid), lie.shape))
+                for key in ((grid, lie.shape), (grid, None)):
+                    found[key] = lie.grid if found.setdefault(key, lie.grid) == lie.grid else None
         return found
 
     def _said(self, rank: int, claim: ShardClaim) -> bool:
@@ -167,7 +198,7 @@ class ShardBook:
                         totals[rank] = totals.get(rank, 0) + nbytes
         return totals
 
-    def compared(self, claims: Sequence[ShardClaim]) -> list[tuple[int, int | None]]:
+    def compared(self, claims: Sequence[ShardClaim], rank: int) -> list[tuple[int, int | None]]:
         """Say what of a rank's shards is compared when ranks meet, in the order in which the digests are given.
 
         Returns:
@@ -180,8 +211,8 @@ class ShardBook:
                 found.append((position, None))
         for position, claim in enumerate(claims):
             lie = self._lies.get(claim.fqn)
-            if isinstance(lie, Scattered) and claim.grid is None:
-                found += [(position, n) for n, box in enumerate(claim.boxes) if len(lie.holders[box]) > 1]
+            if isinstance(lie, Scattered):
+                found += [(position, n) for n, box in enumerate(claim.of_rank(rank)) if len(lie.holders[box]) > 1]
         return found
 
     def lie(self, fqn: str) -> Lie | Scattered | None:
@@ -204,7 +235,7 @@ class ShardBook:
         sharers: dict[int, tuple[int, ...]] = {}
         for fqn in sorted(self._lies):
             lie = self._lies[fqn]
-            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1:
+            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1 or fqn in self._unproved:
                 continue
             at = position_in(lie.grid, rank)
             if at is None:
@@ -233,6 +264,9 @@ class ShardBook:
             for box, ranks in lie.holders.items():
                 if len(ranks) == 1:
                     found.setdefault(ranks[0], {})[fqn, box] = BoxDuty(_rows(box))
+                elif fqn in self._unproved:
+                    for rank in ranks:
+                        found.setdefault(rank, {})[fqn, box] = _of_one(rank, fqn, ranks, box)
                 else:
                     sets.setdefault(ranks, []).append(((fqn, box), lie.itemsize))
         loads = {rank: self._base.get(rank, 0) + n for rank, n in self._loads.items()}
@@ -244,18 +278,6 @@ class ShardBook:
         return found
 
 
-def _without(known: tuple[Given, ...], ranks: tuple[int, ...]) -> tuple[Given, ...]:
-    if not known:
-        return ()
-    gone = frozenset(ranks)
-    kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
-    return tuple(given for given in kept if given.ranks)
-
-
-def _minus(ranks: tuple[int, ...], gone: frozenset[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in ranks if rank not in gone)
-
-
 def _rows(box: Box) -> Rows:
     return ((0, replica_of(box[1], 1).n_rows),)
 
@@ -265,10 +287,12 @@ def _duty_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxDuty:
     return BoxDuty(tuple((first, n) for owner, first, n in pieces if owner == rank), True, len(pieces) > 1)
 
 
-def _even_share(claim: ShardClaim, box: Box, mine: int, count: int) -> Rows:
-    """Return what one of `count` ranks that hold a box writes of it, if each knows of nothing else."""
-    nbytes, n_rows = replica_of(box[1], DTYPES[claim.dtype].itemsize)
-    if nbytes <= CUT_NBYTES or n_rows < count:  # whole, by one of them
-        return _rows(box) if zlib.crc32(claim.fqn.encode()) % count == mine else ()
-    first, end = n_rows * mine // count, n_rows * (mine + 1) // count
-    return ((first, end - first),)
+def _by_one(rank: int, fqn: str, grid: Grid, box: Box) -> BoxDuty:
+    at = position_in(grid, rank)
+    assert at is not None
+    return _of_one(rank, fqn, grid.replicas(at), box)
+
+
+def _of_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxDuty:
+    """Return what `rank` writes of a box that one of its holders writes whole."""
+    return BoxDuty(_rows(box) if rank == writer_of(fqn, holders) else (), len(holders) > 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -72,14 +74,18 @@ def resolve(given: Sequence[Given], world_size: int) -> Lie | Scattered | AsyncC
         members = set(said)
         if not all(members.issuperset(grid.ranks) for grid in distinct):
             return None
-        joined = distinct[0] if len(distinct) == 1 else _joined(distinct)
+        joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
         if joined is not None:
             return Lie(joined, first.shape, itemsize)
     return _scattered(given, itemsize)
 
 
-def _joined(grids: Sequence[Grid]) -> Grid | None:
-    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None if unlike."""
+@functools.lru_cache(256)
+def _joined(grids: tuple[Grid, ...]) -> Grid | None:
+    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None if unlike.
+
+    The very same one for all tensors that lie alike: what is done for each grid is done once.
+    """
     ordered = sorted(grids, key=lambda grid: grid.ranks)
     ranks = tuple(itertools.chain.from_iterable(grid.ranks for grid in ordered))
     alike = len({(grid.mesh, grid.placements) for grid in grids}) == 1
@@ -125,3 +131,21 @@ def _unlike(given: Sequence[Given]) -> RanksDisagreeError:
 def disagreement(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
     """Return the error for ranks that contradict each other about one name."""
     return RanksDisagreeError(text, detail=text, ranks=list(ranks[:8]))
+
+
+def without(known: tuple[Given, ...], said: Sequence[Given]) -> tuple[Given, ...]:
+    """Return what is left of `known`: what ranks say now takes the place of what they have said."""
+    if not known:
+        return ()
+    gone = frozenset(itertools.chain.from_iterable(given.ranks for given in said))
+    kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
+    return tuple(given for given in kept if given.ranks)
+
+
+def _minus(ranks: tuple[int, ...], gone: frozenset[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank not in gone)
+
+
+def writer_of(fqn: str, holders: Sequence[int]) -> int:
+    """Return which of the ranks that hold a box writes it whole: one replica has all boxes of a name, so to say."""
+    return holders[zlib.crc32(fqn.encode()) % len(holders)]

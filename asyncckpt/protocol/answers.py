@@ -86,13 +86,20 @@ class Saves(Message):
 
     A row is a map with `save_id`, `phase`, and where they apply `error` (as in Refused), `report` (numbers) and
     `missing` (ranks that have not sealed). `changes`: how many changes of the session's run were published.
+    `leader`: instance of the worker that decides in that run; "" while that is not known.
     """
 
     id: int
     saves: tuple[Mapping[str, Any], ...]
     changes: int
+    leader: str
     name: ClassVar[str] = "saves"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "saves": check.save_rows, "changes": check.uint}
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "saves": check.save_rows,
+        "changes": check.uint,
+        "leader": check.hex16_or_none,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,15 +30,24 @@ def encode(message: Message) -> list[bytes]:
     Raises:
         ProtocolError: It holds what msgpack cannot, or is larger than any peer would read.
     """
+    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), pack(message, MAX_FRAME_NBYTES)]
+
+
+def pack(message: Message, limit: int) -> bytes:
+    """Return the msgpack map of `message`, at most `limit` bytes.
+
+    Raises:
+        ProtocolError: As `encode`.
+    """
     body: dict[str, Any] = {f.name: getattr(message, f.name) for f in fields(message)}  # type: ignore[arg-type]
     body["m"] = message.name
     try:
         packed = bytes(msgpack.packb(body))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{message.name}: cannot be packed: {error}", detail="body") from error
-    if len(packed) > MAX_FRAME_NBYTES:
-        raise ProtocolError(f"{message.name}: {len(packed)} bytes, the limit is {MAX_FRAME_NBYTES}", detail="size")
-    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), packed]
+    if len(packed) > limit:
+        raise ProtocolError(f"{message.name}: {len(packed)} bytes, the limit is {limit}", detail="size")
+    return packed
 
 
 def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Message:
@@ -67,7 +76,16 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Messa
             ours=PROTOCOL_VERSION,
             theirs=version,
         )
-    body = _unpack(frames[1])
+    return unpack(frames[1], known)
+
+
+def unpack(data: bytes, known: Mapping[str, type[Message]]) -> Message:
+    """Read what `pack` returned.
+
+    Raises:
+        ProtocolError: As `decode`.
+    """
+    body = _unpack(data)
     cls = known.get(str(body.pop("m", None)))
     if cls is None:
         raise ProtocolError("no message of that name is expected here", detail="name")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.protocol.lifecycle import PHASES
+from asyncckpt.protocol.lifecycle import ENDED, PHASES
 
 MAX_PATH_BYTES = 4000
 """Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
@@ -19,6 +19,7 @@ MAX_INT = (1 << 63) - 1
 MAX_SECONDS = 1e9
 MAX_RANKS = 100_000
 MAX_UMASK = 0o777
+MAX_PORT = 65535
 TOKEN_NBYTES = 16
 MAX_MISSING = 64
 """Ranks named in one row of a Saves message, so that a full table of rows stays below the frame's limit."""
@@ -26,9 +27,14 @@ MAX_MISSING = 64
 MAX_PIECE_NBYTES = 512 << 10
 """Of one Share or Fetched: half a frame. Chosen, not measured."""
 
+MAX_RECORD_NBYTES = 256 << 20
+"""Of what one worker tells another in pieces: a rank's structure, news and metadata. Chosen, not measured."""
+
 _SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
 _HEX12 = re.compile(r"[0-9a-f]{12}\Z")
 _HEX16 = re.compile(r"[0-9a-f]{16}\Z")
+_CURVE_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")
+_ADDRESS = re.compile(r"tcp://[^\s/]{1,180}:[0-9]{1,5}\Z")
 
 Check = Callable[[Any], bool]
 
@@ -76,6 +82,31 @@ def hex16_or_none(value: Any) -> bool:
     return value == "" or hex16(value)
 
 
+def curve_key(value: Any) -> bool:
+    """A CURVE key in Z85 (ZeroMQ RFC 32): 40 characters."""
+    return type(value) is str and _CURVE_KEY.match(value) is not None
+
+
+def curve_key_or_none(value: Any) -> bool:
+    """A CURVE key, or the empty text."""
+    return value == "" or curve_key(value)
+
+
+def port(value: Any) -> bool:
+    """A TCP port; 0: any."""
+    return type(value) is int and 0 <= value <= MAX_PORT
+
+
+def address(value: Any) -> bool:
+    """`tcp://host:port`."""
+    return type(value) is str and _ADDRESS.match(value) is not None
+
+
+def end_phase(value: Any) -> bool:
+    """A phase that ends a save."""
+    return type(value) is str and value in ENDED
+
+
 def path(value: Any) -> bool:
     """An absolute path that has a UTF-8 form."""
     if type(value) is not str or not value.startswith("/") or "\0" in value or not _is_utf8(value):
@@ -108,6 +139,11 @@ def piece(value: Any) -> bool:
     return type(value) is bytes and len(value) <= MAX_PIECE_NBYTES
 
 
+def record_bytes(value: Any) -> bool:
+    """At most `MAX_RECORD_NBYTES` bytes."""
+    return type(value) is bytes and len(value) <= MAX_RECORD_NBYTES
+
+
 def ranks(value: Any) -> bool:
     """A list of at most `MAX_TABLE` ranks."""
     return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(uint, value))
@@ -121,6 +157,16 @@ def flag(value: Any) -> bool:
 def mapping(value: Any) -> bool:
     """A map with text keys."""
     return isinstance(value, Mapping) and all(type(k) is str for k in value)
+
+
+def error_or_none(value: Any) -> bool:
+    """An error, or an empty map."""
+    return mapping(value) and (not value or _error(value))
+
+
+def figures(value: Any) -> bool:
+    """A save's `report`."""
+    return _report(value)
 
 
 def save_ids(value: Any) -> bool:

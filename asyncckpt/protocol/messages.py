@@ -12,6 +12,7 @@ from typing import ClassVar
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.answers import Granted, LineageFound, Ok, Refused, Saves, StatusReport, Welcome
 from asyncckpt.protocol.fields import Check
+from asyncckpt.protocol.linking import Follow, Following, Lead, Leading
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.sharing import Fetch, Fetched, Share
 
@@ -27,10 +28,14 @@ __all__ = [
     "Drain",
     "Fetch",
     "Fetched",
+    "Follow",
+    "Following",
     "Goodbye",
     "Granted",
     "Heartbeat",
     "Hello",
+    "Lead",
+    "Leading",
     "Lineage",
     "LineageFound",
     "Message",
@@ -232,10 +237,10 @@ class Drain(Message):
 
 
 _REQUESTS = (
-    *(Hello, Allocate, Release, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch),
+    *(Hello, Allocate, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch),
     *(Heartbeat, Goodbye, Status, Drain),
 )
-_REPLIES = (Welcome, Granted, LineageFound, Fetched, Ok, Refused, Saves, StatusReport)
+_REPLIES = (Welcome, Granted, Leading, Following, LineageFound, Fetched, Ok, Refused, Saves, StatusReport)
 
 REQUESTS: dict[str, type[Message]] = {c.name: c for c in _REQUESTS}
 REPLIES: dict[str, type[Message]] = {c.name: c for c in _REPLIES}

@@ -10,6 +10,8 @@ from typing import Any
 IDLE_EXIT_S = 600.0
 DRAIN_TIMEOUT_S = 120.0
 LOG_FORMATS = ("human", "json")
+LOOPBACK = "127.0.0.1"
+ADVERTISE_VARIABLE = "ASYNCCKPT_ADVERTISE"
 
 
 def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None = None) -> None:
@@ -58,6 +60,17 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "N",
         "help": "threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
     },
+    "--advertise": {
+        "metavar": "HOST",
+        "help": f"with several nodes: name or address of this one by which the workers of the others reach this worker "
+        f"(default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); nothing listens before it is needed",
+    },
+    "--port": {
+        "type": int,
+        "default": 0,
+        "metavar": "P",
+        "help": "TCP port for them; 0: any (default: %(default)s)",
+    },
     "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "(default: %(default)s)"},
     "--log-file": {
         "metavar": "FILE",
@@ -77,11 +90,14 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         f"--idle-exit-s={options.idle_exit_s}",
         f"--drain-timeout-s={options.drain_timeout_s}",
         f"--threads={options.threads}",
+        f"--port={options.port}",
         f"--log-format={options.log_format}",
         *(f"--root={_absolute(root)}" for root in options.root),
     ]
     if options.endpoint:
         arguments.append(f"--endpoint={options.endpoint}")
+    if options.advertise:
+        arguments.append(f"--advertise={options.advertise}")
     if options.while_pid:
         arguments.append(f"--while-pid={options.while_pid}")
     if options.log_file:

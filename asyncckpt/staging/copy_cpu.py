@@ -7,11 +7,9 @@ copy meets at an OpenMP barrier after every tensor: on cores that a data loader 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,18 +18,13 @@ import torch
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.plan import Box, SavePlan
+from asyncckpt.staging.moving import FULL, Moves, Pace, move_all
 
 LARGE_NBYTES = 64 * 1024
 """From here on a tensor is moved by a thread; below, torch does not use several threads either (its grain size)."""
 
-PIECE_NBYTES = 4 << 20
-"""One move: long enough to amortise the call, short enough to share the work. 1 to 8 MiB measured alike."""
-
 THREAD_NBYTES = 8 << 20
 """Another thread pays from here on. Chosen, not measured: starting one costs 0.1 ms, the time to copy 1 MB."""
-
-MAX_THREADS = 4
-"""Memory bandwidth, not cores, is the limit. Chosen; on two cores two threads reach it."""
 
 _AS_INTEGERS = {
     name: integer
@@ -43,23 +36,6 @@ _AS_INTEGERS = {
 }
 _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
-
-
-class Pace(NamedTuple):
-    """How hard a copy works: one behind the training shares the cores with it.
-
-    `threads`: so many move at most. `piece_nbytes`: one move. `nice`: above 0, threads with this niceness move, and the
-    caller only waits for them; `batch`: these with the policy SCHED_BATCH, which wakes them late and runs them long.
-    """
-
-    threads: int = MAX_THREADS
-    piece_nbytes: int = PIECE_NBYTES
-    nice: int = 0
-    batch: bool = False
-
-
-FULL = Pace()
-"""As fast as it goes: somebody waits for the copy."""
 
 
 class Share(NamedTuple):
@@ -81,7 +57,7 @@ class SlotImage:
 
     def __init__(self, address: int, plan: SavePlan) -> None:
         self.plan = plan
-        self._moves: deque[tuple[int, int, int]] = deque()
+        self._moves = Moves()
         self._movers: list[threading.Thread] = []
         self._headers: list[int] = []
         ranges = plan.part_ranges()
@@ -181,7 +157,9 @@ class SlotImage:
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
+            OSError: With a pace that is careful: the memory of a tensor has gone.
         """
+        self._moves.fault = None
         others = list(share.small)
         for n, target, nbytes, skipped in share.large:
             tensor = tensors[self._numbers[n]]
@@ -197,9 +175,11 @@ class SlotImage:
             if pace.nice:
                 for mover in self._movers:
                     mover.join()
-            _move(self._moves)
+            move_all(self._moves, FULL._replace(careful=pace.careful))
         finally:
             self.settle()
+        if self._moves.fault is not None:
+            raise self._moves.fault
 
     def drop_moves(self) -> None:
         """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
@@ -234,7 +214,7 @@ class SlotImage:
         nbytes = sum(m[2] for m in self._moves)
         wanted = min(pace.threads, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
         for _ in range(wanted if pace.nice else wanted - 1):
-            mover = threading.Thread(target=_move, args=(self._moves, pace), name="asyncckpt-copy", daemon=True)
+            mover = threading.Thread(target=move_all, args=(self._moves, pace), name="asyncckpt-copy", daemon=True)
             self._movers.append(mover)
             try:
                 mover.start()
@@ -250,27 +230,6 @@ class SlotImage:
         # the slot's views that grows with every save.
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
-
-
-def _move(moves: deque[tuple[int, int, int]], pace: Pace = FULL) -> None:
-    if pace.nice:
-        _yield_to_others(pace)
-    move, take = ctypes.memmove, moves.popleft
-    try:
-        while True:
-            move(*take())
-    except IndexError:  # none left
-        pass
-
-
-def _yield_to_others(pace: Pace) -> None:
-    """Lower this thread's priority. Linux keeps one for each thread; it cannot be raised again without privilege."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, pace.nice)
-    if pace.batch:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _skipped_nbytes(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -169,11 +169,15 @@ class DeviceBoxes:
             for views, positions in lap.fills:
                 self._gather(views, [sources[position] for position in positions])
             self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
-        targets, rows = [], []
+        targets, rows, made_nbytes = list[torch.Tensor](), list[torch.Tensor](), 0
         for position in range(self._n_gathered, len(sources)):
             source, target = sources[position], self._targets[position - self._n_gathered]
             if not source.is_contiguous():
+                if made_nbytes >= BUFFER_NBYTES:  # they may be the whole state: torch's channels_last, for one
+                    self._device.copy(targets, rows, non_blocking=non_blocking)
+                    targets, rows, made_nbytes = [], [], 0
                 source = self._row_major(source)
+                made_nbytes += source.numel() * source.element_size()
             if position in self._cuts:
                 here, there = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
                 targets += [there[a:b] for a, b in self._cuts[position]]

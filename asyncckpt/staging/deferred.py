@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import AsyncCkptError, SnapshotTornError, StagingError
-from asyncckpt.staging.copy_cpu import Pace, Share, SlotImage
+from asyncckpt.staging.copy_cpu import Share, SlotImage
+from asyncckpt.staging.moving import Pace
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.transfer import Transfer
 
@@ -20,7 +21,7 @@ OnEnd = Callable[[AsyncCkptError | None], None]
 """Called with None when the slot is sealed, else with what went wrong, after the save has been withdrawn. Whatever it
 raises itself, it must have completed the save's futures."""
 
-BEHIND = Pace()
+BEHIND = Pace(careful=True)
 """How copies behind the training work. Not measured yet on a quiet machine: see `benchmarks/overlap.py --behind`."""
 
 _log = logging.getLogger("asyncckpt")
@@ -173,7 +174,13 @@ class DeferredCopy:
         image, share, tensors, watch = self._work
         began = time.perf_counter()
         if self._given_up is None:
-            image.copy(tensors, share, BEHIND)
+            try:
+                if not self._host_copied.is_set():
+                    watch.check_cheaply()  # before: torch crashes where a storage has become smaller than its tensor
+                image.copy(tensors, share, BEHIND)
+            except OSError:
+                watch.check_cheaply()  # names the tensor
+                raise
             self._host_copied.set()
             if self._transfer is not None:
                 self._transfer.finish(lambda: self._given_up is not None)

@@ -71,6 +71,7 @@ class Engine:
         """
         if room.pin is None and devices and self._config.use_pinned_memory:
             room.pin = made = Pin(self._device, devices[0], room.mapping.address, room.mapping.nbytes)
+            made.open()
             if made.failure is not None and not self._warned:
                 self._warned = True
                 _log.warning(

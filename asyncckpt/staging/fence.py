@@ -23,6 +23,26 @@ FENCE_TIMEOUT_S = 60.0
 takes so long unless the machine is in trouble."""
 
 
+class _ModuleHook:
+    """Waits before a module's `load_state_dict()`. It is part of the module: a pickle of that holds one that does not.
+
+    A module that is copied (`copy.deepcopy`, for an average of the weights) waits as its original does.
+    """
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self._wait is not None:
+            self._wait()
+
+    def __reduce__(self) -> Any:
+        return _ModuleHook, ()
+
+    def __deepcopy__(self, memo: Any) -> _ModuleHook:
+        return self
+
+
 class Fence:
     """See the module. Nothing of it works in a forked child, whose parent does the copying.
 
@@ -75,7 +95,8 @@ class Fence:
         for one in module.modules():
             if one not in self._modules:
                 self._modules.add(one)
-                handle = one.register_load_state_dict_pre_hook(self._hook())  # type: ignore[no-untyped-call]
+                hook = _ModuleHook(self.wait)
+                handle = one.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
     def _wait_for_sharer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -19,6 +19,8 @@ from asyncckpt.planning.sharding.dtensor import plain
 MAX_NESTING = 8
 """How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
 
+FEW = 2
+"""So many tensors of an optimizer in one storage are compared one by one; flattened ones have thousands. Chosen."""
 
 _HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """The code of torch's wrapper around every `step()`, which calls the hooks."""
@@ -89,13 +91,22 @@ class Owners:
             own += _tensors_in(optimizer.state.values())
         own = plain(own)
         places = storages(own)
-        owned = _ranges(own, places)
-        found = storages(tensors)
-        numbers = [
-            n
-            for n, place in enumerate(found)
-            if place in owned and _has_engine(tensors[n]) and _lies(tensors[n], owned[place])
-        ]
+        owned: dict[int, list[torch.Tensor]] = {}
+        for tensor, place in zip(own, places, strict=True):
+            if place:
+                owned.setdefault(place, []).append(tensor)
+        found, ranges = storages(tensors), dict[int, list[tuple[int, int]]]()
+        numbers = []
+        for n, place in enumerate(found):
+            if place not in owned or not _has_engine(tensors[n]):
+                continue
+            # The span of every tensor would be most of what a save of many small ones costs.
+            if not (len(owned[place]) <= FEW and any(_is_same(tensors[n], one) for one in owned[place])):
+                if place not in ranges:
+                    ranges[place] = _ranges(owned[place])
+                if not _lies(tensors[n], ranges[place]):
+                    continue
+            numbers.append(n)
         used = {found[n] for n in numbers}
         return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
 
@@ -146,22 +157,25 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * width, (first + int(reach) + 1) * width
 
 
-def _ranges(own: Sequence[torch.Tensor], places: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return what of each storage is owned, as ranges of bytes: other tensors may lie in the same one."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for tensor, place in zip(own, places, strict=True):
-        if place:
-            spans.setdefault(place, []).append(_span(tensor))
-    for place, found in spans.items():
-        if len(found) > 1:
-            merged: list[tuple[int, int]] = []
-            for start, end in sorted(found):
-                if merged and start <= merged[-1][1]:
-                    merged[-1] = merged[-1][0], max(end, merged[-1][1])
-                else:
-                    merged.append((start, end))
-            spans[place] = merged
-    return spans
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are certainly the same elements."""
+    return tensor is other or (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.dtype is other.dtype
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+    )
+
+
+def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return what of one storage is owned, as ranges of bytes: other tensors may lie in the same one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(map(_span, own)):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:

@@ -248,13 +248,13 @@ class SlotStager(CheckpointStager):
         if not ranks.alone:
             with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
                 self._process.connect()  # to another worker the ranks have agreed on less
+            ranks.advance(save_id.sequence)
             met = ranks.must_meet
             if met:
                 flat = self.plans.flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
-            ranks.advance(save_id.sequence)
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
             save_id = save_id._replace(run_id=ranks.run_id)

@@ -2,7 +2,7 @@
 
 Version counters tell of every in-place operation that torch knows of. `.data`, raw pointers, fused optimizers outside
 their `step()` and CUDA graphs count nothing; digests (`overlap_check="hash"`) find these too, and cost a pass over the
-bytes each.
+bytes each. A storage that is given other memory (`share_memory_()`, `resize_()`) counts nothing either: addresses do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SourceWatch:
         self._flat, self._numbers = flat, sorted(numbers)
         self._watched = [*(flat.tensors[n] for n in self._numbers), *owners]
         self._save_id, self._step, self._path = save_id, step, path
-        self._versions = _versions(self._watched)
+        self._versions, self._addresses = _versions(self._watched), self._found_addresses()
         self._sources: Sequence[Source] = ()
         self._digests: list[bytes] = []
 
@@ -58,21 +58,36 @@ class SourceWatch:
         """Whether `check` reads the sources, so that they must not change before it."""
         return bool(self._sources)
 
+    def _found_addresses(self) -> list[int]:
+        # Not the optimizers' own: `parameter.data = other` takes nothing away from what is copied.
+        return [self._flat.tensors[n].data_ptr() for n in self._numbers]
+
     def check(self) -> None:
         """Prove, after the copy, that nothing has changed.
 
         Raises:
             SnapshotTornError: Something has.
         """
-        versions = _versions(self._watched)
-        if versions != self._versions:
-            changed = next(n for n, one in enumerate(versions) if one != self._versions[n])
-            raise self._torn(self._number(changed), "an operation in place")
+        self.check_cheaply()
         for (number, tensor, target), digest in zip(self._sources, self._digests, strict=True):
             if tensor_digest(target) != digest:
                 raise self._torn(number, "a write that bumps no version counter")
             if tensor_digest(tensor) != digest:
                 raise self._torn(number, "a write that bumps no version counter, after its copy,")
+
+    def check_cheaply(self) -> None:
+        """Prove that nothing has changed as far as counters and addresses tell. Reads no tensor.
+
+        Raises:
+            SnapshotTornError: Something has.
+        """
+        versions, addresses = _versions(self._watched), self._found_addresses()
+        if addresses != self._addresses:
+            moved = next(n for n, one in enumerate(addresses) if one != self._addresses[n])
+            raise self._torn(self._numbers[moved], "share_memory_() or a resize of its storage")
+        if versions != self._versions:
+            changed = next(n for n, one in enumerate(versions) if one != self._versions[n])
+            raise self._torn(self._number(changed), "an operation in place")
 
     def places(self) -> set[int]:
         """Return the addresses of the storages that are watched."""

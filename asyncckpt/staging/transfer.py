@@ -90,20 +90,27 @@ class Transfer:
                 boxes = self._boxes.get(index)
                 if boxes is not None and boxes.now:
                     boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
-                    if self._pinned:
-                        self._device.wait(current, self._device.record(side))
+                gathered = self._gather(index)
+                # IMPORTANT: behind the windows too. They may be of tensors that no hook guards, and the replicas of a
+                # step later differ from what the other ranks compare.
+                if gathered or (self._pinned and boxes is not None and boxes.now):
+                    self._device.wait(current, self._device.record(side))
                 if self._pinned and boxes is not None and boxes.rest:
                     boxes.rest.copy(self._image, self._tensors, non_blocking=True)
-                self._gather(index)
                 self._touched[index] = self._device.record(side)
 
-    def _gather(self, index: int) -> None:
-        """Put the windows of a device side by side, there: they may be changed as soon as that has run."""
+    def _gather(self, index: int) -> bool:
+        """Put the windows of a device side by side, there: they may be changed as soon as that has run.
+
+        Returns:
+            Whether there are any.
+        """
         windows = [window for place, window in self._windows if place == index]
         if windows:
             sizes = [window.numel() for window in windows]
             self._gathered[index] = buffer = self._device.allocate(sum(sizes), index)
             self._device.copy(list(torch.split(buffer, sizes)), windows, non_blocking=True)
+        return bool(windows)
 
     def fetch(self) -> list[bytes]:
         """Return the windows. Blocks for a transfer of a few MB, and for what came into its stream before.

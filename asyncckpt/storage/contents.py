@@ -14,7 +14,7 @@ from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import is_reserved, split_per_rank_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
-from asyncckpt.format.structure import Chunk, Structure, decode_structure
+from asyncckpt.format.structure import Chunk, Structure, TensorEntry, decode_structure
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files, read_small_file
@@ -121,20 +121,20 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
 
 
 def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
-    tensors: dict[str, SavedTensor] = {}
+    first: dict[str, TensorEntry] = {}
+    found: dict[str, list[tuple[int, Chunk]]] = {}
     for rank, contents in enumerate(ranks):
         for entry in contents.structure.tensors:
             if "@rank" in entry.fqn and is_reserved(entry.fqn) and not _belongs_to(rank, entry.fqn):
                 raise _misplaced(path, rank, entry.fqn)
-            chunks = tuple((rank, chunk) for chunk in entry.chunks)
-            known = tensors.get(entry.fqn)
-            if known is not None:
-                if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
-                    raise _contradiction(path, contents, known, f"{entry.dtype}{list(entry.global_shape)}")
-                chunks = known.chunks + chunks
-            tensors[entry.fqn] = SavedTensor(
-                fqn=entry.fqn, dtype=entry.dtype, global_shape=entry.global_shape, chunks=chunks
-            )
+            known = first.setdefault(entry.fqn, entry)
+            if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
+                raise _contradiction(path, contents, known, f"{entry.dtype}{list(entry.global_shape)}")
+            found.setdefault(entry.fqn, []).extend((rank, chunk) for chunk in entry.chunks)
+    tensors = {
+        fqn: SavedTensor(fqn=fqn, dtype=known.dtype, global_shape=known.global_shape, chunks=tuple(found[fqn]))
+        for fqn, known in first.items()
+    }
     for tensor in tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0][1].sizes == tensor.global_shape:
             continue  # the usual case, without a call
@@ -146,7 +146,7 @@ def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     return tensors
 
 
-def _contradiction(path: str, rank: RankContents, known: SavedTensor, found: str) -> CorruptCheckpointError:
+def _contradiction(path: str, rank: RankContents, known: TensorEntry, found: str) -> CorruptCheckpointError:
     detail = f"rank {rank.index.rank} has it as {found}, an earlier rank as {known.dtype}{list(known.global_shape)}"
     return CorruptCheckpointError(f"{path}: tensor {known.fqn!r}: {detail}", path=path, fqn=known.fqn, detail=detail)
 

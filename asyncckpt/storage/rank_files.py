@@ -6,23 +6,24 @@ fsynced through the descriptor that wrote it and closed; each of these may fail,
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 
 from asyncckpt.format.checksum import BLOCK_NBYTES, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.manifest import RankRecord
-from asyncckpt.format.names import DCP, SAFETENSORS, SaveId, index_name, items_name, objects_name, shard_name
+from asyncckpt.format.names import DCP, index_name, items_name, objects_name, shard_name
 from asyncckpt.storage.dcp_commit import dcp_items, refuse_foreign_metadata
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
+from asyncckpt.storage.image import Image, is_page_aligned
+from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.shard_writer import ShardWriter
 from asyncckpt.storage.standing import overtaken
 
@@ -37,55 +38,8 @@ DEFAULT_THREADS = 4
 _logger = logging.getLogger("asyncckpt.storage")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankJob:
-    """What to write.
-
-    Attributes:
-        path: The checkpoint's directory; it exists.
-        save_id, rank, world_size: Make the names.
-        parts: One (offset in the image, exact length) per shard file; offsets are whole pages.
-        structure, objects: Bytes to store as they are.
-        n_tensors: For the manifest's totals.
-        fsync: False leaves flushing to the kernel.
-        overwrite: Whether an older checkpoint may stand there.
-        umask: Of the files' mode 0666.
-        threads: Threads that write; 0 takes `DEFAULT_THREADS`.
-        layout: What the parts look like, one of `names.LAYOUTS`.
-    """
-
-    path: str
-    save_id: SaveId
-    rank: int
-    world_size: int
-    parts: tuple[tuple[int, int], ...]
-    structure: bytes
-    objects: bytes
-    n_tensors: int
-    fsync: bool = True
-    overwrite: bool = False
-    umask: int = 0o022
-    threads: int = 0
-    layout: str = SAFETENSORS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankResult:
-    """What was written: the rank's line in the manifest, bytes, seconds per phase, whether O_DIRECT served all.
-
-    `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
-    `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp_metadata.metadata_of`.
-    """
-
-    record: RankRecord
-    nbytes: int
-    seconds: dict[str, float]
-    direct: bool
-    dcp: tuple[bytes, bytes] | None = None
-
-
 def write_rank_files(
-    job: RankJob, image: memoryview, *, files: Files, pool: Executor, check: Callable[[], None]
+    job: RankJob, image: Image, *, files: Files, pool: Executor, check: Callable[[], None]
 ) -> RankResult:
     """Write all files of one rank and make them durable.
 
@@ -93,7 +47,8 @@ def write_rank_files(
 
     Args:
         job: What to write.
-        image: The bytes (format "B") that the parts lie in: a whole slot, or private memory. Page-aligned for O_DIRECT.
+        image: The bytes (format "B") that the parts lie in: a whole slot, private memory, or what makes them.
+            Page-aligned for O_DIRECT.
         files: The storage seam.
         pool: Runs the other writing threads.
         check: Called before and after each extent, and before the end; raises when the image may not be used any more.
@@ -110,32 +65,22 @@ def write_rank_files(
 
     Blocks: for the writes. No thread uses `image` any more when this returns or raises.
     """
-    writer = _RankWriter(job, image, files, check)
-    try:
-        started = time.perf_counter()
-        with overtaken(job.path, job.save_id, files, overwrite=job.overwrite):
-            if job.layout == DCP:
-                refuse_foreign_metadata(job.path, job.save_id, files)
-            writer.write_shards(pool)
-            written = time.perf_counter()
-            record = writer.write_small_files()
-    except BaseException:
-        writer.remove_created()
-        raise
-    seconds = {
-        "write": written - started,
-        "fsync": sum(s.fsync_s for s in writer.shards),
-        "index": time.perf_counter() - written,
-    }
-    direct = all(s.direct for s in writer.shards)
-    return RankResult(record=record, nbytes=record.nbytes, seconds=seconds, direct=direct, dcp=writer.dcp)
+    writer = RankWriter(job, image, files, check)
+    writer.write_shards(pool)
+    return writer.finish(job)
 
 
-class _RankWriter:
-    def __init__(self, job: RankJob, image: memoryview, files: Files, check: Callable[[], None]) -> None:
+class RankWriter:
+    """`write_rank_files` in two steps, for whoever knows structure and objects only after the shards are written.
+
+    Arguments and errors as there; when a step raises, what was created is removed.
+    """
+
+    def __init__(self, job: RankJob, image: Image, files: Files, check: Callable[[], None]) -> None:
         self.job, self.image, self.files, self.check = job, image, files, check
+        self._write_s = 0.0
         self.mode = MODE_FILE & ~job.umask
-        aligned = _is_page_aligned(image)
+        aligned = is_page_aligned(image)
         self.shards = [
             ShardWriter(
                 os.path.join(job.path, shard_name(job.save_id, job.rank, part, job.layout)),
@@ -169,6 +114,38 @@ class _RankWriter:
         return todo[::-1]
 
     def write_shards(self, pool: Executor) -> None:
+        """Write the parts. Blocks for the writes; no thread uses the image any more when this returns or raises."""
+        started = time.perf_counter()
+        with self._removed_on_failure():
+            if self.job.layout == DCP:
+                refuse_foreign_metadata(self.job.path, self.job.save_id, self.files)
+            self._write_shards(pool)
+        self._write_s = time.perf_counter() - started
+
+    def finish(self, job: RankJob) -> RankResult:
+        """Write objects and index of `job`, whose shards are written; the parts are those of the first job."""
+        started = time.perf_counter()
+        self.job = job
+        with self._removed_on_failure():
+            record = self._write_small_files()
+        seconds = {
+            "write": self._write_s,
+            "fsync": sum(s.fsync_s for s in self.shards),
+            "index": time.perf_counter() - started,
+        }
+        direct = all(s.direct for s in self.shards)
+        return RankResult(record=record, nbytes=record.nbytes, seconds=seconds, direct=direct, dcp=self.dcp)
+
+    @contextlib.contextmanager
+    def _removed_on_failure(self) -> Iterator[None]:
+        try:
+            with overtaken(self.job.path, self.job.save_id, self.files, overwrite=self.job.overwrite):
+                yield
+        except BaseException:
+            self.remove_created()
+            raise
+
+    def _write_shards(self, pool: Executor) -> None:
         for number in range(len(self.shards)):
             self._check_image(number)
         futures: list[Future[None]] = []
@@ -223,7 +200,7 @@ class _RankWriter:
             if self._error is None:
                 self._error = error
 
-    def write_small_files(self) -> RankRecord:
+    def _write_small_files(self) -> RankRecord:
         """Write objects and index, flush the directory, and return the rank's line in the manifest."""
         job = self.job
         items, items_record = b"", None
@@ -286,9 +263,3 @@ class _RankWriter:
                 pass
             except OSError as error:
                 _logger.warning("cannot remove %s after a failed save: %s", path, error)
-
-
-def _is_page_aligned(image: memoryview) -> bool:
-    if image.readonly or not len(image):
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(image)) % PAGE_NBYTES == 0

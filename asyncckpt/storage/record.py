@@ -10,7 +10,7 @@ from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.dcp_metadata import metadata_of
 from asyncckpt.format.manifest import DcpRecord, Manifest
 from asyncckpt.format.names import SaveId
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 
 
 def build_manifest(
@@ -52,13 +52,17 @@ def build_manifest(
     )
 
 
-def dcp_metadata_of(save_id: SaveId, results: Sequence[RankResult]) -> bytes | None:
+def dcp_metadata_of(save_id: SaveId, results: Sequence[RankResult], structures: Sequence[bytes]) -> bytes | None:
     """Return the `.metadata` of a save in layout "dcp"; None in another one.
+
+    Args:
+        save_id: Of the save.
+        results, structures: Of every rank, in order.
 
     Raises:
         CorruptCheckpointError: A rank's structure does not decode.
     """
-    ranks = [result.dcp for result in results if result.dcp is not None]
-    if len(ranks) != len(results):
+    tables = [result.dcp[1] for result in results if result.dcp is not None]
+    if len(tables) != len(results):
         return None
-    return metadata_of(save_id, ranks)
+    return metadata_of(save_id, list(zip(structures, tables, strict=True)))

@@ -15,6 +15,7 @@ import time
 from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import round_up
 from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all
+from asyncckpt.storage.image import Image
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 
@@ -24,7 +25,7 @@ class ShardWriter:
 
     Args:
         path: The file; it must not exist.
-        image: The memory that it is written from.
+        image: What it is written from.
         offset: Where the file's bytes begin in `image`.
         nbytes: The file's exact length.
         aligned: Whether `image` and `offset` are page-aligned.
@@ -43,7 +44,7 @@ class ShardWriter:
     def __init__(
         self,
         path: str,
-        image: memoryview,
+        image: Image,
         offset: int,
         nbytes: int,
         *,

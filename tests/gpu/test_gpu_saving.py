@@ -177,5 +177,6 @@ def test_several_gpus_of_one_process_are_saved_together(worker: RealWorker, tmp_
 
 def test_a_refused_registration_leaves_no_error_behind() -> None:
     pin = Pin(CudaDevice(), 0, 4096, 4096)  # nothing is mapped there
+    pin.open()
     assert pin.failure is not None and not pin.held and pin.close()
     assert torch.ones(1, device="cuda").add_(1).item() == 2, "the next kernel of this thread raises nothing"

@@ -138,6 +138,8 @@ def test_exit_code_is_the_commands_and_nothing_is_left(
         (("--detach",), ("true",), "--detach"),
         (("--while-pid", "1"), ("true",), "--while-pid"),
         (("--threads", "1"), ("true",), "threads"),
+        (("--port", "70000"), ("true",), "port"),
+        (("--advertise", "two words"), ("true",), "advertise"),
         (("--no-such-option",), ("true",), "--no-such-option"),
         (("--endpoint", "tcp://127.0.0.1:1"), ("true",), "ipc://"),
     ],

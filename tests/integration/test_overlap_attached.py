@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pathlib
+import pickle
 import threading
 import time
 from typing import Any
@@ -175,3 +176,14 @@ def test_leaving_by_an_exception_waits_for_staged_nearly_five_seconds(
     error = handle.staged.exception(DEADLINE_S)
     assert error is None if is_staged else isinstance(error, CheckpointerClosedError)
     assert took_s < 5.5
+
+
+def test_attached_modules_and_optimizers_can_be_pickled_and_copied(checkpointer: AsyncCheckpointer) -> None:
+    model, optimizer = linear()
+    checkpointer.attach(model, optimizer)
+    for whole in ((model, optimizer), model, optimizer):
+        copy.deepcopy(whole)
+    found_model, found_optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    found_model.load_state_dict(model.state_dict())
+    found_optimizer.load_state_dict(optimizer.state_dict())
+    states.assert_same(dict(found_model.state_dict()), dict(model.state_dict()))

@@ -569,6 +569,35 @@ def test_swapping_a_parameters_memory_behind_the_copy_never_shows(
     assert torch.equal(asyncckpt.load(tmp_path / "a")["w"], expected)
 
 
+@pytest.mark.parametrize("how", ["share", "resize"])
+def test_memory_that_goes_away_under_the_copy_fails_that_save_and_no_process(
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    weight = torch.nn.Parameter(torch.randn(30_000_000))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    checkpointer.attach(optimizer)
+    reached, swapped, start = threading.Event(), threading.Event(), SlotImage._start_movers
+
+    def held(image: SlotImage, pace: Any) -> None:  # it knows by now where the bytes are
+        if threading.current_thread().name == "asyncckpt-overlap":
+            reached.set()
+            assert swapped.wait(DEADLINE_S)
+        start(image, pace)
+
+    monkeypatch.setattr(SlotImage, "_start_movers", held)
+    handle = checkpointer.save({"w": weight}, tmp_path / "torn")
+    assert reached.wait(DEADLINE_S)
+    if how == "share":  # as a queue of torch.multiprocessing does
+        weight.detach().share_memory_()
+    else:
+        weight.untyped_storage().resize_(8)
+    swapped.set()
+    assert assert_failed(handle, SnapshotTornError, tmp_path / "torn").fqn == "w"
+    if how == "resize":
+        weight.untyped_storage().resize_(weight.nbytes)
+    assert_next_works(checkpointer, {"w": weight}, tmp_path / "next")
+
+
 def test_the_step_of_another_optimizer_over_the_same_parameters_waits(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

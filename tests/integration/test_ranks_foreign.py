@@ -13,6 +13,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.foreign.verification import verify_any
+from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
 
@@ -75,6 +77,40 @@ def test_a_stock_dcp_directory_of_several_ranks_is_put_together_and_sliced(
     target = {"model": {name: torch.zeros_like(whole) for name, whole in WHOLE.items()}}
     asyncckpt.load(tmp_path / "dcp", target)
     states.assert_same(target["model"], WHOLE)
+    check_part(tmp_path / "dcp", "model.")
+
+
+def check_part(path: pathlib.Path, prefix: str) -> None:
+    """A shard that no rank held, and the verdict."""
+    part = asyncckpt.ShardedSlice(torch.zeros(7, 3), (10, 6), (2, 2))
+    asyncckpt.load(path, {f"{prefix}by_rows": part}, strict=True)
+    states.assert_same(part.tensor, WHOLE["by_rows"][2:9, 2:5].contiguous())
+    assert verify_any(str(path), Files()).state == "ok"
+
+
+def save_hugging_face(rank: int, path: str, world_size: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
+        dcp.save(sharded(world_size)["model"], storage_writer=writer)
+
+
+def test_what_dcps_hugging_face_writer_wrote_on_two_ranks_is_put_together(tmp_path: pathlib.Path) -> None:
+    for module in ("safetensors", "fsspec"):
+        pytest.importorskip(module)
+    path = tmp_path / "hf"
+    rank_processes.run(2, save_hugging_face, str(path), 2)
+    states.assert_same(asyncckpt.load(path), WHOLE)
+    opened = asyncckpt.open_checkpoint(path)
+    assert opened.kind == "hf"
+    states.assert_same(opened.tensor("by_rows", (slice(3, 8), 2)), WHOLE["by_rows"][3:8, 2].contiguous())
+    states.assert_same(opened.tensor("by_columns", mmap=True).contiguous(), WHOLE["by_columns"])
+    check_part(path, "")
+    for to in ("asyncckpt", "dcp", "torch", "safetensors", "hf"):
+        asyncckpt.convert(path, tmp_path / f"to-{to}", to=to)
+        states.assert_same(asyncckpt.load(tmp_path / f"to-{to}"), WHOLE)
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors", "asyncckpt", "dcp"])

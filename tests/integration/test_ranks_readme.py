@@ -25,6 +25,21 @@ def runs_the_block(rank: int, directory: str) -> str:
     return str(names["newest"])
 
 
+def runs_the_dcp_block(rank: int, directory: str) -> int:
+    os.chdir(directory)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 4)
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(next(block for block in blocks("python") if "asyncckpt.dcp" in block), names)
+    return names["state"]["step"]  # type: ignore[index,return-value]
+
+
+def test_the_block_for_stock_checkpoints_as_it_stands(tmp_path: pathlib.Path) -> None:
+    assert rank_processes.run(2, runs_the_dcp_block, str(tmp_path)) == [300, 300]
+    found = asyncckpt.open_checkpoint(tmp_path / "runs/d/step-300")
+    assert (found.step, found.world_size) == (300, 2)
+
+
 def test_the_block_for_several_ranks_as_it_stands(
     tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, FlatShard, ShardedSlice, SyncCheckpointer, describe_tp
-from asyncckpt.errors import ReplicaMismatchError, SaveFailedError
+from asyncckpt.errors import AsyncCkptError, ReplicaMismatchError, SaveFailedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -280,6 +280,47 @@ def test_slices_that_come_to_overlap_fail_by_name_until_they_are_corrected(
         assert texts[9].startswith("OverlappingShardsError") and "offsets [2, 0]" in texts[9] and "rank 1" in texts[9]
         assert texts[10:] == [""] * 4
     assert torch.equal(asyncckpt.load(tmp_path / "step-13")["s"], torch.arange(12.0).view(6, 2))
+
+
+def moving(rank: int, kind: str, step: int) -> dict[str, Any]:
+    """What a rank holds of tensors that lie otherwise from step 2 on."""
+    whole, state, later = torch.arange(12.0).view(6, 2), {"plain": torch.ones(3) * step}, step >= 2
+    if kind == "to another rank" and rank == int(later):
+        state["w"] = ShardedSlice(whole, (6, 2), (0, 0))
+    if kind == "a copy less" and not (rank and later):
+        state |= {f"w{n}": ShardedSlice(whole + n, (6, 2), (0, 0), replica_id=rank) for n in range(4)}
+    if kind == "cut in two" and (later or rank == 0):
+        rows = slice(3 * rank, 3 * rank + 3) if later else slice(0, 6)
+        state["w"] = ShardedSlice(whole[rows], (6, 2), (rows.start, 0))
+    if kind == "twice" and (step < 2 or rank == 0 or 12 <= step < 14):  # the copy goes, comes back and goes again
+        state |= {f"w{n}": ShardedSlice(whole + n, (6, 2), (0, 0), replica_id=rank) for n in range(4)}
+    return state
+
+
+def saves_what_moves(rank: int, root: str, kind: str, sync: bool) -> list[str]:
+    found = []
+    with SyncCheckpointer() if sync else AsyncCheckpointer() as checkpointer:
+        for step in range(24 if kind == "twice" else 14):
+            try:
+                handle = checkpointer.save(moving(rank, kind, step), f"{root}/step-{step}")
+                if handle is not None:
+                    handle.written.result(DEADLINE_S)
+                found.append("")
+            except AsyncCkptError as error:
+                found.append(f"{error.wire_code} {error}")
+    return found
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("kind", ["to another rank", "a copy less", "cut in two", "twice"])
+def test_shards_that_a_rank_holds_no_longer_are_agreed_on_anew(
+    kind: str, sync: bool, tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    for texts in run(shared_worker, 2, saves_what_moves, str(tmp_path), kind, sync):
+        assert texts[:2] == ["", ""] and texts[9:12] == texts[-3:] == [""] * 3, texts
+    found = asyncckpt.load(tmp_path / f"step-{len(texts) - 1}")
+    for n, name in enumerate(sorted(found.keys() - {"plain"})):
+        assert torch.equal(found[name], torch.arange(12.0).view(6, 2) + n)
 
 
 def stages(rank: int, root: str) -> str:

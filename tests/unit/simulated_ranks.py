@@ -44,12 +44,12 @@ class Ranks:
         assert self.plans[0].agreement is not None
         return self.plans[0].agreement
 
-    def apply(self, change: Change) -> None:
-        """Let every rank apply a change, as it decodes it."""
+    def apply(self, change: Change, *, compared: bool = False) -> None:
+        """Let every rank apply a change, as it decodes it; `compared`: they have met."""
         raw = change.encode()
         for plans in self.plans:
             assert plans.agreement is not None
-            plans.agreement = plans.agreement.extended(Change.decode(raw), raw)
+            plans.agreement = plans.agreement.extended(Change.decode(raw), raw, compared=compared)
 
     def exchange(self, states: Sequence[State], *, compare: bool = True, settle: bool = True) -> None:
         """The first exchange, in two phases; `settle`: and the second look at what it left open."""
@@ -59,10 +59,10 @@ class Ranks:
         book.check()
         if compare:
             wanted = candidates(given)
-            shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards)) for r in given}
+            shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards, r)) for r in given}
             compare_shards(book, given, shards)
             given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
-        self.apply(Change(contributions=given))
+        self.apply(Change(contributions=given), compared=True)
         self.agreement.shards.check()
         again = self.news(states, compare=compare) if settle else {}
         if again:  # tensors as they were initialised are looked at twice

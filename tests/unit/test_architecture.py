@@ -207,7 +207,12 @@ def test_nothing_executable_is_imported_or_evaluated() -> None:
 
 def test_only_who_is_told_by_the_user_reaches_the_pickles() -> None:
     users = {i.importer for i in imports() if i.name == PICKLES}
-    assert users == {"asyncckpt.planning.leaves", "asyncckpt.loading.saved_objects", "asyncckpt.staging.host_stager"}
+    assert users == {
+        "asyncckpt.dcp.planner_data",
+        "asyncckpt.loading.saved_objects",
+        "asyncckpt.planning.leaves",
+        "asyncckpt.staging.host_stager",
+    }
 
 
 @pytest.mark.parametrize("name", modules())

@@ -187,18 +187,6 @@ def test_a_hugging_face_directory_has_shards_an_index_and_its_other_files(
     assert small.tensors == len(sizes)
 
 
-def test_transformers_loads_a_converted_model(tmp_path: pathlib.Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(tmp_path / "a")
-    asyncckpt.convert(tmp_path / "a", tmp_path / "ours", to="asyncckpt")
-    asyncckpt.convert(tmp_path / "ours", tmp_path / "b", to="hf", max_shard_bytes=2000)
-    config.save_pretrained(tmp_path / "b")
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "b")
-    states.assert_same(dict(again.state_dict()), dict(model.state_dict()))
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 def test_every_dtype_of_torch_passes_through_torch_and_dcp_files(tmp_path: pathlib.Path) -> None:
     state = {str(d): states.tensor_of(d, (3, 5), n) for n, d in enumerate(states.ALL_DTYPES)}

@@ -125,6 +125,8 @@ LOAD = {
     "threads": "unit/test_thread_arguments.py::test_threads_read_at_once",
     "key_map": "unit/test_loading_load.py::test_key_map_renames",
     "allow_pickle": "unit/test_allow_pickle.py::test_any_leaf_comes_back_when_both_sides_allow_it",
+    "low_memory": "unit/test_loading_targets.py::test_without_low_memory_nothing_changes_until_everything_is_verified",
+    "redundant_reads": "integration/test_ranks_shared_load.py::test_what_several_ranks_want_is_read_once",
 }
 METHOD_LOAD = {
     **{name: LOAD[name] for name in ("path", "state_dict", "strict")},
@@ -234,6 +236,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "slices": "unit/test_open_checkpoint.py::test_slices_select_what_indexing_would",
             "verify": "unit/test_open_checkpoint.py::test_damage_outside_the_part_does_not_matter_and_inside_is_named",
             "threads": "unit/test_thread_arguments.py::test_threads_read_at_once",
+            "mmap": "unit/test_foreign_reading.py::test_a_tensor_is_mapped_and_writes_stay_private",
         },
     ),
     (

@@ -9,14 +9,18 @@ from typing import Any
 import msgpack
 import pytest
 from mutations import NASTY, altered, damaged, packed
-from protocol_samples import HEX, MESSAGES, SAVE_ID
+from protocol_samples import BETWEEN_WORKERS, HEX, SAVE_ID
+from protocol_samples import MESSAGES as OF_TRAINERS
 
 from asyncckpt.errors import ProtocolError, ProtocolVersionError, from_wire
 from asyncckpt.protocol import codec, lifecycle, messages
 from asyncckpt.protocol import fields as checks
 from asyncckpt.protocol.messages import REPLIES, REQUESTS, Message
+from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESSAGES
 
-KNOWN = {**REQUESTS, **REPLIES}
+KNOWN = {**REQUESTS, **REPLIES, **PEER_MESSAGES, **FOLLOWER_RECORDS, **LEADER_RECORDS}
+MESSAGES = OF_TRAINERS + BETWEEN_WORKERS
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 HEADER = codec.encode(messages.Ok(id=1))[0]
 
 
@@ -88,6 +92,14 @@ BAD_VALUES = {
     "hex12": ["", HEX[:11], HEX[:13], HEX[:12].upper(), HEX[:12] + "\n", HEX[:12].encode(), None],
     "hex16": [HEX[:-1], HEX + "0", HEX.upper(), HEX + "\n", HEX.encode()],
     "hex16_or_none": [" ", HEX[:-1], HEX.upper(), None, 0, b""],
+    "curve_key": ["", KEY[1:], KEY + "0", KEY[:-1] + "\n", KEY[:-1] + '"', KEY.encode(), None],
+    "curve_key_or_none": [" ", KEY[1:], KEY.encode(), None],
+    "port": [-1, 65536, True, "7000", None],
+    "address": ["", "ipc:///x", "tcp://h", "tcp://:1", "tcp://h:x", "tcp://a/b:1", "tcp://h:1\n", b"tcp://h:1", None],
+    "end_phase": ["begun", "durable", "", None, [], {}],
+    "error_or_none": [e for e in BAD_ERRORS if e != {}],
+    "figures": BAD_REPORTS,
+    "record_bytes": ["x", bytearray(1), None],
     "path": ["", "relative", "/a\0b", "/" + "x" * 4000, "/\ud800", "/" + "\u20ac" * 1400, b"/a", None],
     "text": ["x" * 201, "\ud800", b"x", None],
     "seconds": [-1, float("nan"), float("inf"), 1e9, "1", True, None],

@@ -109,6 +109,8 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
         (lambda: ShardedSlice(torch.ones(2, 3), (4, 3), (-1, 0)), "does not lie"),
         (lambda: ShardedSlice(torch.ones(2, 3), (4,), (0, 0)), "does not lie"),
         (lambda: ShardedSlice(torch.ones(2), (4.0,), (0,)), "global shape"),  # type: ignore[arg-type]
+        (lambda: ShardedSlice(torch.ones(1), (1 << 70,), (1 << 69,)), "global shape"),
+        (lambda: ShardedSlice(torch.ones(0, 1 << 40), (1 << 40, 1 << 40), (0, 0)), "global shape"),
         (lambda: ShardedSlice([1, 2], (4,), (0,)), "list"),  # type: ignore[arg-type]
         (lambda: ShardedSlice(torch.ones(2), (4,), (0,), replica_id=-1), "replica_id"),
         (lambda: FlatShard(torch.ones(2, 3), (6,), 0), "one dimension"),

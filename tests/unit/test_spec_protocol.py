@@ -6,15 +6,16 @@ import importlib
 from dataclasses import fields
 
 import pytest
-from spec_markdown import spec, table
+from spec_markdown import spec, table, tables
 
 from asyncckpt.protocol import codec, endpoint, lifecycle, messages
 from asyncckpt.protocol import fields as checks
 from asyncckpt.protocol.messages import REPLIES, REQUESTS
+from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESSAGES
 from asyncckpt.protocol.request import SaveRequest
 
 SPEC = spec("protocol")
-IMPORTED = {"MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_CONTRIBUTION_NBYTES", "MAX_JOBS"}
+IMPORTED = {"MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_CONTRIBUTION_NBYTES", "MAX_JOBS", "MAX_RECORD_NBYTES", "MAX_MISSING"}
 """Limits that the worker's modules take from elsewhere."""
 
 
@@ -45,15 +46,39 @@ def test_limit_equals_the_codes(name: str, value: str) -> None:
     assert getattr(importlib.import_module(f"asyncckpt.protocol.{module}"), constant) == int(value)
 
 
-@pytest.mark.parametrize(("name", "value"), table(SPEC, "limit of the worker", "value"))
+WORKERS_LIMITS = [row for rows in tables(SPEC, "limit of the worker", "value") for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("header", "known"),
+    [
+        ("between workers", PEER_MESSAGES),
+        ("record of a follower", FOLLOWER_RECORDS),
+        ("record of a leader", LEADER_RECORDS),
+    ],
+)
+def test_what_workers_say_to_each_other_is_that_of_the_spec(
+    header: str, known: dict[str, type[messages.Message]]
+) -> None:
+    assert table(SPEC, header, "fields") == [(name, _described(cls)) for name, cls in known.items()]
+
+
+def test_every_type_of_a_workers_field_is_explained() -> None:
+    known = {**PEER_MESSAGES, **FOLLOWER_RECORDS, **LEADER_RECORDS}
+    used = {check.__name__ for cls in known.values() for check in cls.checks.values()}
+    explained = {name for header in ("type", "type between workers") for name, _ in table(SPEC, header, "values")}
+    assert used <= explained
+
+
+@pytest.mark.parametrize(("name", "value"), WORKERS_LIMITS)
 def test_limit_equals_the_workers(name: str, value: str) -> None:
     module, _, constant = name.partition(".")
     assert getattr(importlib.import_module(f"asyncckpt_worker.{module}"), constant) == int(value)
 
 
 def test_every_limit_of_the_ranks_books_is_in_the_spec() -> None:
-    named = {name for name, _ in table(SPEC, "limit of the worker", "value")}
-    for module in ("runs", "lineages", "boards", "changes", "report"):
+    named = {name for name, _ in WORKERS_LIMITS}
+    for module in ("runs", "lineages", "boards", "changes", "report", "leading", "following", "streams"):
         loaded = importlib.import_module(f"asyncckpt_worker.{module}")
         own = {f"{module}.{n}" for n in vars(loaded) if n.startswith("MAX_")}
         assert {n for n in own if n.partition(".")[2] not in IMPORTED} <= named
@@ -61,7 +86,7 @@ def test_every_limit_of_the_ranks_books_is_in_the_spec() -> None:
 
 def test_every_limit_of_the_code_is_in_the_spec() -> None:
     named = {name.partition(".")[2] for name, _ in table(SPEC, "limit", "value")}
-    for module in ("messages", "codec", "fields", "request", "samples", "endpoint"):
+    for module in ("messages", "codec", "fields", "request", "relay", "samples", "endpoint"):
         loaded = importlib.import_module(f"asyncckpt.protocol.{module}")
         assert {n for n in vars(loaded) if n.startswith("MAX_")} <= named
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +143,31 @@ def test_codes_are_fetched_in_threads_that_launch_nothing(
     assert threads and all(thread is not threading.main_thread() for thread in threads)
 
 
+def test_an_interrupt_while_memory_is_pinned_leaves_nothing_pinned_when_it_is_unmapped(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.know(state)
+    interrupts, register = iter([_thread.interrupt_main]), device.register
+
+    def interrupted(address: int, nbytes: int) -> int:
+        for interrupt in interrupts:
+            interrupt()
+            time.sleep(0.1)  # for the main thread, which waits for this one
+        return register(address, nbytes)
+
+    monkeypatch.setattr(device, "register", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(state)
+    slot = saver.process.made[0]
+    assert device.registered and slot.pin is not None and slot.pin.held
+    if slot.user is not None:
+        saver.process.withdraw(slot.user, "as save() does")
+    assert_saved(saver, state)
+    assert not [call for call in device.calls if call.name == "unmap"]
+    saver.close()
+    assert not device.registered and slot.memory.mapping.closed
+
+
 @pytest.fixture
 def mapping() -> Iterator[Mapping]:
     with Mapping(-1, 4 * PIECE_NBYTES) as made:
@@ -151,6 +178,7 @@ def test_a_runtime_that_unloads_is_no_error(
     device: SimulatedDevice, small_pieces: None, mapping: Mapping, caplog: pytest.LogCaptureFixture
 ) -> None:
     pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
     for nth in range(4):
         device.fail("unregister", nth, UNLOADING)
     assert pin.held and pin.close() and pin.close()
@@ -162,6 +190,7 @@ def test_what_cannot_be_unpinned_stays_mapped(
     device: SimulatedDevice, small_pieces: None, mapping: Mapping, caplog: pytest.LogCaptureFixture
 ) -> None:
     pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
     device.fail("unregister", 1, REFUSED)
     assert not pin.close()
     assert len(device.registered) == 1
@@ -172,6 +201,7 @@ def test_a_forked_child_unpins_nothing(
     device: SimulatedDevice, small_pieces: None, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
         assert pin.close()
@@ -183,6 +213,7 @@ def test_where_no_thread_can_be_started_the_caller_unpins(
     device: SimulatedDevice, small_pieces: None, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = Pin(device, 0, mapping.address, mapping.nbytes)
+    pin.open()
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

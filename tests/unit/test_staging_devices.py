@@ -15,7 +15,7 @@ from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, 
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from asyncckpt.errors import SnapshotTornError  # noqa: E402
-from asyncckpt.staging import engine, pinning  # noqa: E402
+from asyncckpt.staging import copy_cuda, engine, pinning  # noqa: E402
 from asyncckpt.staging.transfer import Transfer  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
@@ -301,6 +301,30 @@ def test_small_neighbours_go_over_together(saver: Saver, device: SimulatedDevice
     assert saver.ended(saver.save(state)) is None
     over = sum(c.what[1] for c in device.calls if c.name == "copy" and c.what[0] == "to the host")
     assert over < 12, "30 small tensors, and pieces of three large ones"
+
+
+def test_a_state_that_is_not_contiguous_needs_no_room_for_another_one(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 300_000)
+    made: list[tuple[StorageWeakRef, int]] = []
+    held, allocate = [0], device.allocate
+
+    def noted(nbytes: int, index: int) -> torch.Tensor:
+        tensor = allocate(nbytes, index)
+        made.append((StorageWeakRef(tensor.untyped_storage()), nbytes))
+        held.append(sum(n for storage, n in made if not storage.expired()))
+        return tensor
+
+    monkeypatch.setattr(device, "allocate", noted)
+    state = {f"w{n}": device.put(torch.randn(200, 150), 0).t() for n in range(20)}
+    saver = Saver(device, staging="blocking", use_pinned_memory=False)  # what is enqueued has run, so that it shows
+    saver.know(state)
+    handle = saver.save(state)
+    assert saver.ended(handle) is None
+    assert saver.content(handle) == {name: bits(tensor) for name, tensor in state.items()}
+    assert len(made) == 20 and max(held) <= 300_000 + 2 * 120_000
+    saver.close()
 
 
 def test_sources_live_until_their_copies_have_ended(

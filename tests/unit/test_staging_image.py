@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import random
 import threading
@@ -16,8 +18,9 @@ from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
 from asyncckpt.planning.planner import PlanCache  # noqa: E402
-from asyncckpt.staging import copy_cpu  # noqa: E402
-from asyncckpt.staging.copy_cpu import LARGE_NBYTES, PIECE_NBYTES, Pace, SlotImage  # noqa: E402
+from asyncckpt.staging import copy_cpu, moving  # noqa: E402
+from asyncckpt.staging.copy_cpu import LARGE_NBYTES, SlotImage  # noqa: E402
+from asyncckpt.staging.moving import PIECE_NBYTES, Pace  # noqa: E402
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -92,7 +95,7 @@ def test_a_second_fill_replaces_every_byte_of_the_first(staged: Staged) -> None:
 
 def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    movers, real = set(), copy_cpu._move
+    movers, real = set(), copy_cpu.move_all
     both = threading.Barrier(2, timeout=30)
 
     def noted(moves: Any, *pace: Any) -> None:
@@ -102,7 +105,7 @@ def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch:
         real(moves, *pace)
 
     monkeypatch.setattr(SlotImage.copy, "__defaults__", (Pace(threads=2),))
-    monkeypatch.setattr(copy_cpu, "_move", noted)
+    monkeypatch.setattr(copy_cpu, "move_all", noted)
     state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
     assert staged.stage(state) == [bits_of_large(state["a"])]
     assert len(movers) == 2
@@ -268,3 +271,80 @@ def prepared(staged: Staged, state: dict[str, Any]) -> tuple[SlotImage, list[Any
     for target in staged.image._targets:
         target.zero_()
     return staged.image, list(staged.flat.tensors)
+
+
+# ---- memory that goes away under a copy
+
+
+def test_a_careful_copy_reports_memory_that_has_gone_and_the_next_one_works(staged: Staged) -> None:
+    state = {"a": torch.randn(12 << 20), "small": torch.arange(5)}
+    image, tensors = prepared(staged, state)
+    number = image._numbers.index(next(n for n, t in enumerate(tensors) if t.numel() > 5))
+    with pytest.raises(OSError, match="Bad address") as caught:
+        image.copy([Gone(t) if t.numel() > 5 else t for t in tensors], image._all, Pace(careful=True))
+    assert caught.value.errno == errno.EFAULT
+    assert not image._moves and not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
+    image.copy(tensors, image._all, Pace(careful=True))
+    assert torch.equal(image._targets[number], state["a"])
+
+
+class Gone:
+    """A tensor whose second half is not mapped any more."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.device, half = tensor.device, tensor.numel() * tensor.element_size() // 2
+        self._mapping = Mapping(-1, 2 * half)
+        libc = ctypes.CDLL(None)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        assert libc.mprotect(self._mapping.address + half, half, 0) == 0
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return self._mapping.address
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
+def test_where_a_sandbox_refuses_a_careful_copy_it_is_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    def refused(*_: Any) -> int:
+        ctypes.set_errno(refusal)
+        return -1
+
+    source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
+    monkeypatch.setattr(moving, "_read", refused)
+    moving.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
+    assert torch.equal(target, source)
+
+
+def test_memory_that_only_its_own_process_can_read_is_copied_carefully_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel answers EFAULT for what a driver has mapped: tensors that torch has pinned."""
+
+    def fault(*_: Any) -> int:
+        ctypes.set_errno(errno.EFAULT)
+        return -1
+
+    source, target = torch.arange(400_000), torch.zeros(400_000, dtype=torch.int64)
+    with open("/proc/self/maps") as maps:  # the kernel's clock is mapped like that everywhere
+        for clock in (int(line.partition("-")[0], 16) for line in maps if line.endswith("[vvar]\n")):
+            moving.careful_move(target.data_ptr(), clock, 4096)
+    monkeypatch.setattr(moving, "_read", fault)
+    moving.careful_move(target.data_ptr(), source.data_ptr(), 3_200_000)
+    assert torch.equal(target, source)
+
+
+def test_a_careful_copy_that_comes_in_parts_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, asked = moving._read, []
+
+    def in_parts(pid: int, here: Any, n: int, there: Any, *rest: int) -> int:
+        for one in (here, there):
+            one._obj.nbytes = min(one._obj.nbytes, 300_000)
+        asked.append(there._obj.nbytes)
+        return int(read(pid, here, n, there, *rest))
+
+    source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
+    monkeypatch.setattr(moving, "_read", in_parts)
+    moving.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
+    assert torch.equal(target, source) and asked == [300_000, 300_000, 200_000]

@@ -141,3 +141,14 @@ def test_digests_see_what_counters_do_not(where: str) -> None:
     (source if where == "source" else target).data[1, 1] = -1.0
     with pytest.raises(SnapshotTornError, match="no version counter"):
         found.check()
+
+
+@pytest.mark.parametrize("how", ["share", "resize"])
+def test_memory_that_is_swapped_or_resized_is_a_change(how: str) -> None:
+    state = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    found = watch(state)
+    found.check()
+    state["b"].share_memory_() if how == "share" else state["b"].untyped_storage().resize_(0)
+    with pytest.raises(SnapshotTornError, match="share_memory_") as caught:
+        found.check()
+    assert caught.value.facts()["fqn"] == "b"

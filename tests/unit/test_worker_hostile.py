@@ -7,16 +7,21 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from worker_bench import COMMIT_TIMEOUT_S, REQUEST, Bench
+from simulated_workers import KEY, result_of
+from worker_bench import COMMIT_TIMEOUT_S, ERROR, REQUEST, Bench
 
 from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.codec import pack
 from asyncckpt.protocol.messages import REQUESTS
+from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, Joined, Piece, Unlinked
+from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
-from asyncckpt_worker.lineages import MAX_DIRECTORIES
-from asyncckpt_worker.records import MAX_HISTORY, MAX_SESSIONS
+from asyncckpt_worker.records import MAX_HISTORY, MAX_SESSIONS, Slot
+from asyncckpt_worker.results import pack_result
+from asyncckpt_worker.run_record import MAX_DIRECTORIES
 from asyncckpt_worker.runs import MAX_RUNS, MAX_WITHDRAWN
 
 HONEST = "000001-00000000-ffffffffffff"
@@ -30,6 +35,7 @@ class Mob(Bench):
         super().__init__()
         self.rng = rng
         self.jobs: list[Any] = []
+        self.counts: dict[str, int] = {}
 
     def save_id(self) -> str:
         return f"{self.rng.randrange(4):06d}-{self.rng.randrange(4):08d}-{self.rng.randrange(3):012x}"
@@ -53,6 +59,15 @@ class Mob(Bench):
             "timeout": lambda: rng.choice((1e-3, 5.0, COMMIT_TIMEOUT_S)),
             "piece": lambda: rng.choice((b"", b"x", b"abcde")),
             "flag": lambda: rng.random() < 0.5,
+            "curve_key": lambda: KEY,
+            "curve_key_or_none": lambda: rng.choice(("", KEY)),
+            "port": lambda: rng.choice((0, 7000)),
+            "address": lambda: rng.choice(("tcp://a:7000", "tcp://b:7000")),
+            "record_bytes": lambda: rng.choice((b"", b"x", encode_request(self.request_for(None)))),
+            "mapping": lambda: rng.choice(({}, {"record": {}}, pack_result(result_of(self.save_id(), 1)))),
+            "error_or_none": lambda: rng.choice(({}, ERROR)),
+            "figures": lambda: rng.choice(({}, {"nbytes": 1})),
+            "end_phase": lambda: rng.choice(("committed", "failed", "abandoned", "unknown")),
             "save_ids": lambda: tuple(self.save_id() for _ in range(rng.randrange(4))),
         }[kind]()
 
@@ -72,8 +87,44 @@ class Mob(Bench):
             body["slot"] = self.rng.choice(sorted(session.slots))
         self.take(self.brain.handle(ev.Received(now=self.now, peer=peer, message=kind(**body))))
 
+    def whisper(self) -> None:
+        """One record, or nonsense, of another worker: of a follower, or of a leader."""
+        route, run = self.rng.choice((b"", b"1", b"2")), f"{self.rng.randrange(3):012x}"
+        followed = self.brain._following._followed.get(run)
+        stream = f"{int(run, 16) * 4 + self.rng.randrange(2):016x}"
+        if not route:
+            stream = followed.stream.name if followed is not None else "f" * 16
+        record = self.rng.choice(list((FOLLOWER_RECORDS if route else LEADER_RECORDS).values()))
+        if route and not self.counts.get(stream):
+            record = Joined
+        body = {f.name: self.value(f.name, record.checks[f.name].__name__) for f in fields(record)}  # type: ignore[arg-type]
+        body |= {"world_size": 2 + int(run, 16) % 2} if "world_size" in body else {}
+        body |= {"rank": self.rng.randrange(2)} if "rank" in body else {}
+        if "save_id" in body and self.rng.random() < 0.95:
+            body["save_id"] = body["save_id"][:16] + run
+        data = b"nonsense" if self.rng.random() < 0.02 else pack(record(**body), 1 << 20)
+        self.counts[stream] = self.counts.get(stream, 0) + (self.rng.random() < 0.9)
+        piece = Piece(
+            stream=stream,
+            sender=self.rng.choice((*["a" * 16] * 20, "b" * 16)),
+            number=self.counts[stream],
+            first=1,
+            more=self.rng.random() < 0.01,
+            data=data,
+            taken=self.rng.choice((*[0] * 50, 100)),
+        )
+        said = self.rng.choice((*[piece] * 20, Unlinked(stream=stream, sender="a" * 16)))
+        self.take(self.brain.handle(ev.Relayed(now=self.now, run=run, route=route, message=said)))
+
     def take(self, actions: list[Any]) -> None:
         for action in actions:
+            if isinstance(action, ac.Listen):
+                where = {"address": "tcp://h:1", "public": KEY, "secret": KEY}
+                self.take(self.brain.handle(ev.Listening(now=self.now, **where)))
+            if isinstance(action, ac.Relay) and isinstance(action.message, Unlinked):
+                self.counts[action.message.stream] = 0
+            if isinstance(action, (ac.Listen, ac.Connect, ac.Disconnect, ac.Relay)):
+                continue
             if isinstance(action, ac.Watch):
                 self.take(self.brain.handle(ev.Watched(now=self.now, session=action.session, alive=True)))
             elif isinstance(action, ac.CreateSlot):
@@ -93,7 +144,7 @@ class Mob(Bench):
             case ac.Prepare():
                 self.take(self.brain.handle(ev.Prepared(now=now, key=job.key)))
             case ac.Write():
-                self.take(self.brain.handle(ev.Written(now=now, key=job.key, result="r")))
+                self.take(self.brain.handle(ev.Written(now=now, key=job.key, result=result_of(*job.key))))
             case ac.Commit():
                 self.take(self.brain.handle(ev.Published(now=now, save_id=job.save_id)))
             case ac.Remove():
@@ -105,6 +156,11 @@ class Mob(Bench):
     def read_slot(self, slot: int) -> ev.SlotRead:
         if self.rng.random() < 0.4:
             return ev.SlotRead(now=self.now, slot=slot, reason="OPEN")
+        request = self.request_for(self.brain.tables.slots.get(slot))
+        return ev.SlotRead(now=self.now, slot=slot, generation=self.rng.randrange(50), request=request)
+
+    def request_for(self, held: Slot | None) -> SaveRequest:
+        """A request that some rank might leave in its slot."""
         world_size = self.rng.choice((1, 2, 3))
         changes = {
             "save_id": self.save_id(),
@@ -117,14 +173,12 @@ class Mob(Bench):
             "samples": encode_samples([("w", self.rng.random() < 0.5, self.rng.choice((bytes(8), b"8 bytes!")))]),
             "contribution": self.rng.choice((b"", b"news")),
         }
-        held = self.brain.tables.slots.get(slot)
         if held is not None and self.rng.random() < 0.7:
             changes |= {"rank": held.rank, "world_size": held.world_size}
             entry = self.brain.tables.entry(held.key)
             if entry is not None and held.key is not None:
                 changes |= {"save_id": held.key[0], "path": entry.path, "step": entry.step}
-        request = type(REQUEST)(**{f.name: changes.get(f.name, getattr(REQUEST, f.name)) for f in fields(REQUEST)})
-        return ev.SlotRead(now=self.now, slot=slot, generation=self.rng.randrange(50), request=request)
+        return SaveRequest(**{f.name: changes.get(f.name, getattr(REQUEST, f.name)) for f in fields(REQUEST)})
 
     def check(self) -> None:
         """Everything is bounded, and every save that was sealed by somebody has time to run out."""
@@ -146,8 +200,10 @@ def test_messages_that_make_no_sense_end_nothing_but_their_own_saves(schedule: i
     for _ in range(2500):
         mob.now += rng.random() / 10
         dice = rng.random()
-        if dice < 0.6:
+        if dice < 0.45:
             mob.shout()
+        elif dice < 0.6:
+            mob.whisper()
         elif dice < 0.9 and mob.jobs:
             mob.finish()
         else:

@@ -347,7 +347,7 @@ def test_commit_timeout_leaves_a_save_alone_that_all_have_sealed() -> None:
     bench.stages(0, commit_timeout_s=5.0)
     bench.stages(1)
     bench.passes(1e6)
-    assert bench.outcome() is None and "missing" not in bench.row(peer=b"0")
+    assert bench.outcome() is None and bench.row(peer=b"0")["missing"] == [0, 1], "it waits for their files"
     for rank in range(2):
         bench.writes(rank)
     assert bench.of(ac.Commit)
@@ -624,6 +624,17 @@ def test_contributions_that_precede_the_last_change_are_not_published() -> None:
 def test_trainers_report_again_when_the_worker_expects_it() -> None:
     slot_stager = pytest.importorskip("asyncckpt.staging.slot_stager", exc_type=ImportError)
     assert slot_stager.TELL_AGAIN == TELL_AGAIN
+
+
+def test_a_name_is_told_again_if_it_was_found_under_the_change_that_told_it() -> None:
+    """Of shards, which the ranks have agreed on anew by then; not of each save until the change holds."""
+    bench, told = Ranks(), []
+    for number in range(4):
+        for rank in range(2):
+            samples = sampled(OTHER if rank else EQUAL, split=True)
+            bench.stages(rank, sequence(number), number + 1, path=f"/ckpt/{number}", **samples)
+        told.append(len(bench.changes()))
+    assert told == [1, 1, 2, 2] and [c["effective"] for c in bench.changes()] == [2, 4]
 
 
 @pytest.mark.parametrize(("differing", "effective"), [(False, 45), (True, 43)])

@@ -20,7 +20,8 @@ from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
-from asyncckpt_worker.state import Brain, BrainConfig
+from asyncckpt_worker.ending import BrainConfig
+from asyncckpt_worker.state import Brain
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
 NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))

@@ -10,7 +10,8 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
-from asyncckpt_worker.state import Brain, BrainConfig
+from asyncckpt_worker.ending import BrainConfig
+from asyncckpt_worker.state import Brain
 
 CONFIG = BrainConfig(
     package="test",

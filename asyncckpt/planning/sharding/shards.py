@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.format.structure import MAX_DIMS, MAX_INT
 from asyncckpt.planning.sharding.flat_range import boxes_of_range
 from asyncckpt.planning.sharding.grid import Grid, overlapping
 
@@ -195,7 +196,8 @@ def check_shape(type_name: str, global_shape: tuple[int, ...]) -> None:
     Raises:
         UnsupportedLeafError: It is not.
     """
-    if not all(type(n) is int and n >= 0 for n in global_shape):
+    lengths = all(type(n) is int and n >= 0 for n in global_shape) and len(global_shape) <= MAX_DIMS
+    if not lengths or math.prod(n or 1 for n in global_shape) > MAX_INT:
         raise refused(type_name, f"its global shape is {global_shape!r}")
 
 

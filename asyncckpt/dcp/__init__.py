@@ -1,0 +1,59 @@
+"""For stock `torch.distributed.checkpoint`: what plugs into it, and what stands in for its `format_utils`.
+
+dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(path))
+dcp.load(state, storage_reader=asyncckpt.dcp.StorageReader(path))
+dcp.load(state, checkpoint_id=path, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner())
+dcp_to_torch_save("dcp-directory", "model.pt")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncckpt.dcp.broadcasting import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
+    from asyncckpt.dcp.format_utils import dcp_to_torch_save as dcp_to_torch_save
+    from asyncckpt.dcp.format_utils import torch_save_to_dcp as torch_save_to_dcp
+    from asyncckpt.dcp.reader import StorageReader as StorageReader
+    from asyncckpt.dcp.sharded_planners import ShardedLoadPlanner as ShardedLoadPlanner
+    from asyncckpt.dcp.sharded_planners import ShardedSavePlanner as ShardedSavePlanner
+    from asyncckpt.dcp.sliced import SlicedBufferedReader as SlicedBufferedReader
+    from asyncckpt.dcp.target_metadata import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
+    from asyncckpt.dcp.writer import StorageWriter as StorageWriter
+
+_WHERE = {
+    "BroadcastingTorchSaveReader": "broadcasting",
+    "DynamicMetaLoadPlanner": "target_metadata",
+    "ShardedLoadPlanner": "sharded_planners",
+    "ShardedSavePlanner": "sharded_planners",
+    "SlicedBufferedReader": "sliced",
+    "StorageReader": "reader",
+    "StorageWriter": "writer",
+    "dcp_to_torch_save": "format_utils",
+    "torch_save_to_dcp": "format_utils",
+}
+
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "ShardedLoadPlanner",
+    "ShardedSavePlanner",
+    "SlicedBufferedReader",
+    "StorageReader",
+    "StorageWriter",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'asyncckpt.dcp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"asyncckpt.dcp.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

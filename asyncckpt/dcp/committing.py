@@ -1,0 +1,142 @@
+"""The coordinator's last steps: the tree of all leaves, their proof, the manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from asyncckpt import __version__
+from asyncckpt.dcp.nesting import nested
+from asyncckpt.dcp.planner_data import kept_planner_data
+from asyncckpt.dcp.rank_part import Unfinished
+from asyncckpt.dcp.results import StoredLeaf, StoredRank
+from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
+from asyncckpt.format.manifest import PLANNER_KEY
+from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.format.tree import Node
+from asyncckpt.planning.keys import check_keys
+from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.storage import commit
+from asyncckpt.storage.contents import read_named_file
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.proof import uncovered
+from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.record import build_manifest
+from asyncckpt.sync_ranks import hole_error
+
+
+def commit_all(
+    unfinished: Unfinished, metadata: Metadata, results: Sequence[Sequence[WriteResult]], files: Files
+) -> None:
+    """Write the coordinator's index and objects, prove that every tensor is there once, and publish.
+
+    Args:
+        unfinished: The coordinator's own part.
+        metadata: What the planner says of the whole checkpoint.
+        results: Of every rank.
+        files: The storage seam.
+
+    Raises:
+        SaveFailedError: Code `coverage`: a tensor is not stored exactly once; `results`: a rank's, or a leaf's, are
+            missing.
+        UnsupportedLeafError: A key that the index cannot hold.
+        CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
+    """
+    job = unfinished.job
+    found = [result.storage_data for part in results for result in part]
+    ranks = {entry.rank: entry.result for entry in found if isinstance(entry, StoredRank)}
+    if sorted(ranks) != list(range(job.world_size)):
+        raise _incomplete(job, f"results of ranks {sorted(ranks)}, expected {job.world_size} of them")
+    raws: dict[str, Any] = {}
+    for part in results:
+        for result in part:
+            if isinstance(result.storage_data, StoredLeaf):
+                raws.setdefault(result.index.fqn, result.storage_data.raw)
+    own_job = _whole(unfinished, metadata, raws)
+    structures = {job.rank: own_job.structure}
+    for rank, done in ranks.items():
+        if done is not None:
+            structures[rank] = _structure_of(job.path, done, files)
+    holes = uncovered([structures[rank] for rank in range(job.world_size)])
+    if holes:
+        raise hole_error(holes, job.save_id, job.path)
+    ranks[job.rank] = unfinished.writer.finish(own_job)
+    step = raws.get("step")
+    manifest = build_manifest(
+        job.save_id,
+        [done for _, done in sorted(ranks.items()) if done is not None],
+        step=step if type(step) is int else 0,
+        world_size=job.world_size,
+        fsync=job.fsync,
+        metadata=json.dumps({PLANNER_KEY: {"planner_data": kept_planner_data(metadata)}}),
+        package=__version__,
+    )
+    commit.publish(job.path, manifest, files=files, umask=job.umask, overwrite=job.overwrite)
+
+
+def _whole(unfinished: Unfinished, metadata: Metadata, raws: dict[str, Any]) -> RankJob:
+    """Return the coordinator's job with the tree of all leaves."""
+    tensors = {entry.fqn: entry for entry in unfinished.tensors}
+    numbers = {fqn: number for number, fqn in enumerate(tensors)}
+    values: list[Any] = []
+    leaves: dict[str, Node] = {}
+
+    def leaf(raw: Any) -> Node:
+        values.append(raw)
+        return ("O", len(values) - 1)
+
+    for fqn, about in metadata.state_dict_metadata.items():
+        if isinstance(about, TensorStorageMetadata):
+            if fqn not in tensors:
+                numbers[fqn] = len(tensors)
+                tensors[fqn] = TensorEntry(
+                    fqn=fqn,
+                    dtype=dtype_name(about.properties.dtype) or str(about.properties.dtype),
+                    global_shape=tuple(about.size),
+                    chunks=(),
+                )
+            leaves[fqn] = ("T", numbers[fqn])
+        elif isinstance(about, BytesStorageMetadata):
+            if fqn not in raws:
+                raise _incomplete(unfinished.job, f"the planner names a leaf {fqn!r} that no rank has written")
+            leaves[fqn] = leaf(raws[fqn])
+    tree = nested(leaves, metadata.planner_data, lambda: leaf(None))
+    check_keys(tree)
+    job = unfinished.job
+    structure = Structure(
+        tree=tree,
+        tensors=tuple(tensors.values()),
+        n_objects=len(values),
+        part_nbytes=tuple(nbytes for _, nbytes in job.parts),
+    )
+    return replace(job, structure=encode_structure(structure), objects=encode_objects(job.save_id, values))
+
+
+def _incomplete(job: RankJob, detail: str) -> SaveFailedError:
+    return SaveFailedError(
+        f"save {job.save_id} to {job.path}: {detail}; nothing was published",
+        code="results",
+        path=job.path,
+        detail=detail,
+        save_id=str(job.save_id),
+    )
+
+
+def _structure_of(path: str, done: RankResult, files: Files) -> bytes:
+    record = done.record
+    data = read_named_file(
+        path,
+        record.index_name,
+        nbytes=record.index_nbytes,
+        max_nbytes=MAX_INDEX_NBYTES,
+        checksum=record.index_checksum,
+        files=files,
+    )
+    return decode_index(data).structure

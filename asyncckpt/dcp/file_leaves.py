@@ -1,0 +1,112 @@
+"""The tensors and leaves of a file, by FQN, as the rank sees them that reads them for others."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from asyncckpt.config import RankInfo
+from asyncckpt.conversion.payloads import CARRIERS, SLAB_NBYTES, strided_view
+from asyncckpt.foreign.kinds import read_any
+from asyncckpt.format.tree import Node, leaves
+from asyncckpt.loading.saved_objects import SavedObjects
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.planning.keys import mappings
+from asyncckpt.planning.rebuilding import Rebuilding
+from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.files import Files
+
+
+class Fact(NamedTuple):
+    """What the file has under a name: a tensor's dtype and shape, or the bytes that `torch.save` makes of a leaf."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class FileLeaves:
+    """See the module. Only what is asked for is read; no file is open in between.
+
+    Args:
+        path: A checkpoint of any kind; a file of `torch.save` as a rule.
+        threads: Reading threads.
+
+    Raises:
+        AsyncCkptError, OSError: As `foreign.kinds.read_any`.
+    """
+
+    def __init__(self, path: str, threads: int) -> None:
+        self._files, self._threads = Files(), threads
+        self._contents = read_any(path, self._files)
+        self._saved = SavedTree(self._contents, RankInfo(0, 1))
+        self._objects = SavedObjects(self._contents, self._files)
+        self._whole: tuple[str, torch.Tensor | None] = ("", None)
+
+    def facts(self, names: Iterable[str]) -> dict[str, Fact]:
+        """Return what the file has under these names; those that it lacks are left out.
+
+        Raises:
+            CorruptCheckpointError: A leaf does not decode.
+            UnsupportedLeafError: This torch lacks a dtype.
+            OSError: It cannot be read.
+        """
+        found = {}
+        for fqn in names:
+            at = self._saved.node_at(fqn)
+            if at is None:
+                continue
+            if at[1][0] == "T":
+                saved = self._saved.tensors[at[1][1]]
+                found[fqn] = Fact(torch_dtype(saved.dtype), saved.global_shape, b"")
+            else:
+                data = io.BytesIO()
+                torch.save(self._value(at[1]), data)
+                found[fqn] = Fact(None, (), data.getvalue())
+        return found
+
+    def _value(self, node: Node) -> Any:
+        below = [leaf for _, leaf in leaves(node)]
+        numbers = {n for kind, n in below if kind == "O"}
+        numbers |= {inner[2] for _, inner in mappings(node) if inner[0] == "o" and inner[2] is not None}
+        objects = {n: self._objects.value(*self._saved.object_at(n)) for n in numbers}
+        tensors = {
+            n: read_tensor(
+                self._contents, self._saved.tensors[n], None, self._files, threads=self._threads, verify=True
+            )
+            for n in {n for kind, n in below if kind != "O"}
+        }
+        return Rebuilding(cast(Any, tensors), cast(Any, objects)).of(node)
+
+    def read(self, fqn: str, region: tuple[slice, ...], room: torch.Tensor) -> None:
+        """Read a box of a tensor, row-major, to the start of `room`.
+
+        Args:
+            fqn: Of a tensor that `facts` has found.
+            region: One slice for each dimension.
+            room: Bytes, aligned to 16.
+
+        Raises:
+            CorruptCheckpointError: The file is damaged.
+            OSError: It cannot be read.
+        """
+        at = self._saved.node_at(fqn)
+        assert at is not None
+        saved = self._saved.tensors[at[1][1]]
+        if self._whole[0] != fqn:
+            itemsize = torch_dtype(saved.dtype).itemsize
+            large = math.prod(saved.global_shape) * itemsize > SLAB_NBYTES
+            self._whole = ("", None)  # its memory first
+            view = strided_view(self._contents, saved, self._files, threads=self._threads) if large else None
+            self._whole = (fqn, view)
+        whole = self._whole[1]
+        if whole is None:
+            read_tensor(self._contents, saved, region, self._files, threads=self._threads, verify=True, room=room)
+            return
+        part = whole[region]
+        room[: part.numel() * part.itemsize].view(CARRIERS[part.itemsize]).view(part.shape).copy_(part)

@@ -1,0 +1,65 @@
+"""From the flat names of torch.distributed.checkpoint to a tree, and the paths it takes to them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
+
+_MAX_HOLES = 1024
+"""A list with more members missing is kept as a dict with integer keys. Chosen, not measured."""
+
+
+def path_of(fqn: str, planner_data: Any) -> Path:
+    """Return the path of a leaf: the planner's, if it kept one that leads to this name, else the name as one key."""
+    found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
+    if not isinstance(found, tuple) or not 0 < len(found) < MAX_DEPTH or fqn_of(found) != fqn:
+        return (fqn,)
+    return found if type(found[0]) is str and all(type(key) in (str, int) for key in found) else (fqn,)
+
+
+def ordered(fqns: Iterable[str], planner_data: Any) -> list[str]:
+    """Return `fqns` in the order of the state dict, as far as the planner kept it."""
+    if not isinstance(planner_data, Mapping):
+        return list(fqns)
+    places = {fqn: place for place, fqn in enumerate(planner_data)}
+    return sorted(fqns, key=lambda fqn: places.get(fqn, len(places)))
+
+
+def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Node]) -> Node:
+    """Return the tree of `leaves`, by FQN.
+
+    Args:
+        leaves: Leaf nodes.
+        planner_data: Of the checkpoint's metadata: the paths of DefaultSavePlanner, or anything.
+        hole: Makes a leaf for a member of a list that nobody has.
+    """
+    root: dict[Any, Any] = {}
+    for fqn in ordered(leaves, planner_data):
+        if not _put(root, path_of(fqn, planner_data), leaves[fqn]):
+            return ("d", tuple(part for fqn in leaves for part in (fqn, leaves[fqn])))  # paths that contradict
+    return _node(root, hole)
+
+
+def _put(root: dict[Any, Any], path: Path, leaf: Node) -> bool:
+    at: Any = root
+    for key in path[:-1]:
+        at = at.setdefault(key, {})
+        if not isinstance(at, dict):
+            return False
+    if path[-1] in at:
+        return False
+    at[path[-1]] = leaf
+    return True
+
+
+def _node(found: Any, hole: Callable[[], Node]) -> Node:
+    if not isinstance(found, dict):
+        return tuple(found)
+    members = {key: _node(child, hole) for key, child in found.items()}
+    if members and all(type(key) is int and key >= 0 for key in members):
+        length = max(members) + 1
+        if length - len(members) <= _MAX_HOLES:
+            return ("l", tuple(members[n] if n in members else hole() for n in range(length)))
+    return ("d", tuple(part for pair in members.items() for part in pair))

@@ -1,0 +1,251 @@
+"""`StorageReader`: stock `dcp.load` reads whatever `asyncckpt.load` reads, resharding as it needs."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from asyncckpt.config import RankInfo
+from asyncckpt.dcp.described import Described
+from asyncckpt.dcp.writer import is_local_path
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
+from asyncckpt.loading.fetching import read_ranges, thread_count
+from asyncckpt.loading.overwritten import read_of_one_save
+from asyncckpt.loading.placements import Placement, ranges_of
+from asyncckpt.paths import absolute_path
+from asyncckpt.process_group import find_rank_info
+from asyncckpt.storage.contents import SavedTensor, check_lengths
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import Wanted
+
+BATCH_NBYTES = 512 << 20
+"""What is resolved, read and handed over at once: a planner may make room for each piece. Chosen, not measured."""
+
+
+class StorageReader(TorchStorageReader):
+    """Reads with stock `torch.distributed.checkpoint`: whatever asyncckpt has committed, in any arrangement.
+
+    Other formats that `asyncckpt.load` takes too: DCP directories, `torch.save` files, safetensors, Hugging Face.
+
+    Only the blocks that are needed are read, each once, in the files' order, by several threads, and verified (as far
+    as the format allows) before any of their bytes is handed on. Leaves that are no tensors are given to the planner as
+    `torch.save` has them, which stock planners unpickle. DANGER: those that a planner made and that have no typed form
+    are given as they are, so unpickling them runs what they say, as with any checkpoint of stock torch.
+
+    Args:
+        path: The checkpoint's directory, or file; `checkpoint_id` of `dcp.load` takes its place.
+        threads: Reading threads; None takes 4.
+        verify: False checks no checksum.
+        allow_pickle: Unpickles leaves that AsyncCheckpointer pickled. DANGER: as for `asyncckpt.load`.
+        rank_info: Whose values to give where ranks have their own; None: this process's.
+
+    Raises:
+        ConfigError: Threads that are no positive integer.
+        UnsupportedPathError: A URL, or no path at all.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        rank_info: RankInfo | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = absolute_path(path)
+        self._threads, self._verify, self._allow_pickle = thread_count(threads), verify, allow_pickle
+        self._rank_info = rank_info
+        self._files = Files()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.load_id = uuid.uuid4().hex
+        self._described: Described | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint lies."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, at `checkpoint_id` if one is given.
+
+        Raises:
+            UnsupportedPathError: A URL, or no path at all.
+        """
+        if checkpoint_id is not None:
+            self.path = absolute_path(checkpoint_id)
+        self._begin()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata, built from its indexes.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointNotCommittedError: There is none.
+            CorruptCheckpointError: Manifest or an index is damaged, or a tensor is not there exactly once.
+            UnsupportedFormatError: Written by a newer version.
+            OSError: It cannot be read.
+        """
+        if "rank" in kwargs and self._failure is not None:
+            # `dcp.load` has swallowed the error and looks for a rank's own metadata, of which there is none here.
+            # IMPORTANT: an error here, and it would raise an AssertionError instead: `set_up_storage_reader` says it.
+            return Metadata({})
+        self._begin()
+        try:
+            return self._read_described().metadata(self.load_id)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _read_described(self) -> Described:
+        reader = find_rank_info(self._rank_info)
+        self._described = read_of_one_save(
+            self.path,
+            self._files,
+            lambda contents: Described(
+                contents,
+                reader,
+                self._files,
+                threads=self._threads,
+                verify=self._verify,
+                allow_pickle=self._allow_pickle,
+            ),
+        )
+        return self._described
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a load.
+
+        Raises:
+            AsyncCkptError, OSError: Why `read_metadata` failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._described is None:
+            self._read_described()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan: nothing is added to it."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans: nothing is added to them."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` names into what the planner resolves.
+
+        Raises:
+            CorruptCheckpointError: The files differ from what was saved.
+            MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not fit the checkpoint.
+            PickledLeafError: A leaf was pickled by AsyncCheckpointer, and may not be unpickled.
+            OSError: The files cannot be read.
+            Exception: Whatever the planner raises.
+
+        Blocks: for the reads.
+        """
+        described = self._described if self._described is not None else self._read_described()
+        tensors = []
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, described.leaf_bytes(item.storage_index.fqn))
+            else:
+                tensors.append((item, *self._located(described, item)))
+        for saved in {saved.fqn: saved for _, saved, _ in tensors}.values():
+            check_lengths(described.contents, self._files, saved)
+        for batch in _batches(tensors):
+            self._read(described, planner, batch)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _located(self, described: Described, item: ReadItem) -> tuple[SavedTensor, tuple[int, ...]]:
+        """Return the tensor that an item reads, and where in it the item's box begins."""
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        saved = described.tensor(fqn)
+        if saved is None:
+            raise LeafTypeMismatchError(
+                f"{self.path}: {fqn!r} was saved as an object", path=self.path, fqn=fqn, saved="object", wanted="tensor"
+            )
+        start = tuple(offset) if offset is not None else (0,) * len(saved.global_shape)
+        found = described.chunk_at(saved, start)
+        if found is None:
+            raise MissingKeysError(
+                f"{self.path}: tensor {fqn!r} has no chunk at {list(start)}", path=self.path, keys=[fqn]
+            )
+        sizes, offsets, lengths = found[1].sizes, tuple(item.storage_offsets), tuple(item.lengths)
+        if not len(offsets) == len(lengths) == len(sizes) or any(
+            o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, lengths, sizes, strict=True)
+        ):
+            raise ShapeMismatchError(
+                f"{self.path}: tensor {fqn!r}: offsets {list(offsets)} and lengths {list(lengths)} lie outside the "
+                f"chunk at {list(start)} of sizes {list(sizes)}",
+                path=self.path,
+                fqn=fqn,
+                saved=list(sizes),
+                wanted=list(lengths),
+            )
+        return saved, tuple(s + o for s, o in zip(start, offsets, strict=True))
+
+    def _read(self, described: Described, planner: LoadPlanner, batch: Sequence[_Located]) -> None:
+        ranges: list[tuple[tuple[int, int], Wanted]] = []
+        targets = []
+        for item, saved, offsets in batch:
+            target = planner.resolve_tensor(item).detach()
+            if tuple(target.shape) != tuple(item.lengths):
+                raise ShapeMismatchError(
+                    f"{self.path}: tensor {saved.fqn!r}: the planner resolves a read of lengths {list(item.lengths)} "
+                    f"to a tensor of shape {list(target.shape)}",
+                    path=self.path,
+                    fqn=saved.fqn,
+                    saved=list(item.lengths),
+                    wanted=list(target.shape),
+                )
+            targets.append((item, target))
+            if target.numel():
+                ranges += ranges_of(described.contents, Placement(saved, target, offsets), self._verify)
+        read_ranges(described.contents, ranges, self._files, threads=self._threads, verify=self._verify)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of this machine's file systems."""
+        return is_local_path(checkpoint_id)
+
+
+_Located = tuple[ReadItem, SavedTensor, tuple[int, ...]]
+
+
+def _batches(items: Sequence[_Located]) -> Iterator[list[_Located]]:
+    """Cut into batches of about `BATCH_NBYTES`, in the order in which the bytes lie in the files."""
+
+    def place(located: _Located) -> Any:
+        _, saved, offsets = located
+        rank, chunk = (
+            min(saved.chunks, key=lambda c: (c[0], c[1].part, c[1].offset_bytes)) if saved.chunks else (0, None)
+        )
+        return rank, chunk.part if chunk else 0, chunk.offset_bytes if chunk else 0, offsets
+
+    batch: list[_Located] = []
+    nbytes = 0
+    for located in sorted(items, key=place):
+        batch.append(located)
+        nbytes += torch.Size(located[0].lengths).numel() * DTYPES[located[1].dtype].itemsize
+        if nbytes >= BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

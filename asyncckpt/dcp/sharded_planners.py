@@ -1,0 +1,175 @@
+"""Planners for stock `dcp.save` and `dcp.load`, with any storage: sharded values by the boxes that they hold.
+
+DTensor on any mesh (also where a local tensor is several boxes), `ShardedSlice`, `FlatShard`, `ShardedTensor` and
+registered types; all other leaves are the default planners' business.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict
+
+from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
+from asyncckpt.errors import CorruptCheckpointError, LeafTypeMismatchError, OverlappingShardsError
+from asyncckpt.planning.sharding.recognising import committed
+
+
+class ShardedSavePlanner(DefaultSavePlanner):
+    """Saves what this process holds of sharded values; equal boxes of several ranks are written once.
+
+    Arguments are DefaultSavePlanner's.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Begin a save.
+
+        Raises:
+            UnsupportedLeafError, OverlappingShardsError: Shards that cannot be.
+            DuplicateNameError: Two leaves get one name.
+        """
+        leaves: dict[str, Any] = dict(state_dict)
+        if self.flatten_state_dict:
+            leaves, self.mappings = flattened(state_dict)
+        self.state_dict = described(leaves)
+        self.is_coordinator = is_coordinator
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor of a shard, or what the default planner finds."""
+        leaf = self.state_dict.get(index.fqn)
+        return leaf.tensor_at(index) if isinstance(leaf, ShardsOf) else super().lookup_object(index)
+
+
+class ShardedLoadPlanner(DefaultLoadPlanner):
+    """Loads into what this process holds of sharded values, from chunks of any other arrangement, in the user's dict.
+
+    A value of a registered type is handed over when all its parts are in. Arguments are DefaultLoadPlanner's.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Begin a load.
+
+        Raises:
+            UnsupportedLeafError, OverlappingShardsError: Shards that cannot be.
+            DuplicateNameError: Two leaves get one name.
+        """
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self._pending: dict[str, set[_Key]] = {}
+        leaves: dict[str, Any] = dict(state_dict)
+        paths: dict[str, Any] = {fqn: (fqn,) for fqn in leaves}
+        if self.flatten_state_dict:
+            leaves, paths = flattened(state_dict)
+        for fqn, value in leaves.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                made = {fqn: value}
+                _init_state_dict(made)
+                leaves[fqn] = made[fqn]
+                set_element(state_dict, paths[fqn], made[fqn])
+        self.state_dict = described(leaves)
+        self.mappings = paths if self.flatten_state_dict else {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the reads for what this process holds.
+
+        Raises:
+            RuntimeError: A key is not in the checkpoint, and `allow_partial_load` is False.
+            ValueError: A tensor has another global shape there.
+        """
+        metadata = self.metadata
+        assert metadata is not None, "set_up_planner was given no metadata"
+        missing = set(metadata.state_dict_metadata) - set(self.state_dict)
+        if self.flatten_state_dict and missing:
+            older, paths = flattened(self.original_state_dict, as_torch_2_3=True)
+            if missing & set(older):  # saved by torch 2.3 or earlier, which named leaves otherwise
+                self.state_dict, self.mappings = described(older), paths
+        return create_default_local_load_plan(self.state_dict, metadata, not self.allow_partial_load)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Take the plan that will be carried out.
+
+        Raises:
+            LeafTypeMismatchError: A sharded value is no tensor in the checkpoint.
+            CorruptCheckpointError: The checkpoint's chunks do not hold every element of a shard exactly once.
+        """
+        self._pending = {}
+        reads: dict[str, list[ReadItem]] = {}
+        for item in new_plan.items:
+            if item.type is LoadItemType.TENSOR and isinstance(self.state_dict.get(item.dest_index.fqn), ShardsOf):
+                reads.setdefault(item.dest_index.fqn, []).append(item)
+        for fqn, leaf in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(fqn) if self.metadata else None
+            if isinstance(leaf, ShardsOf) and isinstance(saved, TensorStorageMetadata):
+                self._expect(fqn, leaf, reads.get(fqn, []))
+            elif isinstance(leaf, ShardsOf) and saved is not None:
+                raise LeafTypeMismatchError(
+                    f"{fqn!r} was saved as an object, and a {leaf.found.type_name} is to be filled",
+                    fqn=fqn,
+                    saved="object",
+                    wanted="tensor",
+                )
+        return super().finish_plan(new_plan)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the tensor of a shard, or what the default planner finds."""
+        leaf = self.state_dict.get(index.fqn)
+        return leaf.tensor_at(index) if isinstance(leaf, ShardsOf) else super().lookup_tensor(index)
+
+    def _expect(self, fqn: str, leaf: ShardsOf, reads: list[ReadItem]) -> None:
+        wanted = sum(shard.tensor.numel() for shard in leaf.shards)
+        keys = {_key(item) for item in reads}
+        found = sum(math.prod(item.lengths) for item in reads)
+        if found != wanted or len(keys) != len(reads):
+            detail = f"the checkpoint's chunks hold {found} elements of what this process wants, which has {wanted}"
+            raise CorruptCheckpointError(f"tensor {fqn!r}: {detail}", fqn=fqn, detail=detail)
+        if keys:
+            self._pending[fqn] = keys
+        else:
+            committed(leaf.value, leaf.found.shards)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take note of a read; after a value's last, hand it over.
+
+        Raises:
+            OverlappingShardsError: The read was committed before, or never planned.
+        """
+        fqn = read_item.dest_index.fqn
+        leaf = self.state_dict.get(fqn)
+        if not isinstance(leaf, ShardsOf):
+            return super().commit_tensor(read_item, tensor)
+        pending = self._pending.get(fqn, set())
+        if _key(read_item) not in pending:
+            boxes = [f"offsets {list(read_item.dest_offsets)} sizes {list(read_item.lengths)}"]
+            start = list(read_item.dest_index.offset or ())
+            raise OverlappingShardsError(
+                f"tensor {fqn!r}: a second write to {boxes[0]} of the shard at {start}",
+                fqn=fqn,
+                boxes=boxes,
+            )
+        pending.remove(_key(read_item))
+        if not pending:
+            del self._pending[fqn]
+            committed(leaf.value, leaf.found.shards)
+        return None
+
+
+_Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _key(item: ReadItem) -> _Key:
+    return tuple(item.dest_index.offset or ()), tuple(item.dest_offsets), tuple(item.lengths)

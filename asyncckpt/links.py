@@ -1,0 +1,164 @@
+"""The workers of a run's ranks: one on each node, linked in the first save so that the one beside rank 0 commits.
+
+Only where the ranks have several workers is anything said of it; then rank 0's worker listens, and the others connect.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgpack
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, WorkerUnavailableError
+from asyncckpt.protocol import messages
+
+FOLLOW_TIMEOUT_S = 15.0
+"""How long a worker tries to reach the one beside rank 0 in the first save. Chosen: some retries of a lost packet."""
+
+Build = Callable[[int], messages.Message]
+_log = logging.getLogger("asyncckpt")
+
+
+class Worker:
+    """What a rank without a worker has: none."""
+
+    def instance(self) -> str:
+        """Return what tells the worker from others; "" while none can be reached."""
+        return ""
+
+    def call(self, build: Build, timeout_s: float) -> messages.Message:
+        """Send a request, and return the reply.
+
+        Raises:
+            WorkerUnavailableError: No answer in time.
+            AsyncCkptError: What the worker refused with.
+        """
+        raise WorkerUnavailableError("there is no worker")
+
+
+class Links:
+    """See the module. `settle` in the training thread; `say_again` and the attributes anywhere.
+
+    Args:
+        rank: Of this process.
+        worker: Of this process.
+        timeout_s: For requests that the worker answers by itself.
+
+    Attributes:
+        leader: Instance of the worker that decides in the run, as far as this rank knows; "" before it knows.
+        follows: That is another one than this rank's own.
+    """
+
+    def __init__(self, rank: RankInfo, worker: Worker, timeout_s: float) -> None:
+        self._rank, self._worker, self._timeout_s = rank, worker, timeout_s
+        self.leader, self.follows = "", False
+        self._again: Callable[[], Build] | None = None
+        self._server_public = ""
+        self._attempts = itertools.count(1)
+        self._keys: dict[str, tuple[str, str]] = {}
+
+    def instance(self) -> str:
+        """Return what tells this rank's worker from others; "" while none can be reached."""
+        return self._worker.instance()
+
+    def settle(self, run_id: str, workers: Sequence[str], gather: Callable[[bytes], list[bytes]]) -> None:
+        """Link the workers, if there are several; every rank of the run calls it.
+
+        Args:
+            run_id: Of all ranks.
+            workers: The ranks' `instance()`s.
+            gather: Exchanges bytes: this rank's for everybody's.
+
+        Raises:
+            EndpointError: Rank 0's worker cannot listen.
+            WorkerUnavailableError: A rank has no worker, or the one beside rank 0 cannot be reached from here.
+            RanksDisagreeError: What rank 0 says makes no sense.
+            AsyncCkptError: From `gather`.
+
+        Blocks: until the worker beside rank 0 has answered, at most `FOLLOW_TIMEOUT_S` and `timeout_s`.
+        """
+        mine = workers[self._rank.rank]
+        several = len({w for w in workers if w}) > 1
+        # At once, since the session's thread looks at them: it takes another leader for news.
+        self.leader, self.follows = workers[0] if several else mine, several and mine != workers[0]
+        if not several:
+            return
+        if "" in workers:
+            nobody = workers.index("")
+            raise WorkerUnavailableError(f"rank {nobody} has no worker; there must be one on every node", detail="none")
+        found = gather(self._lead(run_id) if self._rank.rank == 0 else b"")
+        if self.follows:
+            self._follow(run_id, found[0])
+
+    def _lead(self, run_id: str) -> bytes:
+        import zmq
+
+        if run_id not in self._keys:
+            public, secret = zmq.curve_keypair()
+            self._keys = {run_id: (public.decode(), secret.decode())}
+        client_public, client_secret = self._keys[run_id]
+        build = partial(_lead, run_id, client_public, 0, "")
+        leading = self._worker.call(build, self._timeout_s)
+        assert isinstance(leading, messages.Leading)
+        port = int(leading.address.rpartition(":")[2])
+        self._server_public = leading.server_public
+        again = partial(_lead, run_id, client_public, port, leading.server_secret)
+        self._again = lambda: again
+        return bytes(msgpack.packb([leading.address, leading.server_public, client_public, client_secret]))
+
+    def _follow(self, run_id: str, told: bytes) -> None:
+        try:
+            address, server_public, client_public, client_secret = msgpack.unpackb(told)
+            make = partial(_follow, run_id, address, server_public, client_public, client_secret)
+            make(0, 0)
+        except (ValueError, TypeError, msgpack.UnpackException, AsyncCkptError) as error:
+            raise RanksDisagreeError(
+                f"what rank 0 says of its worker makes no sense: {error!r}", detail="worker"
+            ) from error
+        self._again = lambda: partial(make, next(self._attempts))
+        self._worker.call(self._again(), FOLLOW_TIMEOUT_S + self._timeout_s)
+
+    def say_again(self, send: Callable[[Build], Future[messages.Message] | None]) -> None:
+        """There is another session, perhaps with another worker: it must be linked too. Does not wait."""
+        if self._again is None:
+            return
+        asked = send(self._again())
+        if asked is not None:
+            asked.add_done_callback(self._linked_again)
+
+    def _linked_again(self, done: Future[messages.Message]) -> None:
+        error = done.exception()
+        if error is not None:
+            _log.warning("this worker cannot be linked with those of the other nodes: %s", error)
+            return
+        reply = done.result()
+        if isinstance(reply, messages.Leading) and reply.server_public != self._server_public:
+            _log.warning(
+                "this worker leads another run with other keys, and the workers of the other nodes cannot find it: no "
+                "save will succeed until the job is started again"
+            )
+
+
+def _lead(run_id: str, client_public: str, port: int, secret: str, number: int) -> messages.Message:
+    return messages.Lead(id=number, run=run_id, port=port, server_secret=secret, client_public=client_public)
+
+
+def _follow(
+    run_id: str, address: Any, server_public: Any, client_public: Any, client_secret: Any, attempt: int, number: int
+) -> messages.Message:
+    return messages.Follow(
+        id=number,
+        run=run_id,
+        address=address,
+        server_public=server_public,
+        client_public=client_public,
+        client_secret=client_secret,
+        attempt=attempt,
+        timeout_s=FOLLOW_TIMEOUT_S,
+    )

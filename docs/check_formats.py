@@ -1,0 +1,77 @@
+"""Check docs/formats.md: every cell of its matrices names tests that exist, or says that there is nothing to test.
+
+Run as `python docs/check_formats.py`. A cell holds marks such as `w1`, or `-`. Below the matrices each mark has
+its line: "- w1: `tests/unit/test_x.py::test_y`", with the case in brackets where a test has several.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import sys
+
+from check_parity import REPOSITORY, wrong_claims
+
+NOTHING = "-"
+MATRICES = ("## What others wrote, read by us", "## What we write, read by stock tools alone")
+_MARK = re.compile(r"^- ([a-z][0-9]+): (.+)$", re.MULTILINE)
+_CASE = re.compile(r"\[([^\]]+)\]`?$")
+
+
+def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
+    """Return what is wrong with the document, one line each."""
+    found, used = [], set()
+    marks = {match[1]: match[2] for match in _MARK.finditer(text)}
+    for title in MATRICES:
+        rows = _rows(text, title)
+        if len(rows) < 3:
+            found.append(f"{title!r} has no matrix")
+            continue
+        header, _, *body = rows
+        for name, *cells in body:
+            if len(cells) != len(header) - 1:
+                found.append(f"row {name!r} has {len(cells)} cells, the header {len(header) - 1}")
+            for column, cell in zip(header[1:], cells, strict=False):
+                names = cell.split(", ")
+                used.update(names)
+                unknown = [mark for mark in names if mark not in marks and mark != NOTHING]
+                found += [f"{name!r}, {column!r}: {mark!r} is no mark of a test" for mark in unknown]
+    found += [f"{mark} stands in no matrix" for mark in marks if mark not in used]
+    for mark, claim in marks.items():
+        found += [f"{mark}: {line}" for line in wrong_claims(claim, root) or _wrong_case(claim, root)]
+    return found
+
+
+def _rows(text: str, title: str) -> list[list[str]]:
+    section = text.partition(f"{title}\n")[2].partition("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+
+
+def _wrong_case(claim: str, root: pathlib.Path) -> list[str]:
+    """Return a line if the case in brackets is named nowhere in the tests."""
+    case = _CASE.search(claim)
+    if case is None or any(re.search(rf"\b{re.escape(case[1])}\b", source) for source in _sources(root)):
+        return []
+    return [f"no test has a case {case[1]!r}"]
+
+
+@functools.cache
+def _sources(root: pathlib.Path) -> tuple[str, ...]:
+    return tuple(path.read_text() for path in sorted((root / "tests").rglob("*.py")))
+
+
+def main() -> int:
+    """Print what is wrong, or how many cells are held."""
+    text = (REPOSITORY / "docs" / "formats.md").read_text()
+    found = problems(text)
+    for line in found:
+        print(f"docs/formats.md: {line}", file=sys.stderr)
+    if not found:
+        cells = [cell for title in MATRICES for row in _rows(text, title)[2:] for cell in row[1:]]
+        print(f"docs/formats.md: {len(cells) - cells.count(NOTHING)} cells are held by tests")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""Stock `dcp.save`, `dcp.async_save`, `dcp.load` on ranks through `asyncckpt.dcp`: resharded, failing, dying."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+from typing import Any
+
+import dcp_calls
+import pytest
+import rank_processes
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import asyncckpt
+from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader, StorageWriter
+from asyncckpt.errors import CheckpointNotCommittedError, CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import verify_checkpoint
+
+
+def whole(value: Any) -> Any:
+    """Return a state with every DTensor put together."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if isinstance(value, dict):
+        return {key: whole(member) for key, member in value.items()}
+    return value
+
+
+def trained(mesh: Any = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a sharded model and its optimizer after one step: the same on any number of ranks."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 31), torch.nn.Linear(31, 5), torch.nn.LayerNorm(5))
+    fully_shard(model, mesh=mesh) if mesh is not None else fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    model(torch.randn(3, 9)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+class Counter:
+    """A Stateful."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def grid_tensors(value: torch.Tensor) -> dict[str, DTensor]:
+    """Return DTensors of `value` on a mesh with two dimensions."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    kinds = {"ss": (Shard(0), Shard(1)), "same": (Shard(0), Shard(0)), "rs": (Replicate(), Shard(1))}
+    return {name: distribute_tensor(value.clone(), mesh, placements) for name, placements in kinds.items()}
+
+
+class FailsOnRankTwo(DefaultSavePlanner):
+    """One rank's planner raises."""
+
+    def lookup_object(self, index: Any) -> Any:
+        if dist.get_rank() == 2:
+            raise ZeroDivisionError("rank 2")
+        return super().lookup_object(index)
+
+
+GRID = torch.arange(9 * 6.0).view(9, 6)
+
+
+def save_in_every_way(rank: int, root: str) -> Any:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"m": weights, "o": moments, "grid": grid_tensors(GRID), "counter": Counter(4), "step": 9}
+    dcp.save(state, storage_writer=StorageWriter(f"{root}/sync", thread_count=2))
+    future = dcp.async_save(state, storage_writer=StorageWriter("elsewhere"), checkpoint_id=f"{root}/async")
+    future.result(60)
+    for number in range(2):
+        cached = {"x": grid_tensors(GRID + number)["ss"], "number": number}
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(cached, storage_writer=StorageWriter(f"{root}/cached-{number}"), planner=planner)
+    failure = fail_on_rank_two(root)
+    half = dist.new_group([0, 1])
+    if rank < 2:
+        part = {"x": torch.arange(4), "of": rank}
+        dcp.save(part, storage_writer=StorageWriter(f"{root}/group"), process_group=half)
+    dist.barrier()
+    return whole({"m": weights, "o": moments}), failure
+
+
+def fail_on_rank_two(root: str) -> Any:
+    writer = StorageWriter(f"{root}/failed")
+    try:
+        dcp.save({"x": grid_tensors(GRID)["ss"], "n": 1}, storage_writer=writer, planner=FailsOnRankTwo())
+    except CheckpointException as error:
+        kinds = {rank: type(found[0]).__name__ for rank, found in error.failures.items()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        writer.reset()
+    dist.barrier()
+    return kinds, os.path.exists(f"{root}/failed")
+
+
+def load_in_another_arrangement(rank: int, root: str, expected: Any, name: str) -> None:
+    model, optimizer = trained()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    weights, moments = get_state_dict(model, optimizer)
+    counter = Counter(0)
+    grid = grid_tensors(torch.zeros_like(GRID))
+    state = {"m": weights, "o": moments, "grid": grid, "counter": counter, "step": 0}
+    dcp.load(state, storage_reader=StorageReader(f"{root}/{name}"))
+    set_state_dict(model, optimizer, model_state_dict=state["m"], optim_state_dict=state["o"])
+    found, fresh = get_state_dict(model, optimizer)
+    same(whole({"m": found, "o": fresh}), expected)
+    for placed in grid.values():
+        assert torch.equal(placed.full_tensor(), GRID)
+    assert counter.count == 4 and state["step"] == 9
+    part = {"m": {"1.weight": torch.zeros(5, 31)}}
+    dcp.load(part, storage_reader=StorageReader(f"{root}/{name}"))
+    assert torch.equal(part["m"]["1.weight"], expected["m"]["1.weight"])
+    damaged = dict(m=whole(get_state_dict(model, optimizer)[0]))
+    try:
+        dcp.load(damaged, storage_reader=StorageReader(f"{root}/damaged"))
+    except CheckpointException as error:
+        assert {type(found[0]) for found in error.failures.values()} == {CorruptCheckpointError}
+    else:
+        raise AssertionError("damage went unseen")
+
+
+def same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            same(found[key], expected[key])
+    else:
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+
+
+def test_what_four_ranks_save_others_load_in_other_arrangements(tmp_path: pathlib.Path) -> None:
+    root = str(tmp_path)
+    results = rank_processes.run(4, save_in_every_way, root)
+    expected, failure = results[0]
+    assert all(result[1] == ({2: "ZeroDivisionError"}, False) for result in results), failure
+    for name in ("sync", "async"):
+        found = asyncckpt.load(f"{root}/{name}")
+        same(found["m"], expected["m"])
+        same(found["grid"], dict.fromkeys(("ss", "same", "rs"), GRID))
+        assert found["counter"] == {"count": 4} and found["step"] == 9
+        verdict = verify_checkpoint(f"{root}/{name}", Files())
+        assert verdict.state == "ok" and verdict.contents is not None and verdict.contents.manifest.world_size == 4
+        ranks = [record.nbytes for record in verdict.contents.manifest.ranks]
+        assert min(ranks) > 4096, "every rank wrote its part"
+    for number in range(2):
+        same(asyncckpt.load(f"{root}/cached-{number}"), {"x": GRID + number, "number": number})
+    assert asyncckpt.open_checkpoint(f"{root}/group").world_size == 2
+    same(asyncckpt.load(f"{root}/group"), {"x": torch.arange(4), "of": asyncckpt.load(f"{root}/group")["of"]})
+    damage(f"{root}/sync", f"{root}/damaged")
+    rank_processes.run(2, load_in_another_arrangement, root, expected, "sync")
+    alone = {"m": {name: torch.zeros_like(tensor) for name, tensor in expected["m"].items()}, "step": 0}
+    same(dcp_calls.load(alone, StorageReader(f"{root}/async")), {"m": expected["m"], "step": 9})
+
+
+def damage(source: str, target: str) -> None:
+    subprocess.run(["cp", "-r", source, target], check=True)
+    for name in os.listdir(target):
+        if name.endswith(".safetensors"):
+            path = pathlib.Path(target, name)
+            path.write_bytes(path.read_bytes()[:-4096] + b"\x55" * 4096)
+
+
+# ---- sharded planners -----------------------------------------------------------------------------------------------
+
+
+def save_strided(rank: int, root: str) -> Any:
+    """FSDP2 and tensor parallelism on one dimension: a local tensor of several boxes, which stock planners refuse."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 10))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    rows = torch.full((1, 3), float(rank))
+    state = {"model": dict(model.state_dict()), "rows": asyncckpt.ShardedSlice(rows, (4, 3), (rank, 0)), "n": rank}
+    dcp.save(state, storage_writer=StorageWriter(f"{root}/ours"), planner=ShardedSavePlanner())
+    dcp.save(state, checkpoint_id=f"{root}/stock", planner=ShardedSavePlanner())
+    found = asyncckpt.load(f"{root}/ours")  # with as many ranks as saved
+    same(found["model"], whole(state["model"]))
+    assert torch.equal(found["rows"], torch.arange(4.0)[:, None].expand(4, 3)) and found["n"] in range(4)
+    filled = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "n": -1}
+    dcp.load(filled, storage_reader=StorageReader(f"{root}/ours"), planner=ShardedLoadPlanner())
+    same(whole(filled["model"]), found["model"])
+    return whole(state["model"])
+
+
+def load_strided(rank: int, root: str, expected: dict[str, torch.Tensor]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, reader in (("ours", StorageReader(f"{root}/ours")), ("stock", dcp.FileSystemReader(f"{root}/stock"))):
+        model = {n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(t.dim() - 1)]) for n, t in expected.items()}
+        mine = asyncckpt.ShardedSlice(torch.zeros(3, 3), (4, 3), (rank, 0))
+        state = {"model": model, "rows": mine}
+        dcp.load(state, storage_reader=reader, planner=ShardedLoadPlanner())
+        same(whole(model), expected)
+        assert torch.equal(mine.tensor, torch.arange(4.0)[rank : rank + 3, None].expand(3, 3)), name
+
+
+def test_sharded_planners_save_and_load_what_lies_in_several_boxes(tmp_path: pathlib.Path) -> None:
+    root = str(tmp_path)
+    expected = rank_processes.run(4, save_strided, root)[0]
+    found = asyncckpt.load(f"{root}/ours")
+    same(found["model"], expected)
+    assert torch.equal(found["rows"], torch.arange(4.0)[:, None].expand(4, 3))
+    rank_processes.run(2, load_strided, root, expected)
+
+
+# ---- deaths ---------------------------------------------------------------------------------------------------------
+
+
+class Dies(DefaultSavePlanner):
+    """Rank 1 is killed while it writes."""
+
+    def lookup_object(self, index: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().lookup_object(index)
+
+
+def save_and_die(rank: int, path: str) -> str:
+    state = {"x": distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])}
+    try:
+        dcp.save(state, storage_writer=StorageWriter(path, sync_files=False), planner=Dies())
+    except Exception as error:
+        return type(error).__name__
+    return "saved"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_killed_rank_commits_nothing_and_the_next_save_cleans_up(tmp_path: pathlib.Path, older: bool) -> None:
+    path = tmp_path / "c"
+    if older:
+        dcp_calls.save({"x": torch.zeros(8)}, StorageWriter(path))
+    with rank_processes.running(2, save_and_die, str(path)) as ranks:
+        assert ranks.receive(0) != "saved"
+    if older:
+        assert torch.equal(asyncckpt.load(path)["x"], torch.zeros(8))
+    else:
+        with pytest.raises((CheckpointNotCommittedError, CheckpointNotFoundError)):
+            asyncckpt.load(path)
+    dcp_calls.save({"x": torch.ones(8)}, StorageWriter(path))
+    assert torch.equal(asyncckpt.load(path)["x"], torch.ones(8))
+    assert len(os.listdir(path)) == 4
+
+
+# ---- another process ------------------------------------------------------------------------------------------------
+
+
+def save_in_another_process(rank: int, root: str) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have children
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    writer = StorageWriter(f"{root}/0", sync_files=False)
+    for number in range(2):
+        x = distribute_tensor(torch.arange(8.0) + number, init_device_mesh("cpu", (2,)), [Shard(0)])
+        future = dcp.async_save(
+            {"x": x, "step": number},
+            storage_writer=writer,
+            checkpoint_id=f"{root}/{number}",
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        future.result(90)
+
+
+def test_async_save_writes_in_another_process(tmp_path: pathlib.Path) -> None:
+    rank_processes.run(2, save_in_another_process, str(tmp_path), timeout_s=120)
+    for number in range(2):
+        found = asyncckpt.load(tmp_path / str(number))
+        same(found, {"x": torch.arange(8.0) + number, "step": number})
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "1")

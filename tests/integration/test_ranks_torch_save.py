@@ -1,0 +1,254 @@
+"""Stock `dcp.load` of a torch.save file by `BroadcastingTorchSaveReader`: one rank reads, each gets its own shards."""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import rank_processes
+import states
+import torch
+
+pytest.importorskip("numpy")
+
+ROWS, COLUMNS, SLAB = 10, 6, 256
+WHOLE = {
+    "by_rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS),
+    "by_columns": torch.arange(35, dtype=torch.bfloat16).reshape(5, 7),
+    "turned": torch.arange(500.0).reshape(20, 25).t(),
+    "few": torch.arange(3.0).reshape(3, 1),
+}
+
+
+def saved_state() -> dict[str, Any]:
+    return {
+        "model": WHOLE,
+        "same": torch.linspace(0, 1, 200, dtype=torch.float64),
+        "scalar": torch.tensor(5),
+        "empty": torch.zeros(0, 3),
+        "optim": {"state": {0: {"step": torch.tensor(4.0)}}, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "step": 7,
+        "name": "grüße",
+        "list": [1, 2, "x"],
+    }
+
+
+def target_state(world_size: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    placements = {"by_rows": Shard(0), "by_columns": Shard(1), "turned": Shard(1), "few": Shard(0)}
+    model: dict[str, Any] = {
+        name: distribute_tensor(torch.zeros_like(whole).contiguous(), mesh, [placements[name]])
+        for name, whole in WHOLE.items()
+    }
+    model["by_rows"] = model["by_rows"].double()  # of another dtype than the file's
+    return {
+        "model": model,
+        "same": distribute_tensor(torch.zeros(200, dtype=torch.float64), mesh, [Replicate()]),
+        "scalar": torch.tensor(0),
+        "empty": torch.ones(0, 3),
+        "optim": {"state": {0: {"step": torch.tensor(0.0)}}, "groups": [{"lr": 0.0, "betas": (0, 0)}]},
+        "step": 0,
+        "name": "",
+        "list": [],
+    }
+
+
+def check(state: dict[str, Any]) -> None:
+    for name, whole in WHOLE.items():
+        wanted = whole.double() if name == "by_rows" else whole
+        states.assert_same(state["model"][name].full_tensor(), wanted.contiguous(), name)
+    expected = saved_state()
+    states.assert_same(state["same"].to_local(), expected["same"])
+    for name in ("scalar", "empty", "optim", "step", "name", "list"):
+        states.assert_same(state[name], expected[name], name)
+
+
+def stock_load(state: dict[str, Any], path: str, *, allow_partial: bool = False, **kw: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from asyncckpt.dcp import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(
+            state,
+            checkpoint_id=path,
+            storage_reader=BroadcastingTorchSaveReader(**kw),
+            planner=DynamicMetaLoadPlanner(allow_partial_load=allow_partial),
+        )
+
+
+class Counted:
+    """Counts the bytes of messages that this rank takes, and cuts slabs small."""
+
+    def __init__(self, slab_nbytes: int = SLAB) -> None:
+        import torch.distributed as dist
+
+        from asyncckpt.dcp import courier, file_leaves
+
+        self.received = self.broadcast = 0
+        self.opened = False
+        recv, broadcast, leaves = dist.recv, dist.broadcast, file_leaves.FileLeaves.__init__
+
+        def counting_recv(tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            self.received += tensor.numel() * (tensor.dtype == torch.uint8)
+            return recv(tensor, *args, **kw)
+
+        def counting_broadcast(tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            self.broadcast += 1
+            return broadcast(tensor, *args, **kw)
+
+        def noting_open(*args: Any) -> None:
+            self.opened = True
+            leaves(*args)
+
+        courier.dist.recv, courier.dist.broadcast = counting_recv, counting_broadcast  # type: ignore[attr-defined]
+        file_leaves.FileLeaves.__init__ = noting_open  # type: ignore[method-assign, assignment]
+        for module in (courier, file_leaves):
+            module.SLAB_NBYTES = slab_nbytes  # type: ignore[attr-defined]
+
+
+def load(rank: int, path: str, world_size: int, ways: list[tuple[int, str]]) -> list[bool]:
+    """Load in several ways; only the ranks that read get the right path. Return whether this one opened it."""
+    from asyncckpt.dcp import broadcasting
+
+    found = []
+    broadcasting.machine = lambda: f"machine-{rank // 2}"  # type: ignore[attr-defined]
+    for coordinator, read_on in ways:
+        counted = Counted()
+        reads = rank == coordinator or (read_on == "node" and rank // 2 != coordinator // 2 and rank % 2 == 0)
+        state = target_state(world_size)
+        stock_load(state, path if reads else "/nowhere", coordinator_rank=coordinator, read_on=read_on)
+        check(state)
+        found.append(counted.opened)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ways"),
+    [
+        (1, [(0, "coordinator"), (0, "node")]),
+        (2, [(0, "coordinator"), (1, "coordinator")]),
+        (4, [(2, "coordinator"), (3, "node")]),
+    ],
+)
+def test_one_rank_reads_and_every_rank_gets_its_shards(
+    world_size: int, ways: list[tuple[int, str]], tmp_path: pathlib.Path
+) -> None:
+    torch.save(saved_state(), tmp_path / "a.pt")
+    found = rank_processes.run(world_size, load, str(tmp_path / "a.pt"), world_size, ways)
+    for n, (coordinator, read_on) in enumerate(ways):
+        readers = {coordinator} | ({0} if read_on == "node" else set())
+        assert {rank for rank, opened in enumerate(found) if opened[n]} == readers
+
+
+def load_one(rank: int, path: str, world_size: int) -> int:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    counted = Counted(1 << 16)
+    mesh = init_device_mesh("cpu", (world_size,))
+    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(1000, 128), mesh, [Shard(0)])}
+    stock_load(state, path, coordinator_rank=1)
+    assert torch.equal(state["w"].full_tensor(), torch.arange(128_000.0).reshape(1000, 128))
+    return counted.received
+
+
+def test_a_rank_receives_its_own_shard_and_no_more(tmp_path: pathlib.Path) -> None:
+    torch.save({"w": torch.arange(128_000.0).reshape(1000, 128), "other": torch.ones(100_000)}, tmp_path / "a.pt")
+    found = rank_processes.run(3, load_one, str(tmp_path / "a.pt"), 3)
+    shard = 334 * 128 * 4
+    assert found[1] == 0, "it reads"
+    assert shard <= found[0] <= shard + 1000
+    assert shard - 1024 <= found[2] <= shard
+
+
+FAILURES = {
+    "missing": ("MissingKeysError", "MissingKeysError"),
+    "missing on one": ("SharedLoadError", "MissingKeysError"),
+    "shape": ("ShapeMismatchError", "ShapeMismatchError"),
+    "object": ("LeafTypeMismatchError", "LeafTypeMismatchError"),
+    "no file": ("CheckpointNotFoundError", "SharedLoadError"),
+    "reading": ("OSError", "SharedLoadError"),
+    "reading what all want": ("OSError", "SharedLoadError"),
+    "planner": ("", "ValueError"),
+}
+
+
+def fail(rank: int, path: str) -> tuple[dict[str, tuple[str, str]], str]:
+    """Return the errors of both ranks in every case; a group that survived them all loads."""
+    from unittest import mock
+
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from asyncckpt.dcp import DynamicMetaLoadPlanner
+    from asyncckpt.dcp.file_leaves import FileLeaves
+
+    Counted()
+    found = {}
+    for what in FAILURES:
+        state = changed_target(what, rank)
+        patches: list[Any] = []
+        if what.startswith("reading") and rank == 0:
+            effect = failing_read(FileLeaves.read, 9 if what == "reading" else 2)
+            patches.append(mock.patch.object(FileLeaves, "read", effect))
+        if what == "planner" and rank == 1:
+            patches.append(mock.patch.object(DynamicMetaLoadPlanner, "commit_tensor", side_effect=ValueError("no")))
+        for patch in patches:
+            patch.start()
+        try:
+            stock_load(state, "/nowhere" if what == "no file" else path)
+        except CheckpointException as error:
+            names = [type(error.failures[r][0]).__name__ if r in error.failures else "" for r in (0, 1)]
+            found[what] = (names[0], names[1])
+        mock.patch.stopall()
+        assert "reading" in what or what == "planner" or not bool(state["scalar"]), "something was changed"
+    state = target_state(2)
+    stock_load(state, path)
+    check(state)
+    return found, "loaded"
+
+
+def changed_target(what: str, rank: int) -> dict[str, Any]:
+    state = target_state(2)
+    if what == "missing" or (what == "missing on one" and rank == 1):
+        state["absent"] = torch.zeros(2)
+    elif what == "shape":
+        state["same"] = torch.zeros(100, dtype=torch.float64)
+    elif what == "object":
+        state["name"] = torch.zeros(2)
+    return state
+
+
+def failing_read(read: Any, at: int) -> Any:
+    count = [0]
+
+    def failing(*args: Any) -> None:
+        count[0] += 1
+        if count[0] == at:
+            raise OSError(5, "the disk is gone")
+        read(*args)
+
+    return failing
+
+
+def test_a_failure_ends_the_load_on_all_ranks_and_the_group_goes_on(tmp_path: pathlib.Path) -> None:
+    torch.save(saved_state(), tmp_path / "a.pt")
+    assert rank_processes.run(2, fail, str(tmp_path / "a.pt"), timeout_s=60) == [(FAILURES, "loaded")] * 2
+
+
+def load_part(rank: int, path: str) -> Any:
+    state = {"same": torch.zeros(200, dtype=torch.float64), "absent": torch.full((2,), 3.0), "note": "mine"}
+    stock_load(state, path, allow_partial=True)
+    states.assert_same(state["same"], saved_state()["same"])
+    return state["absent"].tolist(), state["note"]
+
+
+def test_what_the_file_lacks_stays_where_the_planner_allows_it(tmp_path: pathlib.Path) -> None:
+    torch.save(saved_state(), tmp_path / "a.pt")
+    assert rank_processes.run(2, load_part, str(tmp_path / "a.pt")) == [([3.0, 3.0], "mine")] * 2

@@ -1,0 +1,115 @@
+"""What we write is read where nothing of ours is installed: one process of stock tools reads everything.
+
+`tests/stock_reading.py` is that process; each of its ways of reading is a test here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+
+import asyncckpt
+
+stock_reading = pytest.importorskip(
+    "stock_reading", reason="torch.distributed.checkpoint needs numpy", exc_type=ImportError
+)
+for _module in ("numpy", "safetensors", "fsspec"):
+    pytest.importorskip(_module)
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn)
+SHARDED = {"rows": torch.arange(70.0).reshape(10, 7), "columns": torch.arange(60, dtype=torch.int32).reshape(5, 12)}
+
+
+def training_state() -> dict[str, Any]:
+    """A state of what every target can hold in some way."""
+    model = {f"d{n}": torch.arange(24).reshape(4, 6).to(dtype) for n, dtype in enumerate(DTYPES)}
+    model |= {"large": torch.randn(300, 1000), "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
+    return {
+        "model": model,
+        "optim": {"state": {"w": torch.randn(7)}, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "step": 7,
+        "name": "grüße",
+    }
+
+
+def save_sharded(rank: int, path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {name: distribute_tensor(whole, mesh, [Shard(n)]) for n, (name, whole) in enumerate(SHARDED.items())}
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, f"{path}/ours-2")
+        checkpointer.save({"rows": state["rows"]}, f"{path}/floats-2")
+
+
+def write_everything(root: pathlib.Path) -> None:
+    state = training_state()
+    torch.save(state, root / "expected.pt")
+    torch.save(SHARDED, root / "sharded.pt")
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save(state, root / "ours")
+        # What consolidate_safetensors_files of torch 2.13 takes: no integers; of 0-d tensors it makes zeros.
+        floats = {
+            name: tensor for name, tensor in state["model"].items() if tensor.is_floating_point() and tensor.dim()
+        }
+        checkpointer.save(floats, root / "floats")
+    rank_processes.run(2, save_sharded, str(root))
+    weights: dict[str, Any] = {"keys": ["model"], "key_map": lambda fqn: fqn.removeprefix("model.")}
+    asyncckpt.convert(root / "ours", root / "dcp", to="dcp")
+    asyncckpt.convert(root / "ours", root / "a.pt", to="torch")
+    asyncckpt.convert(root / "ours", root / "a.safetensors", to="safetensors", **weights)
+    asyncckpt.convert(root / "ours", root / "hf", to="hf", max_shard_bytes=500_000, **weights)
+    write_pretrained(root)
+
+
+PRETRAINED = """
+import sys, pathlib, torch, transformers
+root = pathlib.Path(sys.argv[1])
+config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=2, max_position_embeddings=32, bos_token_id=1, eos_token_id=2)
+model = transformers.LlamaForCausalLM(config)
+model.save_pretrained(root / "model")
+torch.save(dict(model.state_dict()), root / "pretrained.pt")
+"""
+
+
+def write_pretrained(root: pathlib.Path) -> None:
+    """A tiny random model of transformers: into a checkpoint of ours, and from there into a sharded directory."""
+    if subprocess.run([sys.executable, "-c", "import transformers"], capture_output=True, check=False).returncode:
+        return
+    subprocess.run([sys.executable, "-c", PRETRAINED, str(root)], capture_output=True, check=True, timeout=100)
+    asyncckpt.convert(root / "model", root / "ours-model", to="asyncckpt")
+    asyncckpt.convert(root / "ours-model", root / "pretrained", to="hf", max_shard_bytes=5000)
+    assert len(list((root / "pretrained").glob("*.safetensors"))) > 1
+    shutil.copy(root / "model" / "config.json", root / "pretrained")
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each way of reading gave."""
+    root = tmp_path_factory.mktemp("stock-tools")
+    torch.manual_seed(0)
+    write_everything(root)
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(TESTS / "stock_reading.py"), str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, env=environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", stock_reading.WAYS)
+def test_stock_tools_alone_read_every_bit(way: str, read: dict[str, str]) -> None:
+    if read[way].startswith("skip: "):
+        pytest.skip(read[way].removeprefix("skip: "))
+    assert read[way] == "same"

@@ -1,0 +1,231 @@
+"""`asyncckpt.dcp`'s stand-ins for torch's `format_utils`, and who sends what to whom."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import foreign_samples
+import pytest
+import states
+import torch
+
+import asyncckpt.dcp
+from asyncckpt.dcp.routes import Delivery, Wish, plan_routes
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, UnsupportedFormatError
+
+pytest.importorskip("numpy")
+
+STATE: dict[str, Any] = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "t": torch.arange(6).reshape(2, 3).t()},
+    "optim": {"groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]},
+    "step": 3,
+}
+
+
+# ---- the functions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dcp_to_torch_save", "torch_save_to_dcp", "BroadcastingTorchSaveReader"])
+def test_arguments_of_torch_come_first_in_their_order(name: str) -> None:
+    stock: Any = pytest.importorskip("torch.distributed.checkpoint.format_utils")
+    theirs = inspect.signature(getattr(stock, name)).parameters
+    ours = inspect.signature(getattr(asyncckpt.dcp, name)).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
+    assert [p.default for p in list(ours.values())[: len(theirs)]] == [p.default for p in theirs.values()]
+
+
+def test_both_ways_and_back_are_what_stock_tools_read(tmp_path: pathlib.Path) -> None:
+    foreign_samples.save_dcp(STATE, tmp_path / "a")
+    report = asyncckpt.dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "b.pt")
+    assert (report.tensors, report.objects) == (2, 3)
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    states.assert_same(found["model"]["w"], STATE["model"]["w"])
+    assert (found["optim"], found["step"]) == (STATE["optim"], 3)
+    asyncckpt.dcp.torch_save_to_dcp(str(tmp_path / "b.pt"), str(tmp_path / "not" / "yet" / "there"))
+    target: Any = {"model": {"w": torch.zeros(3, 4), "t": torch.zeros(3, 2, dtype=torch.int64)}, "step": 0}
+    foreign_samples.load_dcp(target, tmp_path / "not" / "yet" / "there")
+    states.assert_same(target["model"]["t"], STATE["model"]["t"].contiguous())
+    assert target["step"] == 3
+
+
+def test_only_some_keys_are_taken(tmp_path: pathlib.Path) -> None:
+    foreign_samples.save_dcp(STATE, tmp_path / "a")
+    asyncckpt.dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "b.pt", keys=["model.w", "optim"])
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert (list(found), list(found["model"])) == (["model", "optim"], ["w"])
+
+
+def test_a_target_is_replaced_as_torch_does_unless_told_otherwise(tmp_path: pathlib.Path) -> None:
+    foreign_samples.save_dcp(STATE, tmp_path / "a")
+    torch.save({"old": 1}, tmp_path / "b.pt")
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "b.pt", overwrite=False)
+    asyncckpt.dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "b.pt")
+    assert "old" not in torch.load(tmp_path / "b.pt", weights_only=True)
+    (tmp_path / "notes").write_text("no checkpoint")
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "notes")
+
+
+def test_a_source_that_is_missing_or_something_else_is_an_error(tmp_path: pathlib.Path) -> None:
+    torch.save(STATE, tmp_path / "b.pt")
+    foreign_samples.save_dcp(STATE, tmp_path / "a")
+    with pytest.raises(CheckpointNotFoundError):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "no.pt", tmp_path / "x")
+    with pytest.raises(UnsupportedFormatError, match=r"no file of torch\.save"):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "a", tmp_path / "x")
+    with pytest.raises(UnsupportedFormatError, match=r"no directory of torch\.distributed"):
+        asyncckpt.dcp.dcp_to_torch_save(tmp_path / "b.pt", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_names_are_looked_up_when_they_are_used() -> None:
+    assert set(asyncckpt.dcp.__all__) <= set(dir(asyncckpt.dcp))
+    assert all(hasattr(asyncckpt.dcp, name) for name in asyncckpt.dcp.__all__)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = asyncckpt.dcp.no_such
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def stock_load(state: dict[str, Any], path: pathlib.Path, flatten: bool = True, **kw: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(
+            state,
+            checkpoint_id=str(path),
+            storage_reader=asyncckpt.dcp.BroadcastingTorchSaveReader(**kw),
+            planner=asyncckpt.dcp.DynamicMetaLoadPlanner(flatten_state_dict=flatten),
+            no_dist=True,
+        )
+
+
+@pytest.mark.parametrize("kind", ["torch", "legacy", "safetensors", "hf"])
+def test_a_file_without_metadata_fills_a_target_without_a_group(kind: str, tmp_path: pathlib.Path) -> None:
+    path = foreign_samples.write(kind, tmp_path)
+    large = torch.zeros(300, 1000)
+    state: Any = {"large": large, "transposed": torch.zeros(6, 8)}
+    stock_load(state if kind in ("safetensors", "hf") else {"model": state}, path)
+    states.assert_same(large, foreign_samples.model()["large"])
+    states.assert_same(state["transposed"], foreign_samples.model()["transposed"].contiguous())
+
+
+def test_a_stateful_object_and_a_whole_value_are_loaded(tmp_path: pathlib.Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    torch.save({"net": model.state_dict(), "betas": (0.9, torch.ones(2)), "l": [{"x": torch.ones(1)}]}, tmp_path / "a")
+    state: Any = {"net": torch.nn.Linear(3, 2), "betas": None, "l": [{"x": torch.zeros(1)}]}
+    stock_load(state, tmp_path / "a")
+    states.assert_same(dict(state["net"].state_dict()), dict(model.state_dict()))
+    states.assert_same(state["betas"], (0.9, torch.ones(2)))
+    states.assert_same(state["l"], [{"x": torch.ones(1)}])
+    flat: Any = {"net": None, "betas": None}
+    stock_load(flat, tmp_path / "a", flatten=False)
+    states.assert_same(dict(flat["net"]), dict(model.state_dict()))
+
+
+def test_nothing_of_a_hostile_file_is_run(tmp_path: pathlib.Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (pathlib.Path(tmp_path / "ran").touch, ())
+
+    torch.save({"w": torch.ones(2), "x": Hostile()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointException) as caught:
+        stock_load({"w": torch.zeros(2)}, tmp_path / "a.pt")
+    assert isinstance(caught.value.failures[0][0], UnsupportedFormatError)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        asyncckpt.dcp.BroadcastingTorchSaveReader(read_on="moon")
+    with pytest.raises(ConfigError):
+        asyncckpt.dcp.BroadcastingTorchSaveReader().set_up_storage_reader(None, True)  # type: ignore[arg-type]
+
+
+MEASURED = """
+import sys, warnings
+import torch, torch.distributed.checkpoint as dcp
+from asyncckpt.dcp import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+warnings.simplefilter("ignore")
+state = {"big": torch.ones(1000, 60_000), "turned": torch.ones(1000, 1000)}
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far: proc(5)
+def peak(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+before = peak("VmRSS")
+dcp.load(state, checkpoint_id=sys.argv[1], storage_reader=BroadcastingTorchSaveReader(),
+         planner=DynamicMetaLoadPlanner(), no_dist=True)
+assert state["big"][999, 59_999] == 2
+print(peak("VmHWM") - before)
+"""
+
+
+def test_a_load_takes_little_memory_beside_its_target(tmp_path: pathlib.Path) -> None:
+    try:
+        open("/proc/self/clear_refs", "w").close()
+    except OSError:
+        pytest.skip("the peak of memory cannot be reset here")
+    torch.save({"big": torch.full((1000, 60_000), 2.0), "turned": torch.zeros(1000, 1000).t()}, tmp_path / "a.pt")
+    found = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "a.pt")], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(found.stdout) < 200_000_000, "the file has 244 MB; the original holds it whole"
+
+
+# ---- routes ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_all_want_is_broadcast_first_and_the_rest_sent_to_its_takers() -> None:
+    a, b, c = Wish("a", (0,), (4,)), Wish("b", (0,), (2,)), Wish("b", (2,), (2,))
+    routes = plan_routes([[b, a, Wish("o")], [c, a], [a, c, a]], [0, 0, 0])
+    assert routes[0].names == ("b", "a", "o")
+    assert routes[0].served == (0, 1, 2)
+    assert routes[0].deliveries == (
+        Delivery("a", (0,), (4,), {0: (1,), 1: (1,), 2: (0, 2)}, True),
+        Delivery("b", (0,), (2,), {0: (0,)}, False),
+        Delivery("b", (2,), (2,), {1: (0,), 2: (1,)}, False),
+    )
+    assert routes[1].deliveries == (
+        Delivery("a", (0,), (4,), {1: (1,)}, True),
+        Delivery("b", (2,), (2,), {1: (0,)}, False),
+    )
+    assert not routes[1].names
+
+
+def test_two_readers_broadcast_nothing_and_serve_their_own() -> None:
+    a = Wish("a", (0,), (4,))
+    routes = plan_routes([[a], [a], [a], [a]], [0, 0, 3, 3])
+    assert [route.reader for route in routes] == [0, 0, 3, 3]
+    assert routes[0].deliveries == (Delivery("a", (0,), (4,), {0: (0,), 1: (0,)}, False),)
+    assert routes[2].deliveries == (Delivery("a", (0,), (4,), {2: (0,)}, False),)
+    assert routes[3].served == (2, 3)
+
+
+def test_ranks_take_in_the_order_in_which_their_reader_sends(rng: Any) -> None:
+    for _ in range(50):
+        n = rng.randrange(1, 5)
+        wishes = [
+            [Wish(rng.choice("abc"), (rng.randrange(3),), (1,)) for _ in range(rng.randrange(6))] for _ in range(n)
+        ]
+        readers = [0] * n if rng.random() < 0.5 else [rank - rank % 2 for rank in range(n)]
+        routes = plan_routes(wishes, readers)
+        for rank, route in enumerate(routes):
+            sent = [d for d in routes[route.reader].deliveries if rank in d.takers]
+            own = [d for d in route.deliveries if rank in d.takers]
+            assert list(map(_key, sent)) == list(map(_key, own))
+            taken = sorted(number for d in route.deliveries for number in d.takers.get(rank, ()))
+            assert taken == list(range(len(wishes[rank])))
+
+
+def _key(delivery: Delivery) -> tuple[str, tuple[int, ...], bool]:
+    return delivery.fqn, delivery.offsets, delivery.to_all

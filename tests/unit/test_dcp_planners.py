@@ -1,0 +1,228 @@
+"""`ShardedSavePlanner` and `ShardedLoadPlanner` in the stock planners' place, with our storage and with stock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_calls
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType
+
+import asyncckpt
+from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader, StorageWriter
+from asyncckpt.errors import (
+    CorruptCheckpointError,
+    DuplicateNameError,
+    LeafTypeMismatchError,
+    OverlappingShardsError,
+    UnsupportedLeafError,
+)
+from asyncckpt.planning.sharding import recognising
+
+
+class Tiles:
+    """A framework's sharded tensor: padded copies of parts on a device."""
+
+    def __init__(self, shape: tuple[int, ...], parts: dict[tuple[int, ...], torch.Tensor]) -> None:
+        self.shape, self.parts = shape, parts
+        self.given: list[dict[tuple[int, ...], torch.Tensor]] = []
+
+
+def to_shards(value: Tiles) -> Any:
+    padded = []
+    for offsets, part in value.parts.items():
+        larger = torch.zeros([n + 2 for n in part.shape])
+        larger[tuple(slice(n) for n in part.shape)] = part
+        padded.append((larger, offsets, tuple(part.shape)))
+    return value.shape, padded
+
+
+def from_shards(value: Tiles, shards: Any) -> None:
+    value.given.append({offsets: tensor.clone() for tensor, offsets in shards})
+    for tensor, offsets in shards:
+        value.parts[offsets].copy_(tensor)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(recognising, "_registered", {})
+    asyncckpt.register_shard_type(Tiles, to_shards, from_shards)
+    yield
+
+
+WHOLE = torch.arange(70.0).view(10, 7)
+STORAGES = ("ours", "stock")
+
+
+def writer(kind: str, path: Path) -> Any:
+    return StorageWriter(path, sync_files=False) if kind == "ours" else dcp.FileSystemWriter(str(path))
+
+
+def reader(kind: str, path: Path) -> Any:
+    return StorageReader(path) if kind == "ours" else dcp.FileSystemReader(path)
+
+
+def sharded_state() -> dict[str, Any]:
+    """Everything in one process: a tensor in several shards of several types."""
+    rows = {(0, 0): WHOLE[:4].clone(), (4, 0): WHOLE[4:, :5].clone(), (4, 5): WHOLE[4:, 5:].clone()}
+    return {
+        "model": {"tiles": Tiles((10, 7), rows), "w": torch.ones(3)},
+        "list": [
+            asyncckpt.ShardedSlice(WHOLE.clone(), (10, 7), (0, 0)),
+            {"flat": asyncckpt.FlatShard(WHOLE.flatten(), (10, 7), 0)},
+        ],
+        "step": 5,
+        "none": None,
+    }
+
+
+def empty_state() -> dict[str, Any]:
+    other = {(0, 0): torch.zeros(10, 2), (0, 2): torch.zeros(10, 5)}
+    return {
+        "model": {"tiles": asyncckpt.ShardedSlice(torch.zeros(3, 7), (10, 7), (2, 0)), "w": torch.zeros(3)},
+        "list": [Tiles((10, 7), other), {"flat": asyncckpt.FlatShard(torch.zeros(11), (10, 7), 5)}],
+        "step": 0,
+        "none": 3,
+    }
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_shards_of_any_type_are_saved_and_loaded_by_overlap(tmp_path: Path, tiles: None, storage: str) -> None:
+    dcp_calls.save(sharded_state(), writer(storage, tmp_path / "c"), planner=ShardedSavePlanner())
+    target = empty_state()
+    model, members = target["model"], target["list"]
+    found = dcp_calls.load(target, reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert found["model"] is model and found["list"] is members, "the user's own containers"
+    assert torch.equal(model["tiles"].tensor, WHOLE[2:5])
+    assert torch.equal(members[0].parts[0, 0], WHOLE[:, :2]) and torch.equal(members[0].parts[0, 2], WHOLE[:, 2:])
+    assert len(members[0].given) == 1, "handed over once, when all parts were in"
+    assert torch.equal(members[1]["flat"].tensor, WHOLE.flatten()[5:16])
+    assert torch.equal(model["w"], torch.ones(3)) and found["step"] == 5 and found["none"] is None
+
+
+def test_what_a_sharded_save_wrote_loads_without_any_of_its_types(tmp_path: Path, tiles: None) -> None:
+    dcp_calls.save(sharded_state(), StorageWriter(tmp_path / "c"), planner=ShardedSavePlanner())
+    found = asyncckpt.load(tmp_path / "c")
+    assert torch.equal(found["model"]["tiles"], WHOLE) and torch.equal(found["list"][1]["flat"], WHOLE)
+    target = dcp_calls.load({"model": {"tiles": torch.zeros(10, 7)}}, StorageReader(tmp_path / "c"))
+    assert torch.equal(target["model"]["tiles"], WHOLE)
+
+
+def test_unsharded_tensors_of_stock_saves_go_into_shards(tmp_path: Path, tiles: None) -> None:
+    for storage in STORAGES:
+        dcp_calls.save({"x": WHOLE, "n": [1, 2]}, writer(storage, tmp_path / storage))
+        target: dict[str, Any] = {
+            "x": Tiles((10, 7), {(3, 3): torch.zeros(2, 2), (9, 0): torch.zeros(1, 7)}),
+            "n": None,
+        }
+        dcp_calls.load(target, reader(storage, tmp_path / storage), planner=ShardedLoadPlanner())
+        assert torch.equal(target["x"].parts[3, 3], WHOLE[3:5, 3:5]) and torch.equal(target["x"].parts[9, 0], WHOLE[9:])
+        assert target["n"] == [1, 2]
+
+
+def test_a_read_resolves_to_exactly_its_lengths_and_is_taken_once(tmp_path: Path, tiles: None) -> None:
+    dcp_calls.save(sharded_state(), StorageWriter(tmp_path / "c"), planner=ShardedSavePlanner())
+    value = Tiles((10, 7), {(1, 1): torch.zeros(6, 6)})
+    planner = ShardedLoadPlanner()
+    planner.set_up_planner({"model": {"tiles": value}}, StorageReader(tmp_path / "c").read_metadata(), True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    assert len(plan.items) == 3
+    for number, item in enumerate(plan.items):
+        target = planner.resolve_tensor(item)
+        assert target.shape == item.lengths and item.type is LoadItemType.TENSOR
+        target.fill_(number + 1)
+        assert not value.given
+        planner.commit_tensor(item, target)
+        if number == 0:
+            with pytest.raises(OverlappingShardsError, match="second write") as caught:
+                planner.commit_tensor(item, target)
+            assert caught.value.fqn == "model.tiles"
+    assert len(value.given) == 1 and value.parts[1, 1].min() == 1
+    with pytest.raises(OverlappingShardsError):
+        planner.commit_tensor(plan.items[-1], target)
+
+
+def test_chunks_that_do_not_hold_all_of_a_shard_are_an_error(tmp_path: Path) -> None:
+    dcp_calls.save({"x": WHOLE}, StorageWriter(tmp_path / "c"))
+    metadata = StorageReader(tmp_path / "c").read_metadata()
+    metadata.state_dict_metadata["x"].chunks[0].sizes = torch.Size([9, 7])  # type: ignore[union-attr]
+    planner = ShardedLoadPlanner()
+    planner.set_up_planner({"x": asyncckpt.ShardedSlice(torch.zeros(4, 7), (10, 7), (6, 0))}, metadata, True)
+    with pytest.raises(CorruptCheckpointError, match=r"21 elements.*28"):
+        planner.finish_plan(planner.create_local_plan())
+
+
+def test_an_object_does_not_go_into_a_shard(tmp_path: Path) -> None:
+    dcp_calls.save({"x": 3}, StorageWriter(tmp_path / "c"))
+    target = {"x": asyncckpt.ShardedSlice(torch.zeros(4), (4,), (0,))}
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert isinstance(dcp_calls.reason(caught.value), LeafTypeMismatchError)
+
+
+def test_missing_keys_and_other_shapes_are_as_with_the_stock_planner(tmp_path: Path) -> None:
+    dcp_calls.save({"x": WHOLE}, StorageWriter(tmp_path / "c"))
+    target: dict[str, Any] = {"y": asyncckpt.ShardedSlice(torch.zeros(4), (4,), (0,)), "x": torch.zeros(10, 7)}
+    with pytest.raises(CheckpointException, match="Missing key"):
+        dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+    dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner(allow_partial_load=True))
+    assert torch.equal(target["x"], WHOLE)
+    target = {"x": asyncckpt.ShardedSlice(torch.zeros(4, 7), (11, 7), (0, 0))}
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+
+
+def test_a_registered_type_without_elements_is_handed_over_too(tmp_path: Path, tiles: None) -> None:
+    dcp_calls.save({"x": WHOLE}, StorageWriter(tmp_path / "c"))
+    value = Tiles((10, 7), {(0, 0): torch.zeros(0, 7)})
+    dcp_calls.load({"x": value}, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert len(value.given) == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [
+        ({(0, 0): torch.zeros(2, 2), (1, 1): torch.zeros(2, 2)}, OverlappingShardsError),
+        ({(9, 0): torch.zeros(2, 2)}, UnsupportedLeafError),
+    ],
+)
+def test_shards_that_cannot_be_are_named(tmp_path: Path, tiles: None, parts: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"'a\.x'"):
+        ShardedSavePlanner().set_up_planner({"a": {"x": Tiles((10, 7), parts)}})
+    with pytest.raises(kind, match=r"'a\.x'"):
+        ShardedLoadPlanner().set_up_planner({"a": {"x": Tiles((10, 7), parts)}})
+
+
+def test_two_leaves_of_one_name_are_refused() -> None:
+    with pytest.raises(DuplicateNameError, match=r"'a\.b'"):
+        ShardedSavePlanner().set_up_planner({"a": {"b": 1}, "a.b": 2})
+
+
+def test_checkpoints_of_torch_2_3_are_found_under_their_older_names(tmp_path: Path) -> None:
+    dcp_calls.save({"cfg": {"a": 1}, "w": WHOLE}, StorageWriter(tmp_path / "c"))
+    reading = StorageReader(tmp_path / "c")
+    metadata = reading.read_metadata()
+    older = {"cfg": BytesStorageMetadata(), "w": metadata.state_dict_metadata["w"]}
+    metadata.state_dict_metadata = older
+    planner = ShardedLoadPlanner()
+    target = {"cfg": {"a": 0}, "w": asyncckpt.ShardedSlice(torch.zeros(10, 7), (10, 7), (0, 0))}
+    planner.set_up_planner(target, metadata, True)
+    plan = planner.create_local_plan()
+    assert {item.storage_index.fqn for item in plan.items} == {"cfg", "w"}
+    reading.read_data(planner.finish_plan(plan), planner)
+    assert target["cfg"] == {"a": 1} and torch.equal(target["w"].tensor, WHOLE)  # type: ignore[attr-defined]
+
+
+def test_a_flat_range_is_saved_as_its_boxes() -> None:
+    planner = ShardedSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({"x": asyncckpt.FlatShard(torch.zeros(11), (10, 7), 5)})
+    plan = planner.create_local_plan()
+    sizes = [item.tensor_data.chunk.sizes for item in plan.items if item.tensor_data is not None]
+    assert sum(math.prod(size) for size in sizes) == 11 and len(sizes) == 3

@@ -1,0 +1,589 @@
+"""`asyncckpt.dcp` in one process: what stock `dcp.save` writes through it, stock `dcp.load` and ours read."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import os
+import pickle
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import dcp_calls
+import pytest
+import states
+import storage_samples
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+
+import asyncckpt
+from asyncckpt.dcp import StorageReader, StorageWriter
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    DuplicateNameError,
+    MissingKeysError,
+    PickledLeafError,
+    SaveFailedError,
+    UnsupportedLeafError,
+    UnsupportedPathError,
+)
+from asyncckpt.format.names import SaveId
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import verify_checkpoint
+
+Point = namedtuple("Point", "x y")
+
+
+def objects() -> dict[str, Any]:
+    found = states.every_object()
+    del found["deep_flat"]  # torch takes a list inside a list apart, and leaves nothing of an empty one
+    return found
+
+
+def state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 30)).sum().backward()
+    optimizer.step()
+    tensors = {name: tensor.detach() for name, tensor in states.every_tensor().items()}
+    nested = [{"lr": 0.1, "params": [0, 1]}, {"w": torch.ones(3)}]
+    return {
+        "model": dict(model.state_dict()),
+        "optim": dict(optimizer.state_dict()),
+        "tensors": tensors,
+        "objects": objects(),
+        "nested": nested,
+        "step": 7,
+    }
+
+
+def text_keys(value: Any) -> Any:
+    """Return `value` as torch flattens it: keys are text, and nothing is left of an empty dict."""
+    if isinstance(value, dict):
+        return {str(key): text_keys(member) for key, member in value.items()}
+    return [text_keys(member) for member in value] if isinstance(value, list) else value
+
+
+def is_sound(path: Path) -> bool:
+    verdict = verify_checkpoint(str(path), Files())
+    return verdict.state == "ok"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_leaf_comes_back_by_stock_load_and_by_ours(tmp_path: Path, threads: int) -> None:
+    saved = state()
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c", thread_count=threads))
+    found = dcp_calls.load(dcp_calls.erased(saved), StorageReader(tmp_path / "c", threads=threads))
+    states.assert_same(found, saved)
+    fresh = asyncckpt.load(tmp_path / "c")
+    states.assert_same(fresh, text_keys(saved))
+    assert list(fresh) == list(saved)
+    assert is_sound(tmp_path / "c")
+
+
+def test_what_a_checkpointer_saved_is_read_by_stock_load(tmp_path: Path) -> None:
+    saved = states.every_leaf()
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save(saved, tmp_path / "c")
+    wanted = {name: saved[name] for name in ("model", "tensors", "ordered", "optim", "step", "arrays", "scalars")}
+    wanted["tensors"] = {name: tensor.detach() for name, tensor in wanted["tensors"].items()}
+    wanted["objects"] = objects()
+    wanted["scalars"] = {k: v for k, v in saved["scalars"].items() if k != "trailing"}  # numpy's pickles lose it
+    wanted["tuple"] = saved["nested"][1]
+    target = dcp_calls.erased({name: dict(v) if isinstance(v, dict) else v for name, v in wanted.items()})
+    target["nested"] = [torch.zeros(4, dtype=torch.int64), None]
+    del target["tuple"]
+    dcp_calls.load(target, StorageReader(tmp_path / "c"))
+    states.assert_same(target.pop("nested")[1], wanted.pop("tuple"))
+    states.assert_same(
+        text_keys(target), text_keys({k: dict(v) if isinstance(v, dict) else v for k, v in wanted.items()})
+    )
+
+
+def test_torch_s_own_tools_rebuild_the_nesting_from_the_metadata(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+    saved = state()
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    found = dcp_calls.load_new(StorageReader(tmp_path / "c"), _EmptyStateDictLoadPlanner())
+    states.assert_same(found, text_keys(saved))
+
+
+def test_torch_s_huggingface_reader_reads_it(tmp_path: Path) -> None:
+    for module in ("numpy", "fsspec", "safetensors"):
+        pytest.importorskip(module)
+    saved = {"a": torch.randn(7, 5), "b": torch.arange(3), "step": 3}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    target = {"a": torch.zeros(7, 5), "b": torch.zeros(3, dtype=torch.int64)}
+    dcp_calls.load(target, dcp.HuggingFaceStorageReader(str(tmp_path / "c")))
+    assert torch.equal(target["a"], saved["a"]) and torch.equal(target["b"], saved["b"])
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_checkpoints_of_stock_torch_are_read_too(tmp_path: Path, kind: str) -> None:
+    saved = {"a": {"w": torch.randn(30, 40), "n": 3}, "l": [{"x": torch.ones(2)}, {"y": 1}], "flat": [1, 2]}
+    if kind == "dcp":
+        dcp_calls.save(saved, dcp.FileSystemWriter(str(tmp_path / "c")))
+    else:
+        torch.save(saved, tmp_path / "c")
+    states.assert_same(dcp_calls.load(dcp_calls.erased(saved), StorageReader(tmp_path / "c")), saved)
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "asyncckpt"])
+def test_what_stock_torch_saved_through_us_converts(tmp_path: Path, to: str) -> None:
+    saved = {"a": {"w": torch.randn(30, 40), "n": 3}, "step": 4}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    asyncckpt.convert(tmp_path / "c", tmp_path / "d", to=to)
+    states.assert_same(asyncckpt.load(tmp_path / "d"), saved)
+    dcp_calls.save({"p": Point(1, 2), **saved}, StorageWriter(tmp_path / "c"))
+    if to == "asyncckpt":
+        asyncckpt.convert(tmp_path / "c", tmp_path / "e", to=to)
+        assert asyncckpt.load(tmp_path / "e", allow_pickle=True)["p"] == Point(1, 2)
+    else:
+        with pytest.raises(UnsupportedLeafError, match=r"p: it was stored as a pickle"):
+            asyncckpt.convert(tmp_path / "c", tmp_path / "e", to=to)
+
+
+def test_only_the_wanted_keys_are_read(tmp_path: Path) -> None:
+    dcp_calls.save({"a": torch.ones(3), "b": {"c": 1, "d": torch.ones(2)}}, StorageWriter(tmp_path / "c"))
+    target = {"b": {"d": torch.zeros(2)}}
+    assert torch.equal(dcp_calls.load(target, StorageReader(tmp_path / "c"))["b"]["d"], torch.ones(2))
+    target = {"a": torch.zeros(3), "new": torch.zeros(1)}
+    dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert torch.equal(target["a"], torch.ones(3)) and not target["new"].any()
+    with pytest.raises(CheckpointException, match="Missing key"):
+        dcp_calls.load({"new": torch.zeros(1)}, StorageReader(tmp_path / "c"))
+
+
+class Counter:
+    """A Stateful."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "history": torch.full((4,), float(self.count))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        assert torch.equal(state["history"], torch.full((4,), float(self.count)))
+
+
+def test_statefuls_and_whole_optimizers_go_through(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.5)
+
+    model, optimizer = made()
+    model(torch.randn(3, 5)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp_calls.save({"m": weights, "o": moments, "counter": Counter(3)}, StorageWriter(tmp_path / "c"))
+    other, fresh = made()
+    counter = Counter(0)
+    found_weights, found_moments = get_state_dict(other, fresh)
+    target = {"m": found_weights, "o": found_moments, "counter": counter}
+    dcp_calls.load(target, StorageReader(tmp_path / "c"))
+    set_state_dict(other, fresh, model_state_dict=target["m"], optim_state_dict=target["o"])
+    states.assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    states.assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert counter.count == 3
+
+
+# ---- planners -------------------------------------------------------------------------------------------------------
+
+
+class Halves(DefaultSavePlanner):
+    """Stores every float tensor in half precision."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        return found if write_item.type == WriteItemType.BYTE_IO else found.to(torch.float16)
+
+
+class OwnBytes(DefaultSavePlanner):
+    """Writes leaves in a form of its own."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return io.BytesIO(b"own:" + str(object).encode()) if write_item.type == WriteItemType.BYTE_IO else object
+
+
+class ReadsOwnBytes(DefaultLoadPlanner):
+    """Reads them."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        assert value.read(4) == b"own:"
+        self.original_state_dict[read_item.dest_index.fqn] = int(value.read())
+
+
+def test_a_planner_may_store_other_values_than_the_state_s(tmp_path: Path) -> None:
+    dcp_calls.save({"a": torch.full((1000,), 1.5), "n": 3}, StorageWriter(tmp_path / "c"), planner=Halves())
+    assert asyncckpt.load(tmp_path / "c")["a"].dtype is torch.float16
+    assert torch.equal(
+        dcp_calls.load({"a": torch.zeros(1000)}, StorageReader(tmp_path / "c"))["a"], torch.full((1000,), 1.5)
+    )
+
+
+def test_a_planner_s_own_bytes_come_back_to_it_as_they_were(tmp_path: Path) -> None:
+    dcp_calls.save({"n": 3}, StorageWriter(tmp_path / "c"), planner=OwnBytes())
+    assert dcp_calls.load({"n": 0}, StorageReader(tmp_path / "c"), planner=ReadsOwnBytes())["n"] == 3
+    with pytest.raises(PickledLeafError, match="'n'"):
+        asyncckpt.load(tmp_path / "c")
+
+
+def test_leaves_that_only_pickle_are_for_planners_and_for_who_allows_it(tmp_path: Path) -> None:
+    saved = {"p": Point(1, 2), "mixed": (torch.ones(2), 3), "t": torch.ones(1)}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    found = dcp_calls.load({"p": None, "mixed": None}, StorageReader(tmp_path / "c"))
+    assert found["p"] == Point(1, 2) and type(found["p"]) is Point and torch.equal(found["mixed"][0], torch.ones(2))
+    with pytest.raises(PickledLeafError, match=r"('p'.*Point|'mixed'.*tuple)"):
+        asyncckpt.load(tmp_path / "c")
+    assert asyncckpt.load(tmp_path / "c", allow_pickle=True)["p"] == Point(1, 2)
+    assert list(asyncckpt.load(tmp_path / "c", keys=["t"])) == ["t"]
+
+
+def test_what_a_checkpointer_pickled_needs_leave(tmp_path: Path) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False, allow_pickle=True) as checkpointer:
+        checkpointer.save({"p": {"q": range(3)}, "n": 1}, tmp_path / "c")
+    assert dcp_calls.load({"n": 0}, StorageReader(tmp_path / "c"))["n"] == 1
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.load({"p": {"q": None}}, StorageReader(tmp_path / "c"))
+    assert isinstance(dcp_calls.reason(caught.value), PickledLeafError)
+    found = dcp_calls.load({"p": {"q": None}}, StorageReader(tmp_path / "c", allow_pickle=True))
+    assert found["p"]["q"] == range(3)
+
+
+def test_planners_without_flattening_find_leaves_and_containers(tmp_path: Path) -> None:
+    saved = {"cfg": {"a": 1, "b": [1, 2]}, "w": torch.ones(3)}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "flat"), planner=DefaultSavePlanner(flatten_state_dict=False))
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save(saved, tmp_path / "nested")
+    for name in ("flat", "nested"):
+        target: dict[str, Any] = {"cfg": 0, "w": torch.zeros(3)}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp_calls.load(target, StorageReader(tmp_path / name), planner=planner)
+        assert target["cfg"] == saved["cfg"] and torch.equal(target["w"], saved["w"])
+
+
+def test_cached_plans_of_an_earlier_save_serve_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(dcp.planner.SavePlanner, f"_cached_{name}", {})
+    for number in range(3):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        saved = {"a": torch.full((5,), float(number)), "n": number}
+        dcp_calls.save(saved, StorageWriter(tmp_path / f"{number}"), planner=planner)
+    for number in range(3):
+        found = asyncckpt.load(tmp_path / f"{number}")
+        assert found["n"] == number and torch.equal(found["a"], torch.full((5,), float(number)))
+
+
+@pytest.mark.parametrize(
+    ("kept", "found"),
+    [
+        (["a", ("b", 1)], ["a", ("b", 1)]),
+        ({"a": ("elsewhere", 1)}, {"a": ("elsewhere", 1)}),
+        (None, None),
+        (Point(1, 2), None),
+    ],
+)
+def test_what_a_planner_keeps_comes_back_to_planners(tmp_path: Path, kept: Any, found: Any) -> None:
+    class Keeps(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, dataclasses.replace(metadata, planner_data=kept)
+
+    saved = dcp_calls.save({"a": {"b": torch.ones(2)}, "c": 1}, StorageWriter(tmp_path / "c"), planner=Keeps())
+    read = StorageReader(tmp_path / "c").read_metadata()
+    assert read.planner_data == found and read.state_dict_metadata == saved.state_dict_metadata
+    assert StorageReader(tmp_path / "c", allow_pickle=True).read_metadata().planner_data == kept
+    assert torch.equal(
+        dcp_calls.load({"a": {"b": torch.zeros(2)}}, StorageReader(tmp_path / "c"))["a"]["b"], torch.ones(2)
+    )
+
+
+def test_values_of_other_ranks_are_missing_keys(tmp_path: Path) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({"own": asyncckpt.PerRank(torch.ones(2)), "n": 1}, tmp_path / "c")
+    assert torch.equal(dcp_calls.load({"own": torch.zeros(2)}, StorageReader(tmp_path / "c"))["own"], torch.ones(2))
+    other = StorageReader(tmp_path / "c", rank_info=asyncckpt.RankInfo(1, 2))
+    with pytest.raises(CheckpointException, match="Missing key"):
+        dcp_calls.load({"own": torch.zeros(2)}, other)
+
+
+class Forgets(DefaultSavePlanner):
+    """Leaves out half of the first tensor."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        data = plan.items[0].tensor_data
+        assert data is not None
+        data.chunk.sizes = torch.Size([data.size[0] // 2, *data.size[1:]])
+        return plan
+
+    def lookup_object(self, index: Any) -> Any:
+        found = super().lookup_object(index)
+        return found[: found.shape[0] // 2]
+
+
+def test_a_hole_is_found_before_anything_is_published(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.save({"a": torch.ones(4, 3)}, StorageWriter(tmp_path / "c"), planner=Forgets())
+    error = dcp_calls.reason(caught.value)
+    assert isinstance(error, SaveFailedError) and error.code == "coverage" and "'a'" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+class Lies(DefaultSavePlanner):
+    """Resolves another dtype than it planned."""
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(index).double()
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "planner", "kind"),
+    [
+        ({"a": torch.ones(2)}, Lies(), UnsupportedLeafError),
+        ({"a": torch.eye(3).to_sparse()}, None, UnsupportedLeafError),
+        ({"a@rank0": torch.ones(2)}, None, DuplicateNameError),
+        ({"__metadata__": torch.ones(2)}, None, DuplicateNameError),
+        ({"k" * 5000: 1}, None, UnsupportedLeafError),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
+    tmp_path: Path, state_dict: dict[str, Any], planner: Any, kind: type[Exception]
+) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.save(state_dict, StorageWriter(tmp_path / "c"), planner=planner)
+    assert isinstance(dcp_calls.reason(caught.value), kind)
+    assert not (tmp_path / "c").exists()
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def test_one_file_per_rank_or_one_per_tensor(tmp_path: Path) -> None:
+    saved = {f"t{n}": torch.full((10,), float(n)) for n in range(5)} | {"n": 1}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "one", thread_count=3))
+    dcp_calls.save(saved, StorageWriter(tmp_path / "many", single_file_per_rank=False))
+    assert len(storage_samples.shard_paths(str(tmp_path / "one"))) == 1
+    assert len(storage_samples.shard_paths(str(tmp_path / "many"))) == 5
+    states.assert_same(asyncckpt.load(tmp_path / "many"), saved)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_sync_files_flushes_and_the_manifest_says_so(tmp_path: Path, sync: bool) -> None:
+    writer = StorageWriter(tmp_path / "c", sync_files=sync)
+    writer._files = files = storage_samples.RecordingFiles()
+    dcp_calls.save({"a": torch.ones(3)}, writer)
+    assert any(call[0] == "fsync" for call in files.calls) is sync
+    assert (b'"fsync": true' in (tmp_path / "c" / "manifest.json").read_bytes()) is sync
+
+
+def test_an_older_checkpoint_is_replaced_at_once_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    dcp_calls.save({"a": torch.ones(3)}, StorageWriter(path))
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.save({"a": torch.zeros(3)}, StorageWriter(path, overwrite=False))
+    assert isinstance(dcp_calls.reason(caught.value), CheckpointExistsError)
+    assert torch.equal(asyncckpt.load(path)["a"], torch.ones(3))
+    before = set(os.listdir(path))
+    dcp_calls.save({"a": torch.full((3,), 2.0)}, StorageWriter(path))
+    assert torch.equal(asyncckpt.load(path)["a"], torch.full((3,), 2.0))
+    assert set(os.listdir(path)) & before == {"manifest.json"}
+
+
+def test_later_saves_are_newer_whoever_made_them(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "1")
+    for name in ("1", "2"):
+        dcp_calls.save({"a": torch.ones(1), "step": 5}, writer, checkpoint_id=tmp_path / name)
+    dcp_calls.save({"a": torch.ones(1), "step": 1}, StorageWriter(tmp_path / "3"))
+    ids = [SaveId.parse(asyncckpt.open_checkpoint(tmp_path / name).save_id) for name in ("1", "2", "3")]
+    assert [one.epoch for one in ids] == [1, 2, 3]
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "3")
+    assert asyncckpt.open_checkpoint(tmp_path / "2").step == 5
+
+
+@pytest.mark.parametrize("options", [{"thread_count": 0}, {"thread_count": 1.5}, {"per_thread_copy_ahead": -1}])
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        StorageWriter(tmp_path, **options)
+    with pytest.raises(ConfigError, match="threads"):
+        StorageReader(tmp_path, threads=0)
+
+
+def test_saving_without_collectives_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use_collectives"):
+        dcp_calls.save({"a": 1}, StorageWriter(tmp_path / "c"), use_collectives=False)
+
+
+@pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
+def test_ids_are_local_paths(tmp_path: Path, kind: Any) -> None:
+    assert kind.validate_checkpoint_id(tmp_path) and not kind.validate_checkpoint_id("s3://bucket/c")
+    with pytest.raises(UnsupportedPathError):
+        kind("s3://bucket/c")
+    one = kind(tmp_path / "a")
+    one.reset()
+    assert one.checkpoint_id == str(tmp_path / "a")
+    one.reset(tmp_path / "b")
+    assert one.checkpoint_id == str(tmp_path / "b")
+
+
+def test_the_result_says_what_was_saved_and_where(tmp_path: Path) -> None:
+    found = dcp_calls.save({"a": torch.ones(3), "n": 1}, StorageWriter(tmp_path / "c"))
+    assert found.storage_meta.checkpoint_id == str(tmp_path / "c")
+    assert found.storage_meta.save_id == asyncckpt.open_checkpoint(tmp_path / "c").save_id
+    (stored,) = found.storage_data.values()
+    data = (tmp_path / "c" / stored.relative_path).read_bytes()[stored.offset : stored.offset + stored.length]
+    assert data == states.bits_of(torch.ones(3))
+    read = StorageReader(tmp_path / "c").read_metadata()
+    assert read.state_dict_metadata == found.state_dict_metadata and read.planner_data == found.planner_data
+    assert read.storage_meta is not None and read.storage_meta.save_id == found.storage_meta.save_id
+
+
+def test_a_writer_pickles_without_what_it_has_staged(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "c", thread_count=2, overwrite=False)
+    staged = writer.stage({"a": torch.ones(100_000)})
+    assert writer.per_thread_copy_ahead == 0
+    writer.state_dict_cache = staged
+    data = pickle.dumps(writer)
+    assert len(data) < 5000
+    dcp_calls.save(staged, pickle.loads(data))
+    assert torch.equal(asyncckpt.load(tmp_path / "c")["a"], torch.ones(100_000))
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "at"),
+    [("mkdir", ""), ("open", ".safetensors"), ("pwrite", ""), ("fsync", ""), ("open", ".index"), ("link", "manifest")],
+)
+def test_a_save_that_fails_is_named_and_leaves_the_older_one_alone(tmp_path: Path, method: str, at: str) -> None:
+    path = tmp_path / "run" / "c"
+    for number, there in enumerate((False, True)):
+        if there and method in ("mkdir", "link"):
+            continue  # the directory is there, and an older manifest is renamed over
+        if there:
+            dcp_calls.save({"a": torch.ones(3)}, StorageWriter(path))
+        before = sorted(os.listdir(path)) if there else []
+        writer = StorageWriter(path)
+        writer._files = files = storage_samples.failing(method, errno.ENOSPC, at=at)
+        with pytest.raises(CheckpointException) as caught:
+            dcp_calls.save({"a": torch.zeros(3)}, writer)
+        assert files.failed == method
+        error = dcp_calls.reason(caught.value)
+        assert isinstance(error, SaveFailedError) and error.code == "ENOSPC", number
+        writer.reset()
+        assert sorted(os.listdir(path)) == before if there else not path.exists()
+        if there:
+            assert torch.equal(asyncckpt.load(path)["a"], torch.ones(3))
+
+
+def test_a_planner_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Raises(DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            if index.fqn == "b":
+                raise ZeroDivisionError("b")
+            return super().lookup_object(index)
+
+    writer = StorageWriter(tmp_path / "c", single_file_per_rank=False)
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.save({"a": torch.ones(3), "b": torch.ones(3)}, writer, planner=Raises())
+    assert isinstance(dcp_calls.reason(caught.value), ZeroDivisionError)
+    writer.reset()
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_other_ranks_wrote_goes_when_the_coordinator_s_writer_goes(tmp_path: Path) -> None:
+    """Two ranks in one process: both have written when the save ends by something else."""
+    path = tmp_path / "run" / "c"
+    writers, planners = [StorageWriter(path) for _ in range(2)], [DefaultSavePlanner() for _ in range(2)]
+    for rank in range(2):
+        planners[rank].set_up_planner({f"t{rank}": torch.ones(3), "n": 1}, None, rank == 0)
+        writers[rank].set_up_storage_writer(rank == 0, rank=rank)
+    plans = [writers[rank].prepare_local_plan(planners[rank].create_local_plan()) for rank in range(2)]
+    plans = writers[0].prepare_global_plan(planners[0].create_global_plan(plans)[0])
+    for rank in range(2):
+        writers[rank].write_data(pickle.loads(pickle.dumps(plans[rank])), planners[rank]).wait()
+    assert sum(name.startswith("rank-00001") for name in os.listdir(path)) == 3
+    writers.pop().reset()
+    assert sum(name.startswith("rank-00001") for name in os.listdir(path)) == 3, "it might be being published"
+    del writers[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("planner_data", [{"$": "no such tag", "v": 1}, {"$": "dcp", "v": 3}, {"nothing": 1}])
+def test_planner_data_that_make_no_sense_are_damage(tmp_path: Path, planner_data: Any) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        metadata = {"torch.distributed.checkpoint": {"planner_data": planner_data}}
+        checkpointer.save({"a": torch.ones(3)}, tmp_path / "c", metadata=metadata)
+    with pytest.raises(CorruptCheckpointError, match="planner data"):
+        StorageReader(tmp_path / "c").read_metadata()
+
+
+def test_foreign_files_and_stock_checkpoints_beside_it_stay(tmp_path: Path) -> None:
+    dcp_calls.save({"a": torch.ones(3)}, dcp.FileSystemWriter(str(tmp_path / "c")))
+    before = set(os.listdir(tmp_path / "c"))
+    dcp_calls.save({"a": torch.zeros(3)}, StorageWriter(tmp_path / "c"))
+    assert before < set(os.listdir(tmp_path / "c"))
+    assert torch.equal(dcp_calls.load({"a": torch.zeros(3)}, dcp.FileSystemReader(tmp_path / "c"))["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("what", ["shard", "index", "manifest", "nothing"])
+def test_damage_is_a_typed_error(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "c"
+    if what != "nothing":
+        dcp_calls.save({"a": torch.ones(3000), "n": 1}, StorageWriter(path))
+        name = next(
+            n for n in os.listdir(path) if n.endswith({"shard": ".safetensors"}.get(what, "index")) or what in n
+        )
+        storage_samples.flip_byte(str(path / name), 5000 if what == "shard" else 60)
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.load({"a": torch.zeros(3000)}, StorageReader(path))
+    error = dcp_calls.reason(caught.value)
+    assert isinstance(error, CheckpointNotFoundError if what == "nothing" else CorruptCheckpointError)
+    if what == "shard":
+        assert error.fqn == "a" and error.file.endswith(".safetensors")  # type: ignore[attr-defined]
+        dcp_calls.load({"a": torch.zeros(3000)}, StorageReader(path, verify=False))
+    else:
+        with pytest.raises(type(error)):
+            StorageReader(path).read_metadata()
+
+
+def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    class Wrong(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            object.__setattr__(plan.items[0].storage_index, "offset", torch.Size([1]))
+            return plan
+
+    dcp_calls.save({"a": torch.ones(3)}, StorageWriter(tmp_path / "c"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.load({"a": torch.zeros(3)}, StorageReader(tmp_path / "c"), planner=Wrong())
+    assert isinstance(dcp_calls.reason(caught.value), MissingKeysError)
+
+
+def test_targets_of_other_dtypes_and_layouts_are_filled(tmp_path: Path) -> None:
+    saved = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(12.0).view(3, 4)}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    target = {"a": torch.zeros(4, 3, dtype=torch.float64).t(), "b": torch.zeros(3, 8)[:, ::2]}
+    dcp_calls.load(target, StorageReader(tmp_path / "c"))
+    assert torch.equal(target["a"], saved["a"].double()) and torch.equal(target["b"], saved["b"])

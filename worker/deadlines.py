@@ -1,0 +1,31 @@
+"""When a save ends that nothing more is heard of."""
+
+from __future__ import annotations
+
+from asyncckpt.protocol.lifecycle import SUBMITTED, WRITING
+from asyncckpt_worker.order import has_elder
+from asyncckpt_worker.records import RankSave, Save, Tables
+
+
+def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
+    """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
+    since = save.sealed_since
+    if save.outcome is not None or save.committing or since is None or t.is_followed(save.save_id):
+        return float("inf"), None
+    found: tuple[float, RankSave | None] = (float("inf"), None)
+    if save.missing:
+        found = (since + save.timeout_s, None)
+    for entry in save.ranks.values() if t.heard else ():  # only with followers
+        if entry.link and entry.phase in (SUBMITTED, WRITING):
+            heard = t.heard.get(entry.link, since)
+            found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
+    run, turn = t.runs.get(save.save_id[-12:]), save.turn_since
+    spoke = run.spoke if run is not None else {}
+    if save.waiting_since is not None and has_elder(save, t.saves):
+        turn = save.waiting_since + save.timeout_s  # it waits no longer than that, as for its commit
+    for entry in save.ranks.values():
+        if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
+            asked_at = max(entry.durable_at, turn, spoke.get(entry.rank, 0.0))
+            silent_until = asked_at + entry.request.hook_timeout_s
+            found = min(found, (silent_until, entry), key=lambda pair: pair[0])
+    return found

@@ -1,0 +1,46 @@
+"""What a rank's files came to, as a plain map: how it travels to the worker that commits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from asyncckpt.format.manifest import RankRecord
+from asyncckpt.format.names import SaveId, index_name
+from asyncckpt.protocol import fields as check
+from asyncckpt.storage.rank_job import RankResult
+
+_TEXTS = ("index_name", "index_checksum")
+
+
+def pack_result(result: RankResult) -> dict[str, Any]:
+    """Return `result` as plain values; of `dcp` only the table, as the request has the structure."""
+    return {**asdict(result), "record": asdict(result.record), "dcp": result.dcp and result.dcp[1]}
+
+
+def unpack_result(found: Mapping[str, Any], save_id: str, rank: int) -> RankResult:
+    """Read it back.
+
+    Raises:
+        ValueError, TypeError, KeyError: It is no result of this rank and save.
+    """
+    record = {f.name: found["record"][f.name] for f in fields(RankRecord)}
+    for name, value in record.items():
+        if not (check.text(value) if name in _TEXTS else check.uint(value)):
+            raise ValueError(f"{name} of a result")
+    seconds = dict(found["seconds"])
+    if record["index_name"] != index_name(SaveId.parse(save_id), rank):
+        raise ValueError("the name of an index")
+    if record["rank"] != rank or not check.uint(found["nbytes"]) or not all(map(check.seconds, seconds.values())):
+        raise ValueError(f"a result of rank {record['rank']}, expected {rank}")
+    table = found["dcp"]
+    if table is not None and type(table) is not bytes:
+        raise ValueError("the table of a result's items")
+    return RankResult(
+        record=RankRecord(**record),
+        nbytes=found["nbytes"],
+        seconds=seconds,
+        direct=bool(found["direct"]),
+        dcp=None if table is None else (b"", table),
+    )

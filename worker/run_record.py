@@ -1,0 +1,54 @@
+"""What the brain remembers of a run. Part of `records`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncckpt_worker.events import Wire
+
+MAX_DIRECTORIES = 64
+"""Directories of a run whose epochs are remembered: until all of its ranks have asked. Chosen, not measured."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The ranks that save together, and what they were told. `changes`: what was published, first to last."""
+
+    run_id: str
+    world_size: int
+    members: dict[int, str] = field(default_factory=dict)
+    """Rank -> its session."""
+
+    gone: dict[int, str] = field(default_factory=dict)
+    """Rank -> how its session ended; its slots have been read since."""
+
+    highest: int = -1
+    """The highest sequence that was heard of."""
+
+    withdrawn: dict[int, Wire] = field(default_factory=dict)
+    """Sequence -> why that save can never be."""
+
+    spoke: dict[int, float] = field(default_factory=dict)
+    """Rank -> when one of its hooks spoke last. A rank's hooks run one after another, in any order of the saves."""
+
+    epochs: dict[str, int] = field(default_factory=dict)
+    """Directory -> the epoch of this run's checkpoints in it."""
+
+    changes: list[bytes] = field(default_factory=list)
+    effective: int = 0
+    """The sequence from which on the last change holds."""
+
+    followed: bool = False
+    """Another worker leads it."""
+
+    leader: str = ""
+    """Followed: the leader's instance, once it has spoken."""
+
+    names: dict[str, bool] = field(default_factory=dict)
+    """FQNs to be stored for each rank -> whether that was published."""
+
+    def remember_epoch(self, directory: str, epoch: int) -> None:
+        """Add a directory; the oldest ones are forgotten."""
+        self.epochs[directory] = epoch
+        for old in list(self.epochs)[:-MAX_DIRECTORIES]:
+            del self.epochs[old]
