@@ -308,7 +308,7 @@ def check() -> ModuleType:
 def assert_shown(check: ModuleType, name: str, tests: str, *, is_named: bool = True) -> None:
     """Every test exists, and its file speaks of the argument."""
     for test in tests.split(", "):
-        assert not check._wrong_claims(f"tests/{test}", REPOSITORY), test
+        assert not check.wrong_claims(f"tests/{test}", REPOSITORY), test
         text = (REPOSITORY / "tests" / test.partition("::")[0]).read_text()
         assert not is_named or name in text, f"{test} does not speak of {name}"
 
