@@ -70,6 +70,24 @@ def test_stock_dcp_finds_what_two_ranks_saved_each_rank_s_own_by_its_name(
     assert verify_checkpoint(str(path), Files()).state == "ok"
 
 
+def save_by_two(rank: int, places: list[str], path: str) -> str:
+    with AsyncCheckpointer(endpoint=places[rank % 2], layout="dcp") as checkpointer:
+        return repr(checkpointer.save(state_of(rank), path, step=1).written.exception(60))
+
+
+def test_the_ranks_of_two_workers_make_one_directory_for_stock_dcp(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker, worker: real_worker.RealWorker
+) -> None:
+    path = tmp_path / "a"
+    found = rank_processes.run(2, save_by_two, [shared_worker.endpoint, worker.endpoint], str(path))
+    assert found == ["None"] * 2
+    target = {"weight": torch.zeros(9000, 500), "rng@rank1": torch.zeros(1, dtype=torch.int64), "own.name@rank1": ""}
+    dcp.load(target, checkpoint_id=str(path), no_dist=True)
+    assert torch.equal(target["weight"], state_of(0)["weight"])
+    assert (target["rng@rank1"].tolist(), target["own.name@rank1"]) == ([1], "rank 1")
+    assert verify_checkpoint(str(path), Files()).state == "ok"
+
+
 def save_fsdp2(rank: int, path: str) -> dict[str, torch.Tensor]:
     from torch.distributed.fsdp import fully_shard
 
