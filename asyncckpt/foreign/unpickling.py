@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncckpt.format.records import Record
+
 MAX_NBYTES = 1 << 30
 """Of one pickle. The metadata of 100,000 chunks take some 20 MB. Chosen, not measured."""
 
@@ -37,22 +39,6 @@ class Maker:
 
     def __repr__(self) -> str:
         return self.name
-
-
-class Record:
-    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
-
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str, state: Any = None) -> None:
-        self.kind, self.state = kind, state
-
-    def get(self, field: str, default: Any = None) -> Any:
-        """Return one attribute of an object whose state is its `__dict__`."""
-        return self.state.get(field, default) if isinstance(self.state, dict) else default
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({self.state!r})"
 
 
 def unpickle_data(

@@ -14,7 +14,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError, SharedLoadError
-from asyncckpt.loading.boxes import row_major
+from asyncckpt.format.structure import row_major
 from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
 from asyncckpt.loading.sinks import BoxSink, takes_bytes

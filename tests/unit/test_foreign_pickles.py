@@ -22,7 +22,8 @@ from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.foreign import torch_globals
 from asyncckpt.foreign.torch_globals import KNOWN, storage_of
-from asyncckpt.foreign.unpickling import Maker, Record, UnpicklingError, unpickle_data
+from asyncckpt.foreign.unpickling import Maker, UnpicklingError, unpickle_data
+from asyncckpt.format.records import Record
 
 CALLS: list[str] = []
 
