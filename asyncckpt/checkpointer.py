@@ -9,6 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +41,10 @@ def refuse_unknown(kw: Mapping[str, Any]) -> None:
         ConfigError: Naming the first.
     """
     if kw:
-        raise ConfigError(f"save() has no argument called {min(kw)!r}", field=min(kw))
+        first = min(kw)
+        setting = first in {f.name for f in fields(CheckpointerConfig)}
+        hint = f"; it is a setting of the checkpointer: give {first}= when you make it" if setting else ""
+        raise ConfigError(f"save() has no argument called {first!r}{hint}", field=first)
 
 
 class Checkpointer(ABC):

@@ -57,6 +57,9 @@ class CheckpointerConfig:
         overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
         fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
+        layout: What the files of tensors look like: "safetensors", or "dcp": the directory is also one that
+            `torch.distributed.checkpoint.load` and its tools read, with nothing of ours installed. What these have no
+            form for is refused.
         files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
         max_shard_bytes: No shard file is larger: more files are written, and larger tensors are cut between rows; None:
             no limit.
@@ -90,6 +93,7 @@ class CheckpointerConfig:
     on_error: str = "warn"
     overwrite: bool = False
     fsync: bool = True
+    layout: str = "safetensors"
     files_per_rank: int = 1
     max_shard_bytes: int | None = None
     use_pinned_memory: bool = True
@@ -211,6 +215,7 @@ _CHOICES = {
     "on_worker_loss": ("fail",),
     "on_error": ("warn", "raise"),
     "replicated": ("check", "assume"),
+    "layout": ("safetensors", "dcp"),
 }
 _INTEGERS = {
     "slots": (1, MAX_SLOTS),
@@ -252,5 +257,15 @@ def _parse(name: str, text: str) -> Any:
         return text
     except (ValueError, KeyError) as error:
         raise ConfigError(
-            f"environment variable {PREFIX}{name.upper()}={text!r} cannot be read", field=name, value=text
+            f"environment variable {PREFIX}{name.upper()}={text!r}: expected {_expected(name)}", field=name, value=text
         ) from error
+
+
+def _expected(name: str) -> str:
+    if name in _INTEGERS:
+        return "a plain integer, in bytes if it is a size, or 'none' where that has a meaning"
+    if name in _SECONDS:
+        return "a number of seconds"
+    if name in _SWITCHES:
+        return f"one of {', '.join(_FLAGS)}"
+    return "RANK,WORLD_SIZE, such as 0,1"

@@ -191,6 +191,7 @@ class Coordination:
             "replicated": self._config.replicated,
             "fsync": self._config.fsync,
             "overwrite": self._config.overwrite,
+            "layout": self._config.layout,
             "worker": self.links.instance(),
         }
 

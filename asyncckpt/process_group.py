@@ -77,9 +77,31 @@ class GroupExchange(Exchange):
         self._rank, self._store = rank, store
 
     def meet(self, name: str, call: str) -> GroupMeeting:
+        return GroupMeeting(self._rank, self._part(name), call)
+
+    def meet_next(self, series: str, call: str) -> GroupMeeting:
+        """Return the next meeting of a series, as this rank counts: in the store, which goes as far as the ranks do.
+
+        A meeting at which ranks have waited in vain is passed over: so a rank that has missed one is in step again.
+
+        Args:
+            series: Name of the series.
+            call: As of `meet`.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        counts = self._part(series)
+        while True:
+            number = counts.add(f"calls/{self._rank.rank}", 1)
+            meeting = self.meet(f"{series}-{number}", call)
+            if not meeting.is_given_up():
+                return meeting
+
+    def _part(self, name: str) -> Any:
         # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return GroupMeeting(self._rank, PrefixStore(f"asyncckpt/{attempt}/{name}", self._store), call)
+        return PrefixStore(f"asyncckpt/{attempt}/{name}", self._store)
 
 
 class GroupMeeting(Meeting):
@@ -93,6 +115,14 @@ class GroupMeeting(Meeting):
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
             self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
+
+    def is_given_up(self) -> bool:
+        """Whether ranks have waited in vain for others to come.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        return bool(self._store.check(["given up"]))
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
         try:
@@ -127,6 +157,7 @@ class GroupMeeting(Meeting):
             try:
                 patience.wait(lambda: [r for r in range(world_size) if not store.check([f"here/{r}"])])
             except PlanTimeoutError:
+                store.set("given up", "1")
                 self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
                 raise
         self._one_machine = store.add(here, 0) == world_size

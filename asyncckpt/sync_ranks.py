@@ -26,7 +26,7 @@ from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.sync_steps import SyncSteps
 
 _log = logging.getLogger("asyncckpt.sync")
@@ -155,7 +155,7 @@ def _store(
 
     def store() -> dict[str, Any]:
         plan, flat = steps.plans.take(state_dict)
-        result = steps.store(plan, flat, encode_leaves(flat), save_id, path, step)
+        result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, step)
         mine.append(result)
         steps.ask_hook(path, save_id, step, extra)
         samples = sample_digests(plan, flat, save_id.sequence).encode() if steps.config.replicated == "check" else b""
@@ -204,4 +204,7 @@ def hole_error(holes: Sequence[tuple[str, str]], save_id: SaveId, path: str) -> 
 
 
 def _result_of(found: Mapping[str, Any]) -> RankResult:
-    return RankResult(**{**found, "record": RankRecord(**found["record"])})
+    dcp = found["dcp"]
+    return RankResult(
+        **{**found, "record": RankRecord(**found["record"]), "dcp": None if dcp is None else (dcp[0], dcp[1])}
+    )

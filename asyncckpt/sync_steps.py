@@ -38,8 +38,9 @@ from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
-from asyncckpt.storage.record import build_manifest
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
+from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 
 _log = logging.getLogger("asyncckpt.sync")
 
@@ -66,6 +67,7 @@ class SyncSteps:
             rank=ranks.rank.rank,
             allow_pickle=config.allow_pickle,
             max_shard_nbytes=config.max_shard_bytes,
+            layout=config.layout,
         )
         self._files = files or Files()
         self._made: list[str] = []
@@ -156,6 +158,7 @@ class SyncSteps:
         Raises:
             CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
         """
+        dcp_metadata = dcp_metadata_of(save_id, results, [r.dcp[0] for r in results if r.dcp is not None])
         manifest = build_manifest(
             save_id,
             results,
@@ -164,8 +167,16 @@ class SyncSteps:
             fsync=self.config.fsync,
             metadata=json.dumps(kw.get("metadata") or {}),
             package=__version__,
+            dcp_metadata=dcp_metadata,
         )
-        commit.publish(path, manifest, files=self._files, umask=current_umask(), overwrite=self.config.overwrite)
+        commit.publish(
+            path,
+            manifest,
+            files=self._files,
+            umask=current_umask(),
+            overwrite=self.config.overwrite,
+            dcp_metadata=dcp_metadata,
+        )
         self._made = []
 
     def remove(self, path: str, save_id: SaveId) -> None:
@@ -221,6 +232,7 @@ class SyncSteps:
             overwrite=self.config.overwrite,
             umask=umask,
             threads=self.config.write_threads or 0,
+            layout=self.config.layout,
         )
 
     def _write(self, job: RankJob) -> RankResult:

@@ -16,7 +16,7 @@ from asyncckpt.parts import CheckpointWriter
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.sync_ranks import hole_error, write_together
 from asyncckpt.sync_steps import SyncSteps
 
@@ -64,7 +64,7 @@ class SyncWriter(CheckpointWriter):
         self, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[SaveId, RankResult]:
         plan, flat = self._steps.plans.take(state_dict)
-        leaves = encode_leaves(flat)
+        leaves = encode_leaves(flat, self._steps.config.layout)
         save_id: SaveId = kw["save_id"]
         holes = uncovered([plan.structure]) if flat.shards else []
         if holes:

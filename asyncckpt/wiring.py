@@ -17,7 +17,9 @@ from asyncckpt.process_group import find_exchange
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
-_STAGER_FIELDS = frozenset({"staging", "overlap_check", "files_per_rank", "max_shard_bytes", "fsync", "write_threads"})
+_STAGER_FIELDS = frozenset(
+    {"staging", "overlap_check", "layout", "files_per_rank", "max_shard_bytes", "fsync", "write_threads"}
+)
 _KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info"})
 """What an own process leaves to the checkpointer, its reader, and the stager that copies for it."""
 

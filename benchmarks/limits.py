@@ -78,6 +78,32 @@ def copy_s(target: int, source: int, nbytes: int, threads: int, block: int = 4 <
     return time.perf_counter() - began
 
 
+def copy_file_s(source: Path, target: Path, block: int = 16 << 20, threads: int = 4) -> float:
+    """Return the seconds to copy a file by O_DIRECT, reading and writing at the same time, and fdatasync the copy."""
+    nbytes = source.stat().st_size // 4096 * 4096
+    memory = Mapping(-1, threads * block)
+    memory.populate(0, memory.nbytes)
+    view = memory.view()
+    target.unlink(missing_ok=True)
+    began = time.perf_counter()
+    read_fd = os.open(source, os.O_RDONLY | os.O_DIRECT)
+    write_fd = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT)
+
+    def move(number: int, offset: int) -> None:
+        piece = view[number * block : number * block + min(block, nbytes - offset)]
+        assert os.preadv(read_fd, [piece], offset) == len(piece)
+        assert os.pwrite(write_fd, piece, offset) == len(piece)
+
+    _parallel(threads, move, nbytes, block)
+    os.fdatasync(write_fd)
+    seconds = time.perf_counter() - began
+    for fd in (read_fd, write_fd):
+        os.close(fd)
+    view.release()
+    memory.close()
+    return seconds
+
+
 class Limits:
     """Finds the best block sizes and thread counts once, then measures the limit again in every round.
 

@@ -19,7 +19,8 @@ from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_files import write_rank_files
+from asyncckpt.storage.rank_job import RankJob, RankResult
 
 SAVE_ID = SaveId(1, 0, "0123456789ab")
 OTHER_ID = SaveId(1, 1, "0123456789ab")

@@ -29,6 +29,9 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
         if other.overwrite != entry.overwrite:
             text = f"rank {entry.rank} saves with overwrite={entry.overwrite}, "
             return text + f"rank {other.rank} with overwrite={other.overwrite}", other.rank, SAME_SETTINGS
+        if other.request and entry.request and other.request.layout != entry.request.layout:
+            text = f"rank {entry.rank} saves with layout={entry.request.layout!r}, "
+            return text + f"rank {other.rank} with layout={other.request.layout!r}", other.rank, SAME_SETTINGS
         if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
             text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
             text += f"rank {other.rank} {_plan(other.request) or 'none'}"

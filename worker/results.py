@@ -9,14 +9,14 @@ from typing import Any
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import fields as check
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 
 _TEXTS = ("index_name", "index_checksum")
 
 
 def pack_result(result: RankResult) -> dict[str, Any]:
-    """Return `result` as plain values."""
-    return {**asdict(result), "record": asdict(result.record)}
+    """Return `result` as plain values; of `dcp` only the table, as the request has the structure."""
+    return {**asdict(result), "record": asdict(result.record), "dcp": result.dcp and result.dcp[1]}
 
 
 def unpack_result(found: Mapping[str, Any], save_id: str, rank: int) -> RankResult:
@@ -34,6 +34,13 @@ def unpack_result(found: Mapping[str, Any], save_id: str, rank: int) -> RankResu
         raise ValueError("the name of an index")
     if record["rank"] != rank or not check.uint(found["nbytes"]) or not all(map(check.seconds, seconds.values())):
         raise ValueError(f"a result of rank {record['rank']}, expected {rank}")
+    table = found["dcp"]
+    if table is not None and type(table) is not bytes:
+        raise ValueError("the table of a result's items")
     return RankResult(
-        record=RankRecord(**record), nbytes=found["nbytes"], seconds=seconds, direct=bool(found["direct"])
+        record=RankRecord(**record),
+        nbytes=found["nbytes"],
+        seconds=seconds,
+        direct=bool(found["direct"]),
+        dcp=None if table is None else (b"", table),
     )

@@ -21,8 +21,9 @@ from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
-from asyncckpt.storage.record import build_manifest
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
+from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
@@ -120,6 +121,7 @@ class Writer:
             fsync=request.fsync,
             overwrite=request.overwrite,
             umask=request.umask,
+            layout=request.layout,
             threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
         )
 
@@ -138,18 +140,28 @@ class Writer:
         begun = time.perf_counter()
 
         def run() -> None:
+            save_id = SaveId.parse(request.save_id)
+            dcp_metadata = dcp_metadata_of(save_id, results, [r.structure for r in job.requests])
             if job.remote:
                 await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
             manifest = build_manifest(
-                SaveId.parse(request.save_id),
+                save_id,
                 results,
                 step=request.step,
                 world_size=request.world_size,
                 fsync=all(r.fsync for r in job.requests),
                 metadata=request.metadata,
                 package=__version__,
+                dcp_metadata=dcp_metadata,
             )
-            publish(request.path, manifest, files=self._files, umask=request.umask, overwrite=request.overwrite)
+            publish(
+                request.path,
+                manifest,
+                files=self._files,
+                umask=request.umask,
+                overwrite=request.overwrite,
+                dcp_metadata=dcp_metadata,
+            )
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun

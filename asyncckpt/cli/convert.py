@@ -50,10 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _size(text: str) -> int:
     number = text.lower().removesuffix("b")
     unit = number[-1:] if number[-1:] in _UNITS else ""
-    wanted = float(number.removesuffix(unit)) * _UNITS[unit]
-    nbytes = int(wanted) if wanted < float("inf") else 0
+    try:
+        nbytes = int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        nbytes = 0
     if nbytes < 1:
-        raise ValueError("at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, such as 5GB")
     return nbytes
 
 

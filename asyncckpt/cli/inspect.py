@@ -44,6 +44,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
     return {
         "path": contents.path,
         "kind": contents.source.kind if contents.source is not None else OURS,
+        "layout": manifest.layout if contents.source is None else None,
         "step": manifest.step,
         "save_id": str(manifest.save_id),
         "created": manifest.created,
@@ -125,7 +126,7 @@ def _shown(raw: Any) -> str:
 def _print(described: dict[str, Any]) -> None:
     names = ["path", "kind", "created", "writer"]
     if described["kind"] == OURS:
-        names += ["step", "save_id", "fsync", "world_size"]
+        names += ["layout", "step", "save_id", "fsync", "world_size"]
     for name in names:
         print(f"{name}: {described[name]}")
     print(f"size: {human(described['nbytes'])}")

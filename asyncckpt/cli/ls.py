@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(rows)
     elif not rows:
-        print(f"no checkpoints in {args.root}")
+        print(f"no checkpoints in {args.root}" + ("" if args.recursive else "; -r looks further down"))
     else:
         print_table(
             ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),

@@ -12,7 +12,7 @@ from asyncckpt.config import RankInfo
 from asyncckpt.conversion.holding import Holding, listed, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress, slabs
-from asyncckpt.conversion.pieces import Payload, Target
+from asyncckpt.conversion.pieces import Target
 from asyncckpt.conversion.proof import prove
 from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
 from asyncckpt.conversion.sharing import sharing
@@ -22,6 +22,7 @@ from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, to
 from asyncckpt.conversion.writing import Written, write_file
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
+from asyncckpt.format.archive import Payload
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import PICKLED_TAGS

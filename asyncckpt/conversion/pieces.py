@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """All elements of the outline's tensor number `tensor`, row-major."""
-
-    tensor: int
-    nbytes: int
+from asyncckpt.format.archive import Payload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

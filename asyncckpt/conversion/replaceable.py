@@ -13,7 +13,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.foreign.kinds import OURS, kind_at
-from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, owner_of
+from asyncckpt.format.names import DCP_METADATA_NAME, LOCK_NAME, MANIFEST_NAME, owner_of
 from asyncckpt.storage.files import Files
 
 _HUB_NAMES = frozenset({".gitattributes", "license", "notice", "readme", "use_policy"})
@@ -73,10 +73,10 @@ def _check_directory(path: str, kind: str, files: Files) -> None:
 
 
 def _belongs(name: str, kind: str) -> bool:
-    if kind == OURS:
-        return owner_of(name) is not None or name in (MANIFEST_NAME, LOCK_NAME)
-    if kind == "dcp":
-        return name.endswith((".distcp", ".metadata", ".metadata.tmp"))
+    if owner_of(name) is not None or name in (MANIFEST_NAME, LOCK_NAME, DCP_METADATA_NAME):  # in either layout
+        return True
+    if kind in (OURS, "dcp"):
+        return kind == "dcp" and name.endswith((".distcp", ".metadata", ".metadata.tmp"))
     lower = name.lower()
     return lower in _HUB_NAMES or lower.endswith((*_HUB_ENDINGS, *_HUB_WEIGHTS))
 

@@ -8,7 +8,8 @@ import os
 from asyncckpt import __version__
 from asyncckpt.conversion.holding import Holding, is_text
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.conversion.pieces import OutputFile, Payload, Target
+from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import (
@@ -27,7 +28,7 @@ from asyncckpt.format.structure import MAX_INT, Structure, TensorEntry, encode_s
 from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.storage.record import build_manifest
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from asyncckpt.conversion.holding import Holding, is_text, listed
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.conversion.pieces import OutputFile, Payload, Target
+from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.safetensors_files import INDEX_NAME
+from asyncckpt.format.archive import Payload
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up
 from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.planning.keys import mappings

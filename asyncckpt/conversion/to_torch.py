@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncckpt.conversion.archive import Archive, torch_archive
 from asyncckpt.conversion.holding import Holding, listed
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.conversion.pickle_image import Call, NotPickledError, PickleImage
-from asyncckpt.conversion.pieces import OutputFile, Payload, Target
-from asyncckpt.foreign.dcp_directory import METADATA_NAME
-from asyncckpt.foreign.pickle_values import Record
-from asyncckpt.format.objects import Opaque
+from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.format.archive import Archive, Payload, torch_archive
+from asyncckpt.format.dcp_items import items_of
+from asyncckpt.format.dcp_metadata import bytes_entry, index_record, metadata_pickle, storage_record, tensor_entry
+from asyncckpt.format.names import DCP_METADATA_NAME
+from asyncckpt.format.pickle_image import NotPickledError, PickleImage
+from asyncckpt.format.records import Record
 from asyncckpt.format.tree import Node, Path, fqn_of
 
 Hoisted = Callable[[int], bytes]
-_METADATA = "torch.distributed.checkpoint.metadata"
-_VERSION = "1.0.0"
-"""Of DCP's metadata: torch 2.13, `distributed/checkpoint/_version.py` and the planner that writes it."""
 
 
 def check_torch(outline: Outline) -> Holding:
@@ -90,31 +88,9 @@ def dcp_target(outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None)
     Tied tensors share their item. Names are those that stock `dcp.load` looks for.
     """
     items = _Items(outline, hoisted, max_shard_nbytes)
-    for path, node in _flattened(outline.tree):
-        items.add(path, node)
+    for item in items_of(outline.tree):
+        items.add(item.path, item.node)
     return Target(files=[*items.files(), items.metadata()], is_directory=True)
-
-
-def _flattened(tree: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield what DCP has as items; source: torch 2.13 `distributed/checkpoint/_traverse.py`, `traverse_state_dict`."""
-
-    def visit(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
-        if node[0] in ("d", "o"):
-            for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-                yield from visit(child, (*path, str(key)))
-        elif node[0] == "l" and not _is_terminal(node):
-            for n, child in enumerate(node[1]):
-                yield from visit(child, (*path, n))
-        else:
-            yield path, node
-
-    yield from visit(tree, ())
-
-
-def _is_terminal(node: Node) -> bool:
-    return not any(
-        child[0] in ("d", "o", "T", "N") or (child[0] == "l" and not _is_terminal(child)) for child in node[1]
-    )
 
 
 class _Items:
@@ -125,37 +101,23 @@ class _Items:
         self._files: list[tuple[list[bytes | Payload], list[tuple[int, int]]]] = []
         self._length = 0
         self._places: dict[int, tuple[str, int, int]] = {}
-        self._entries: dict[str, Any] = {}
+        self._entries: dict[str, Record] = {}
         self._paths: dict[str, Path] = {}
-        self._storage: dict[Any, Any] = {}
+        self._storage: dict[Any, Record] = {}
 
     def add(self, path: Path, node: Node) -> None:
         fqn = fqn_of(path)
         self._paths[fqn] = path
         if node[0] not in ("T", "N"):
-            self._entries[fqn] = Record(f"{_METADATA}.BytesStorageMetadata")
-            self._stored(fqn, None, self._place(node))
+            self._entries[fqn] = bytes_entry()
+            self._storage[index_record(fqn)] = storage_record(*self._place(node))
             return
         tensor, number = self._outline.tensors[node[1]], node[1]
-        shape = Opaque("torch.Size", list(tensor.global_shape))
-        start = Opaque("torch.Size", [0] * len(tensor.global_shape))
-        chunk = Record(f"{_METADATA}.ChunkStorageMetadata", {"offsets": start, "sizes": shape})
-        properties = (
-            Opaque("torch.dtype", tensor.dtype),
-            Call("torch.serialization._get_layout", ("torch.strided",)),
-            False,
-            Call(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,)),
-            False,
-        )
-        state = {
-            "properties": Record(f"{_METADATA}.TensorProperties", properties),
-            "size": shape,
-            "chunks": [chunk],
-        }
-        self._entries[fqn] = Record(f"{_METADATA}.TensorStorageMetadata", state)
+        shape, start = tensor.global_shape, (0,) * len(tensor.global_shape)
+        self._entries[fqn] = tensor_entry(tensor.dtype, shape, [(start, shape)])
         if number not in self._places:
             self._places[number] = self._place(node)
-        self._stored(fqn, start, self._places[number])
+        self._storage[index_record(fqn, start)] = storage_record(*self._places[number])
 
     def _place(self, node: Node) -> tuple[str, int, int]:
         """Append an item; return (file, offset, length)."""
@@ -173,13 +135,6 @@ class _Items:
     def _size(self, node: Node) -> int:
         return self._outline.nbytes_of(node[1]) if node[0] in ("T", "N") else 0
 
-    def _stored(self, fqn: str, offset: Opaque | None, place: tuple[str, int, int]) -> None:
-        index = Record(
-            f"{_METADATA}.MetadataIndex", {"fqn": fqn, "offset": offset, "index": None if offset is None else 0}
-        )
-        info = {"relative_path": place[0], "offset": place[1], "length": place[2]}
-        self._storage[index] = Record("torch.distributed.checkpoint.filesystem._StorageInfo", info)
-
     def files(self) -> list[OutputFile]:
         return [
             OutputFile(name=_name(n), pieces=tuple(pieces), crc_at=tuple(crc_at))
@@ -187,15 +142,8 @@ class _Items:
         ]
 
     def metadata(self) -> OutputFile:
-        state = {
-            "state_dict_metadata": self._entries,
-            "planner_data": self._paths,
-            "storage_data": self._storage,
-            "storage_meta": None,
-            "version": _VERSION,
-        }
-        image = PickleImage(_shape_of(self._outline), (), self._hoisted)
-        return OutputFile(name=METADATA_NAME, pieces=(image.of_value(Record(f"{_METADATA}.Metadata", state)),))
+        data = metadata_pickle(self._entries, self._paths, self._storage)
+        return OutputFile(name=DCP_METADATA_NAME, pieces=(data,))
 
 
 def _name(number: int) -> str:

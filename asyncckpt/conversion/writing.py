@@ -13,7 +13,8 @@ from typing import Any
 import xxhash
 
 from asyncckpt.conversion.payloads import Slab
-from asyncckpt.conversion.pieces import OutputFile, Payload
+from asyncckpt.conversion.pieces import OutputFile
+from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
 from asyncckpt.storage.files import Files, apply_mode, fsync_file, opened, write_all
 

@@ -27,7 +27,7 @@ from asyncckpt.storage import commit
 from asyncckpt.storage.contents import read_named_file
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_files import RankJob, RankResult
+from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest
 from asyncckpt.sync_ranks import hole_error
 

@@ -21,7 +21,8 @@ from asyncckpt.format.names import MAX_PARTS, shard_name
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import RankJob, RankWriter
+from asyncckpt.storage.rank_files import RankWriter
+from asyncckpt.storage.rank_job import RankJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

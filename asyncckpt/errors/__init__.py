@@ -224,7 +224,10 @@ class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fiel
 class LeafTypeMismatchError(
     AsyncCkptError, TypeError, code="leaf_type_mismatch", fields=("path", "fqn", "saved", "wanted")
 ):
-    """A leaf is a tensor on one side and an object or container on the other; nothing was changed."""
+    """A leaf is a tensor on one side and an object or container on the other, or a tensor of another kind of numbers.
+
+    Nothing was changed.
+    """
 
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):

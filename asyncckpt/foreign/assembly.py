@@ -224,7 +224,11 @@ class Assembly:
         if name is None:
             return self.corrupt(str(error), file=file)
         where = os.path.join(self.source.directory, file) if file else self.path
-        return UnsupportedFormatError(f"{where}: {error}; nothing of it was run", path=self.path, found=name)
+        return UnsupportedFormatError(
+            f"{where}: {error}; nothing of it was run. Write plain values instead, such as a state_dict()",
+            path=self.path,
+            found=name,
+        )
 
 
 def _step(tree: Node, objects: list[Any]) -> int:

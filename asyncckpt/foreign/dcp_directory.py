@@ -15,18 +15,19 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.nesting import nested
-from asyncckpt.foreign.pickle_values import Record, UnpicklingError, shown
+from asyncckpt.foreign.pickle_values import UnpicklingError, shown
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
 from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
+from asyncckpt.format.names import DCP_METADATA_NAME
+from asyncckpt.format.records import Record
 from asyncckpt.format.structure import Chunk
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.source import Inline, Located, Strided
 
-METADATA_NAME = ".metadata"
 Item = tuple[int, int, int]
 """(part, offset, length) of what one `torch.save` wrote."""
 
@@ -55,8 +56,8 @@ class _Directory:
         """Return the whole."""
         assembly = self._assembly
         try:
-            assembly.stamp(METADATA_NAME)
-            data = read_small_file(self._files, os.path.join(self._path, METADATA_NAME), MAX_NBYTES)
+            assembly.stamp(DCP_METADATA_NAME)
+            data = read_small_file(self._files, os.path.join(self._path, DCP_METADATA_NAME), MAX_NBYTES)
             metadata, _ = unpickle_data(data, KNOWN)
             if not isinstance(metadata, Record) or metadata.kind != "Metadata":
                 raise ValueError("it holds no Metadata")
@@ -71,7 +72,7 @@ class _Directory:
         except ValueError as error:
             if isinstance(error, AsyncCkptError):
                 raise
-            raise assembly.refused(error, METADATA_NAME) from error
+            raise assembly.refused(error, DCP_METADATA_NAME) from error
         return assembly.contents(tree, "torch.distributed.checkpoint")
 
     def _read_storage(self, storage: dict[Any, Any]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.assembly import Assembly
-from asyncckpt.foreign.pickle_values import Record, UnpicklingError
+from asyncckpt.foreign.pickle_values import UnpicklingError
 from asyncckpt.foreign.torch_globals import TensorRef, dtype_text, size_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
+from asyncckpt.format.records import Record
 from asyncckpt.format.structure import MAX_TENSORS, Chunk
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
 from asyncckpt.storage.source import Inline, Strided

@@ -7,11 +7,11 @@ import os
 import stat
 
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
-from asyncckpt.foreign.dcp_directory import METADATA_NAME, read_dcp_directory
+from asyncckpt.foreign.dcp_directory import read_dcp_directory
 from asyncckpt.foreign.safetensors_files import index_names, read_hf_directory, read_safetensors_file
 from asyncckpt.foreign.safetensors_header import is_safetensors
 from asyncckpt.foreign.torch_file import LEGACY_MAGIC, ZIP_MAGIC, read_torch_file
-from asyncckpt.format.names import MANIFEST_NAME, owner_of
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, owner_of
 from asyncckpt.storage.contents import Contents, read_contents
 from asyncckpt.storage.files import Files, opened
 
@@ -56,10 +56,11 @@ def _directory_kind(path: str, files: Files) -> str:
         names = files.listdir(path)
     except PermissionError:  # one that may be searched and not listed; whoever reads the manifest says the rest
         return OURS
-    if any(owner_of(name) for name in names):
-        return OURS
-    if METADATA_NAME in names:
+    owned = [name for name in names if owner_of(name)]
+    if DCP_METADATA_NAME in names and all(name.endswith(".distcp") for name in owned):  # all that DCP knows of ours
         return "dcp"
+    if owned:
+        return OURS
     if index_names(names) or any(name.endswith(".safetensors") for name in names):
         return "hf"
     return OURS

@@ -29,22 +29,6 @@ class Maker:
         return self.name
 
 
-class Record:
-    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
-
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str, state: Any = None) -> None:
-        self.kind, self.state = kind, state
-
-    def get(self, field: str, default: Any = None) -> Any:
-        """Return one attribute of an object whose state is its `__dict__`."""
-        return self.state.get(field, default) if isinstance(self.state, dict) else default
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({self.state!r})"
-
-
 def shown(value: Any) -> str:
     """Return a value for a message. Of a container its type alone: a pickle may put one into itself over and over."""
     if type(value) is str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.pickle_values import Maker, Record, UnpicklingError, hashable, shown
+from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, hashable, shown
 from asyncckpt.format.objects import Opaque
+from asyncckpt.format.records import Record
 
 _STORAGES = {
     **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.foreign.pickle_values import Maker, Record, UnpicklingError, hashable, shown
+from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, hashable, shown
+from asyncckpt.format.records import Record
 
 MAX_NBYTES = 1 << 30
 """Of one pickle. The metadata of 100,000 chunks take some 20 MB. Chosen, not measured."""

@@ -13,9 +13,19 @@ import msgpack
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, is_file_checksum
-from asyncckpt.format.names import MAX_PARTS, MAX_RANKS, SaveId, objects_name, shard_name
+from asyncckpt.format.names import (
+    DCP,
+    MAX_PARTS,
+    MAX_RANKS,
+    SAFETENSORS,
+    SaveId,
+    items_name,
+    layout_of,
+    objects_name,
+    shard_name,
+)
 from asyncckpt.format.structure import MAX_INT, MAX_STRUCTURE_NBYTES
-from asyncckpt.format.versions import check_version, list_of
+from asyncckpt.format.versions import MUST, check_version, list_of
 
 INDEX_VERSION = 1
 MAX_INDEX_NBYTES = 2 * MAX_STRUCTURE_NBYTES
@@ -34,7 +44,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectsRecord:
-    """The objects file: name, exact length, `file_checksum` of its bytes."""
+    """The objects file, or that of DCP's items: name, exact length, `file_checksum` of its bytes."""
 
     name: str
     nbytes: int
@@ -43,7 +53,10 @@ class ObjectsRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIndex:
-    """See the module. `structure` is `encode_structure`'s bytes, verbatim; `block_nbytes` the unit of `digests`."""
+    """See the module. `structure` is `encode_structure`'s bytes, verbatim; `block_nbytes` the unit of `digests`.
+
+    `layout`: one of `names.LAYOUTS`; `items`: in layout "dcp" the leaves that are no tensors, once more.
+    """
 
     save_id: SaveId
     rank: int
@@ -52,11 +65,13 @@ class RankIndex:
     shards: tuple[ShardRecord, ...]
     objects: ObjectsRecord
     structure: bytes
+    layout: str = SAFETENSORS
+    items: ObjectsRecord | None = None
 
 
 def encode_index(index: RankIndex) -> bytes:
     """Return the msgpack of `index` (format/SPEC.md section 3)."""
-    document = {
+    document: dict[str, Any] = {
         "asyncckpt_index": INDEX_VERSION,
         "save_id": str(index.save_id),
         "rank": index.rank,
@@ -66,6 +81,12 @@ def encode_index(index: RankIndex) -> bytes:
         "objects": [index.objects.name, index.objects.nbytes, index.objects.checksum],
         "structure": index.structure,
     }
+    if index.items is not None:
+        document |= {
+            "layout": index.layout,
+            "items": [index.items.name, index.items.nbytes, index.items.checksum],
+            MUST: ["layout"],
+        }
     return bytes(msgpack.packb(document))
 
 
@@ -82,7 +103,7 @@ def decode_index(data: bytes) -> RankIndex:
         raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
-        check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index")
+        check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index", known=("layout",))
         return _checked_index(raw)
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
@@ -100,27 +121,36 @@ def _checked_index(raw: dict[str, Any]) -> RankIndex:
         raise ValueError(f"block_nbytes {block_nbytes!r}")
     if len(list_of(raw["shards"])) > MAX_PARTS:
         raise ValueError("too many shards")
+    layout = layout_of(raw)
     shards = []
     for part, (name, nbytes, digests) in enumerate(map(list_of, raw["shards"])):
-        if name != shard_name(save_id, rank, part):
+        if name != shard_name(save_id, rank, part, layout):
             raise ValueError(f"shard {part} is named {name!r}")
         _check_length(nbytes)
         if not isinstance(digests, bytes) or len(digests) != -(-nbytes // block_nbytes) * DIGEST_NBYTES:
             raise ValueError(f"shard {name} has {len(digests)} bytes of checksums for {nbytes} bytes")
         shards.append(ShardRecord(name=name, nbytes=nbytes, digests=digests))
-    name, nbytes, checksum = list_of(raw["objects"])
-    _check_length(nbytes)
-    if name != objects_name(save_id, rank) or not is_file_checksum(checksum) or not isinstance(raw["structure"], bytes):
-        raise ValueError("malformed objects record or structure")
+    if not isinstance(raw["structure"], bytes):
+        raise ValueError("malformed structure")
     return RankIndex(
         save_id=save_id,
         rank=rank,
         world_size=world_size,
         block_nbytes=block_nbytes,
         shards=tuple(shards),
-        objects=ObjectsRecord(name=name, nbytes=nbytes, checksum=checksum),
+        objects=_checked_record(raw["objects"], objects_name(save_id, rank)),
         structure=raw["structure"],
+        layout=layout,
+        items=_checked_record(raw["items"], items_name(save_id, rank)) if layout == DCP else None,
     )
+
+
+def _checked_record(raw: Any, expected: str) -> ObjectsRecord:
+    name, nbytes, checksum = list_of(raw)
+    _check_length(nbytes)
+    if name != expected or not is_file_checksum(checksum):
+        raise ValueError(f"malformed record of {expected}")
+    return ObjectsRecord(name=name, nbytes=nbytes, checksum=checksum)
 
 
 def _check_length(nbytes: Any) -> None:

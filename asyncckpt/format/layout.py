@@ -49,10 +49,11 @@ class BoxSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartLayout:
-    """One shard file: its header with a blank save id, and its exact length."""
+    """One shard file: its header with a blank save id, its exact length, and what else is fixed, as (offset, bytes)."""
 
     header: bytes
     nbytes: int
+    inserts: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def padded_nbytes(self) -> int:

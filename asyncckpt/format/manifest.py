@@ -13,8 +13,8 @@ from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum, is_file_checksum
-from asyncckpt.format.names import MAX_RANKS, SaveId, index_name
-from asyncckpt.format.versions import check_version, list_of
+from asyncckpt.format.names import DCP, DCP_METADATA_NAME, MAX_RANKS, SAFETENSORS, SaveId, index_name, layout_of
+from asyncckpt.format.versions import MUST, check_version, list_of
 
 MANIFEST_VERSION = 1
 PLANNER_KEY = "torch.distributed.checkpoint"
@@ -44,6 +44,14 @@ class RankRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DcpRecord:
+    """The `.metadata` beside a manifest: exact length, `file_checksum` of its bytes."""
+
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """See the module.
 
@@ -54,6 +62,7 @@ class Manifest:
         metadata: The user's JSON.
         timings: Seconds per phase of the save, for reports; no reader depends on it.
         writer: Package and version.
+        dcp: In layout "dcp" what belongs beside it; None: layout "safetensors".
     """
 
     save_id: SaveId
@@ -65,6 +74,12 @@ class Manifest:
     ranks: tuple[RankRecord, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    dcp: DcpRecord | None = None
+
+    @property
+    def layout(self) -> str:
+        """What the shard files look like, one of `names.LAYOUTS`."""
+        return SAFETENSORS if self.dcp is None else DCP
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +93,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         ValueError: The metadata are no JSON, or too large.
     """
-    document = {
+    document: dict[str, Any] = {
         "asyncckpt_manifest": MANIFEST_VERSION,
         "state": STATE_COMMITTED,
         "save_id": str(manifest.save_id),
@@ -101,8 +116,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
             }
             for r in manifest.ranks
         ],
-        "checksum": _ZERO_CHECKSUM,
     }
+    if manifest.dcp is not None:
+        record = {"nbytes": manifest.dcp.nbytes, "checksum": manifest.dcp.checksum}
+        document |= {MUST: ["layout"], "layout": DCP, DCP_METADATA_NAME: record}
+    document["checksum"] = _ZERO_CHECKSUM
     blank = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     head, tail = blank[:-_TRAILER_NBYTES], blank[-_TRAILER_NBYTES:]
     if len(blank) > MAX_MANIFEST_NBYTES:  # no reader would take it
@@ -130,7 +148,7 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
         if file_checksum(blank) != trailer[1].decode():
             raise ValueError("its checksum does not match")
         raw = json.loads(data)
-        check_version(raw, "asyncckpt_manifest", MANIFEST_VERSION, what="manifest")
+        check_version(raw, "asyncckpt_manifest", MANIFEST_VERSION, what="manifest", known=("layout",))
         if raw["state"] != STATE_COMMITTED:
             raise ValueError(f"state {raw['state']!r}")
         return _checked_manifest(raw)
@@ -175,7 +193,15 @@ def _checked_manifest(raw: dict[str, Any]) -> Manifest:
         ranks=ranks,
         metadata=raw["metadata"],
         timings={str(k): float(v) for k, v in raw["timings"].items()},
+        dcp=_checked_dcp(raw[DCP_METADATA_NAME]) if layout_of(raw) == DCP else None,
     )
+
+
+def _checked_dcp(raw: dict[str, Any]) -> DcpRecord:
+    record = DcpRecord(nbytes=raw["nbytes"], checksum=raw["checksum"])
+    if type(record.nbytes) is not int or not 0 <= record.nbytes <= _MAX_INT or not is_file_checksum(record.checksum):
+        raise ValueError(f"malformed record of {DCP_METADATA_NAME}")
+    return record
 
 
 def _is_step(value: Any) -> bool:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "manifest.overwrite.lock"
 """Held by who replaces a manifest; empty, and removed by its holder."""
+
+DCP_METADATA_NAME = ".metadata"
+"""Where `torch.distributed.checkpoint` looks for what is in a directory."""
+
+SAFETENSORS, DCP = "safetensors", "dcp"
+LAYOUTS = (SAFETENSORS, DCP)
+"""What the shard files look like."""
 
 MAX_RANKS = 100_000
 MAX_PARTS = 1_000
 MAX_EPOCH = 999_999
 MAX_SEQUENCE = 99_999_999
 
+_SUFFIXES = {SAFETENSORS: "safetensors", DCP: "distcp"}
 _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
 _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
 _RESERVED = re.compile(r"@rank[0-9]+\Z")
 _OWN_FILES = (
-    re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.safetensors\Z"),
-    re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json)\Z"),
-    re.compile(r"manifest\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
+    re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
+    re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)\Z"),
+    re.compile(r"(?:manifest|dcp-metadata)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
 )
 
 
@@ -52,9 +61,14 @@ class SaveId(NamedTuple):
         return cls(int(found[1]), int(found[2]), found[3])
 
 
-def shard_name(save_id: SaveId, rank: int, part: int) -> str:
+def shard_name(save_id: SaveId, rank: int, part: int, layout: str = SAFETENSORS) -> str:
     """Return the name of part `part` of `rank`'s tensors."""
-    return f"rank-{rank:05d}-part-{part:03d}.{save_id}.safetensors"
+    return f"rank-{rank:05d}-part-{part:03d}.{save_id}.{_SUFFIXES[layout]}"
+
+
+def items_name(save_id: SaveId, rank: int) -> str:
+    """Return the name of the file of `rank`'s non-tensor leaves as DCP's items, in layout "dcp"."""
+    return f"rank-{rank:05d}.{save_id}.items.distcp"
 
 
 def index_name(save_id: SaveId, rank: int) -> str:
@@ -81,6 +95,23 @@ def split_per_rank_name(stored: str) -> tuple[str, int] | None:
 def is_reserved(fqn: str) -> bool:
     """Whether no tensor of a user's may be called so: it looks like a name of `per_rank_name`."""
     return _RESERVED.search(fqn) is not None
+
+
+def layout_of(document: Mapping[str, Any]) -> str:
+    """Return the layout that a manifest or an index names.
+
+    Raises:
+        ValueError: An unknown one.
+    """
+    layout = document.get("layout", SAFETENSORS)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r}")
+    return str(layout)
+
+
+def temporary_dcp_metadata_name(save_id: SaveId) -> str:
+    """Return the name under which DCP's metadata are written before they are renamed."""
+    return f"dcp-metadata.{save_id}.tmp"
 
 
 def temporary_manifest_name(save_id: SaveId) -> str:

@@ -7,6 +7,7 @@ verbatim with every save.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,15 @@ def _check_ranges(tensors: tuple[TensorEntry, ...], parts: tuple[int, ...]) -> N
         if part == last_part and start < last_end:
             raise ValueError(f"bytes {start}+{nbytes} of {fqn} overlap those of another tensor")
         last_part, last_end = part, start + nbytes
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor."""
+    strides, stride = [], 1
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
 
 
 def _uint(raw: Any) -> int:

@@ -5,7 +5,7 @@ A reader ignores fields that it does not know, except those that the document na
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from asyncckpt.errors import UnsupportedFormatError
@@ -13,7 +13,9 @@ from asyncckpt.errors import UnsupportedFormatError
 MUST = "must"
 
 
-def check_version(document: Mapping[str, Any], key: str, supported: int, *, what: str) -> None:
+def check_version(
+    document: Mapping[str, Any], key: str, supported: int, *, what: str, known: Collection[str] = ()
+) -> None:
     """Prove that this package can read `document`.
 
     Args:
@@ -21,6 +23,7 @@ def check_version(document: Mapping[str, Any], key: str, supported: int, *, what
         key: The field that holds the version.
         supported: The newest version that this package reads; older ones it reads too.
         what: For messages: "index", "manifest", ...
+        known: Fields that a document may demand.
 
     Raises:
         UnsupportedFormatError: A newer version, or a required field that this version does not know.
@@ -38,9 +41,10 @@ def check_version(document: Mapping[str, Any], key: str, supported: int, *, what
     must = list_of(document.get(MUST, ()))
     if not all(type(n) is str for n in must):
         raise ValueError(f"{what}: `{MUST}` is no list of names")
-    if must:  # this version has no field that an older one may lack
+    unknown = sorted(set(must) - set(known))
+    if unknown:
         raise UnsupportedFormatError(
-            f"{what} needs {sorted(must)[:10]}, which this package does not know; upgrade asyncckpt",
+            f"{what} needs {unknown[:10]}, which this package does not know; upgrade asyncckpt",
             found=found,
             supported=supported,
         )

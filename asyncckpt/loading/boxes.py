@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from asyncckpt.errors import ConfigError
 from asyncckpt.format.layout import PAGE_NBYTES
-from asyncckpt.format.structure import Chunk
+from asyncckpt.format.structure import Chunk, row_major
 from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES
 
 MAX_RANGES = 65_536
@@ -101,15 +101,6 @@ def _position(item: Any, n: int, dim: int, slices: Any, fqn: str) -> int:
 
 def _refused(slices: Any, fqn: str, why: str) -> ConfigError:
     return ConfigError(f"slices={slices!r} of tensor {fqn!r}: {why}", field="slices", value=repr(slices)[:200])
-
-
-def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor."""
-    strides, stride = [], 1
-    for size in reversed(sizes):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
 
 
 def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_below: int = 0) -> Iterator[Piece]:

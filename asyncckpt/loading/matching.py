@@ -93,7 +93,8 @@ def match(
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
         OverlappingShardsError: The shards of a target tensor share elements.
         ShapeMismatchError: A tensor was saved with another global shape.
-        LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
+        LeafTypeMismatchError: A tensor meets an object, or a leaf a container; or the target's dtype is of a kind that
+            cannot hold such values: integers for floating point numbers, say.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         ConfigError: A target tensor whose elements share memory, so that it cannot be filled; `selection`
             names a part of an object that takes its state as a whole.
@@ -143,10 +144,13 @@ def match(
                 continue
             check_fillable(target, fqn)
             if first != fqn:
-                if any(shard.tensor.numel() for shard in target.shards):
+                if 0 not in target.global_shape:  # also where none of its elements are: alike on all ranks
                     refuse(_alias_mismatch(first, fqn, path))
                 continue
             if target.converts(tensor):
+                if not target.holds_values_of(tensor):
+                    refuse(_kind_mismatch(fqn, tensor, target, path))
+                    continue
                 matches.converted.append(fqn)
             matches.tensors.append((tensor, target))
     matches.missing += selection.unused()
@@ -200,6 +204,18 @@ def _shape_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: st
         fqn=fqn,
         saved=list(saved.global_shape),
         wanted=list(target.global_shape),
+    )
+
+
+def _kind_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str) -> LeafTypeMismatchError:
+    wanted = str(target.dtype).removeprefix("torch.")
+    return LeafTypeMismatchError(
+        f"{path}: tensor {fqn!r} was saved as {saved.dtype}, the target is {wanted}, which cannot hold such values; "
+        "nothing was changed",
+        path=path,
+        fqn=fqn,
+        saved=saved.dtype,
+        wanted=wanted,
     )
 
 

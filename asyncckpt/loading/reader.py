@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import Node, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
@@ -123,11 +123,16 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:
-    if redundant_reads not in ("none", "broadcast"):
-        raise ConfigError(
-            f"redundant_reads={redundant_reads!r}: 'none' or 'broadcast' is wanted", field="redundant_reads"
-        )
-    return SharedReads(reader) if redundant_reads == "broadcast" else contextlib.nullcontext()
+    if redundant_reads == "none":
+        return contextlib.nullcontext()
+    if redundant_reads == "broadcast":
+        return SharedReads(reader)
+    wrong = ConfigError(
+        f"redundant_reads={redundant_reads!r}: 'none' or 'broadcast' is wanted", field="redundant_reads"
+    )
+    with contextlib.suppress(ConfigError, SharedLoadError), SharedReads(reader):  # where the others may wait
+        raise wrong
+    raise wrong
 
 
 @contextlib.contextmanager

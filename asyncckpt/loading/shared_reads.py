@@ -7,7 +7,6 @@ ends with every rank knowing how the others fared, so that one that fails ends t
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,7 +14,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError, SharedLoadError
-from asyncckpt.loading.boxes import row_major
+from asyncckpt.format.structure import row_major
 from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
@@ -32,7 +31,6 @@ READ_TIMEOUT_S = 1800.0
 MESSAGE_NBYTES = 16 << 20
 _ALIGN_NBYTES = 64
 _CALL = "load(..., redundant_reads='broadcast')"
-_count = itertools.count()
 
 
 class SharedReads:
@@ -43,6 +41,7 @@ class SharedReads:
 
     Raises:
         ConfigError: There is no process group of just these ranks.
+        SharedLoadError: The process group's store is gone.
     """
 
     def __init__(self, reader: RankInfo) -> None:
@@ -54,10 +53,13 @@ class SharedReads:
                 value="broadcast",
             )
         self._rank = reader.rank
-        self._meeting: GroupMeeting = exchange.meet(f"load-{next(_count)}", _CALL)
         self._circles: list[Circle] = []
         self._arrived = False
         self._path = ""
+        try:
+            self._meeting: GroupMeeting = exchange.meet_next("load", _CALL)
+        except RuntimeError as error:
+            raise self._failed(None, f"the process group's store is gone: {error}") from error
 
     def read(
         self, path: str, save_id: str, placements: Sequence[Placement], read: Callable[[Sequence[Placement]], None]
@@ -159,7 +161,7 @@ class SharedReads:
     def _failed(self, rank: int | None, detail: str) -> SharedLoadError:
         who = "the ranks lost each other" if rank is None else f"rank {rank} failed"
         return SharedLoadError(
-            f"{self._path}: a load that shares its reads ends on all ranks, as {who}: {detail}",
+            f"{self._path or 'load'}: a load that shares its reads ends on all ranks, as {who}: {detail}",
             path=self._path,
             rank=rank,
             detail=detail,

@@ -43,6 +43,10 @@ class TargetTensor(NamedTuple):
         """Whether the dtype of `saved` is another."""
         return self.dtype != torch_dtype(saved.dtype)
 
+    def holds_values_of(self, saved: SavedTensor) -> bool:
+        """Whether the dtype is of a kind that can hold the values of `saved`, if with fewer digits."""
+        return torch.can_cast(torch_dtype(saved.dtype), self.dtype)
+
 
 def target_tensor(value: Any, fqn: str) -> TargetTensor:
     """Return what is filled of `value`.

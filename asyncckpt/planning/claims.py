@@ -55,6 +55,23 @@ def position_in(grid: Grid, rank: int) -> int | None:
     return known[1].get(rank)
 
 
+_holders: dict[tuple[int, int], tuple[Grid, tuple[int, ...]]] = {}
+
+
+def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
+    """Return the ranks of `grid` that hold what `rank` holds, ascending; none when it does not stand in it.
+
+    Worked out once for all tensors that lie on this very grid.
+    """
+    known = _holders.get((id(grid), rank))
+    if known is None or known[0] is not grid:
+        if len(_holders) > 256:
+            _holders.clear()
+        at = position_in(grid, rank)
+        known = _holders[id(grid), rank] = (grid, () if at is None else grid.replicas(at))
+    return known[1]
+
+
 def encode_claims(claims: Sequence[ShardClaim]) -> bytes:
     """Return claims as msgpack: [grids, claims].
 

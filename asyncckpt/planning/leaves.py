@@ -7,6 +7,8 @@ from typing import Any
 
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format import objects
+from asyncckpt.format.names import DCP, SAFETENSORS
+from asyncckpt.planning.dcp_leaves import check_dcp_objects
 from asyncckpt.planning.flattened import Flattened, object_fqn
 from asyncckpt.planning.numpy_values import decode_scalar, encode_scalar, is_array
 from asyncckpt.planning.pickles import encode_pickle
@@ -16,8 +18,12 @@ Unpickle = Callable[[str, bytes], Any]
 """Makes a value of (name of its type, bytes), or refuses."""
 
 
-def encode_leaves(flat: Flattened) -> list[Any]:
+def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
     """Return the JSON forms of all object leaves, in order.
+
+    Args:
+        flat: The state dict.
+        layout: What it is written as, one of `format.names.LAYOUTS`.
 
     Raises:
         UnsupportedLeafError: A leaf of a type that cannot be stored; `leaf` is the path to it.
@@ -32,6 +38,8 @@ def encode_leaves(flat: Flattened) -> list[Any]:
             out.append(objects.encode_value(value, extend))
         except objects.UnknownTypeError as error:
             raise _refusal(flat, number, error.value, error) from error.__cause__
+    if layout == DCP:
+        check_dcp_objects(flat.tree, out)
     return out
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
+from asyncckpt.format.dcp_layout import build_dcp_layout, room_for_dcp
 from asyncckpt.format.layout import BoxSpec, build_layout
-from asyncckpt.format.names import is_reserved, per_rank_name
+from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
 from asyncckpt.format.packing import room_for
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.agreement import Agreement, DutyKind
 from asyncckpt.planning.assignment import box_of_rows
 from asyncckpt.planning.contributions import Contribution, TensorKey
+from asyncckpt.planning.dcp_leaves import check_dcp_items
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.keys import check_keys
 from asyncckpt.planning.match import match
@@ -63,6 +65,7 @@ def make_plan(
     agreement: Agreement | None = None,
     max_shard_nbytes: int | None = None,
     known: SavePlan | None = None,
+    layout: str = SAFETENSORS,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -74,15 +77,18 @@ def make_plan(
         agreement: With the other ranks; None: there are none.
         max_shard_nbytes: No shard file is larger; None: as large as it gets.
         known: A plan of that structure under an earlier agreement; its very layout is kept where it is still the same.
+        layout: What the shard files look like, one of `format.names.LAYOUTS`.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
         DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
-        UnsupportedLeafError: A key that the index cannot hold.
+        UnsupportedLeafError: A key that the index cannot hold; or a leaf that the layout has no form for.
         RanksDisagreeError, OverlappingShardsError: What the ranks have said of a shard.
     """
     check_keys(flat.tree)
     _check_names(flat)
+    if layout == DCP:
+        check_dcp_items(flat.tree)
     own = flat.per_rank
     orders = [
         shard_order(number, key, flat.shards[number], rank, agreement)
@@ -91,15 +97,16 @@ def make_plan(
         for number, key in enumerate(_keys(flat))
     ]
     if max_shard_nbytes is not None:
-        orders = [cut_to_size(order, room_for(order.stored, len(order.key[2]), max_shard_nbytes)) for order in orders]
+        orders = [cut_to_size(order, _room_for(order, max_shard_nbytes, layout)) for order in orders]
     boxes, names = tuple(box for order in orders for box in order.boxes), tuple(order.stored for order in orders)
     news = tuple(number for number, order in enumerate(orders) if order.is_news)
     shared = _by_turn(shared for order in orders for shared in order.shared)
     specs = tuple(_spec(order, n) for order in orders for n in range(len(order.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, news=news, shared=shared)
-    layout = build_layout(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
-    chunks = iter(layout.chunks)
+    build = build_dcp_layout if layout == DCP else build_layout
+    placed = build(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
+    chunks = iter(placed.chunks)
     structure = Structure(
         tree=flat.tree,
         tensors=tuple(
@@ -112,11 +119,11 @@ def make_plan(
             for order in orders
         ),
         n_objects=len(flat.objects),
-        part_nbytes=tuple(p.nbytes for p in layout.parts),
+        part_nbytes=tuple(p.nbytes for p in placed.parts),
     )
     return SavePlan(
         signature=signature,
-        layout=layout,
+        layout=placed,
         boxes=boxes,
         specs=specs,
         names=names,
@@ -127,6 +134,10 @@ def make_plan(
         news=news,
         shared=shared,
     )
+
+
+def _room_for(order: Order, max_nbytes: int, layout: str) -> int:
+    return room_for_dcp(max_nbytes) if layout == DCP else room_for(order.stored, len(order.key[2]), max_nbytes)
 
 
 def _by_turn(shared: Iterable[SharedTensor]) -> dict[Turn, tuple[SharedTensor, ...]]:
@@ -203,9 +214,10 @@ class PlanCache:
         agreement: Agreement | None = None,
         allow_pickle: bool = False,
         max_shard_nbytes: int | None = None,
+        layout: str = SAFETENSORS,
     ) -> None:
         self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
-        self._allow_pickle, self._max_shard_nbytes = allow_pickle, max_shard_nbytes
+        self._allow_pickle, self._max_shard_nbytes, self._layout = allow_pickle, max_shard_nbytes, layout
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.made = 0
 
@@ -224,7 +236,10 @@ class PlanCache:
         Raises:
             UnsupportedLeafError: Something in it cannot be stored.
         """
-        return flatten(state_dict, allow_pickle=self._allow_pickle)
+        flat = flatten(state_dict, allow_pickle=self._allow_pickle)
+        if self._layout == DCP:  # before the other ranks are met
+            check_dcp_items(flat.tree)
+        return flat
 
     def take(self, state_dict: Any) -> tuple[SavePlan, Flattened]:
         """Take `state_dict` apart and return the plan of its structure, making it when it is new.
@@ -265,6 +280,7 @@ class PlanCache:
             agreement=self._agreement,
             max_shard_nbytes=self._max_shard_nbytes,
             known=known,
+            layout=self._layout,
         )
         self.made += known is None or made.layout is not known.layout
         return made

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.planning.assignment import replica_of, spread
-from asyncckpt.planning.claims import ShardClaim, position_in
+from asyncckpt.planning.claims import ShardClaim, holders_in, position_in
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
 from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve, without, writer_of
 from asyncckpt.planning.shard_loads import add_grid_loads
@@ -131,7 +131,7 @@ class ShardBook:
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
         if isinstance(lie, Lie) and claim.fqn in self._unproved:
-            duties = tuple(_by_one(rank, claim.fqn, lie.grid, box) for box in boxes)
+            duties = tuple(_of_one(rank, claim.fqn, holders_in(lie.grid, rank), box) for box in boxes)
             return ShardDuty(duties, self._turns.get(claim.fqn), False)
         agreed = self._duties(rank)
         return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
@@ -148,7 +148,7 @@ class ShardBook:
         if grid is None or position_in(grid, rank) is None:
             writer = self._writers.get((claim.shape, box), rank)
             return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
-        return _by_one(rank, claim.fqn, grid, box)
+        return _of_one(rank, claim.fqn, holders_in(grid, rank), box)
 
     @cached_property
     def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
@@ -285,12 +285,6 @@ def _rows(box: Box) -> Rows:
 def _duty_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxDuty:
     pieces = tuple(cut)
     return BoxDuty(tuple((first, n) for owner, first, n in pieces if owner == rank), True, len(pieces) > 1)
-
-
-def _by_one(rank: int, fqn: str, grid: Grid, box: Box) -> BoxDuty:
-    at = position_in(grid, rank)
-    assert at is not None
-    return _of_one(rank, fqn, grid.replicas(at), box)
 
 
 def _of_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxDuty:

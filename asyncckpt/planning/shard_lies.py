@@ -121,8 +121,8 @@ def _unlike(given: Sequence[Given]) -> RanksDisagreeError:
     kinds = {(c.dtype, c.shape): ranks[0] for ranks, c in reversed(given)}
     said = " but ".join(f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
     return disagreement(
-        f"shards of {given[0].claim.fqn!r} are parts of {said}. Optimizer states with integer keys mean other "
-        "parameters on other pipeline stages: save what "
+        f"shards of {given[0].claim.fqn!r} are parts of {said}; give one global shape and dtype on all ranks. "
+        "Optimizer states with integer keys mean other parameters on other pipeline stages: save what "
         "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names",
         list(kinds.values()),
     )

@@ -47,7 +47,7 @@ def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = 
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedLeafError(
-            f"the state dict is a {type(state_dict).__name__}, expected a dict",
+            f"the state dict is a {type(state_dict).__name__}, expected a dict, such as {{'model': model}}",
             leaf="",
             type_name=type(state_dict).__name__,
         )

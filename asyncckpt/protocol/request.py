@@ -23,6 +23,7 @@ MAX_CONTRIBUTION_NBYTES = 64 << 20
 """On a board, or attached to a request: names and shapes of a million tensors. Chosen, not measured."""
 
 PAGE_NBYTES = 4096
+LAYOUTS = ("safetensors", "dcp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,7 @@ class SaveRequest:
         plan: Fingerprint of the agreement that says which rank writes what; "" when there is none.
         samples: `samples.encode_samples`' bytes.
         contribution: What this rank has to say for a later agreement; opaque to the worker. b"": nothing.
+        layout: What the shard files look like, one of `LAYOUTS`.
     """
 
     save_id: str
@@ -78,6 +80,7 @@ class SaveRequest:
     plan: str
     samples: bytes
     contribution: bytes
+    layout: str = LAYOUTS[0]
 
 
 def encode_request(request: SaveRequest) -> bytes:
@@ -157,6 +160,7 @@ _CHECKS: dict[str, check.Check] = {
     "plan": check.hex16_or_none,
     "samples": are_samples,
     "contribution": lambda value: type(value) is bytes and len(value) <= MAX_CONTRIBUTION_NBYTES,
+    "layout": lambda value: value in LAYOUTS,
 }
 
 

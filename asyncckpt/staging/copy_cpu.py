@@ -90,6 +90,8 @@ class SlotImage:
         for where, part in zip(self.plan.part_ranges(), self.plan.layout.parts, strict=True):
             start = self._address + where.offset
             ctypes.memmove(start, part.header, len(part.header))
+            for offset, data in part.inserts:
+                ctypes.memmove(start + offset, data, len(data))
             # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
             ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
 

@@ -75,6 +75,7 @@ class Requests:
             plan=news.plan,
             samples=news.samples.encode(),
             contribution=news.contribution,
+            layout=self._config.layout,
         )
 
 

@@ -65,6 +65,7 @@ class SlotStager(CheckpointStager):
             rank=ranks.rank.rank,
             allow_pickle=config.allow_pickle,
             max_shard_nbytes=config.max_shard_bytes,
+            layout=config.layout,
         )
         self.overlap = Overlap(config)
         self._engine = Engine(config)
@@ -92,7 +93,7 @@ class SlotStager(CheckpointStager):
         began = time.perf_counter()
         path, step = kw["path"], kw["step"]
         plan, flat, save_id = self._planned(state_dict, kw)
-        leaves = encode_leaves(flat)
+        leaves = encode_leaves(flat, self._config.layout)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
         if not self._ranks.alone and plan.agreement is not self._ranks.agreement:  # that was another worker
@@ -217,7 +218,7 @@ class SlotStager(CheckpointStager):
                     raise refused
                 self._process.connect()
                 flat = self.plans.flatten(state_dict)
-                encode_leaves(flat)
+                encode_leaves(flat, self._config.layout)
                 return flat, contribution_of(flat)
 
             ranks.prepare(contributed)
@@ -225,7 +226,7 @@ class SlotStager(CheckpointStager):
         plan, flat = self.plans.take(state_dict)
         self._told, self._met_at = plan, max(self._met_at, 0)
         save_id = SaveId(0, 0, ranks.run_id)
-        objects = encode_objects(save_id, encode_leaves(flat))
+        objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
         kw = {"step": 0, "path": "/", "metadata": None}
         news, asks = News("", NO_SAMPLES, b""), self._process.hooks.asks
         request = encode_request(

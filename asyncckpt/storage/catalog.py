@@ -16,8 +16,9 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, MAX_EPOCH, owner_of
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, owner_of
 from asyncckpt.format.steps import newest
+from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, named, read_small_file
 
 COMMITTED = "committed"
@@ -66,7 +67,14 @@ def read_manifest(path: str, files: Files) -> Manifest:
         raise CorruptCheckpointError(
             f"{path}: manifest.json is no manifest: {error.strerror}", path=path, file=MANIFEST_NAME, detail=str(error)
         ) from error
-    return decode_manifest(data, path)
+    manifest = decode_manifest(data, path)
+    if not is_finished(path, manifest, files):
+        raise CheckpointNotCommittedError(
+            f"{path} holds a checkpoint that was begun and never committed (no {DCP_METADATA_NAME}); load an earlier "
+            "one",
+            path=path,
+        )
+    return manifest
 
 
 def _absent(path: str, files: Files) -> AsyncCkptError:
@@ -92,6 +100,8 @@ def look(path: str, files: Files) -> Found | None:
         names = files.listdir(path)
         if MANIFEST_NAME in names:
             return Found(path=path, state=COMMITTED, manifest=read_manifest(path, files))
+    except CheckpointNotCommittedError as error:
+        return Found(path=path, state=INCOMPLETE, error=error)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (CorruptCheckpointError, UnsupportedFormatError, OSError) as error:
@@ -174,6 +184,8 @@ def _largest_epoch(directory: str, files: Files) -> int:
         epochs = [owner.epoch for name in names if (owner := owner_of(name)) is not None]
         if MANIFEST_NAME in names:
             epochs.append(read_manifest(directory, files).save_id.epoch)
+    except CheckpointNotCommittedError:
+        pass
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
         return 0
     except (CorruptCheckpointError, UnsupportedFormatError):

@@ -19,6 +19,7 @@ from asyncckpt.format.index import decode_index
 from asyncckpt.format.manifest import Manifest, encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
 from asyncckpt.format.steps import lineage_key
+from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.files import (
     MODE_FILE,
     Files,
@@ -58,6 +59,8 @@ def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
             raise OSError(errno.EIO, "the index differs from what was written", index_path)
         index = decode_index(data)
         sizes = {shard.name: shard.nbytes for shard in index.shards} | {index.objects.name: index.objects.nbytes}
+        if index.items is not None:
+            sizes[index.items.name] = index.items.nbytes
         for name, nbytes in sizes.items():
             found = files.lstat(os.path.join(path, name))
             if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
@@ -65,10 +68,19 @@ def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
                 raise OSError(errno.EIO, text, os.path.join(path, name))
 
 
-def publish(path: str, manifest: Manifest, *, files: Files, umask: int, overwrite: bool = False) -> None:
+def publish(
+    path: str,
+    manifest: Manifest,
+    *,
+    files: Files,
+    umask: int,
+    overwrite: bool = False,
+    dcp_metadata: bytes | None = None,
+) -> None:
     """Commit: put `manifest` if no manifest is there. Doing it again for the same save succeeds.
 
-    With `overwrite`, it takes the place of an older one, in one step, under a lock that all who overwrite take.
+    With `overwrite`, it takes the place of an older one, in one step, under a lock that all who overwrite take. So does
+    layout "dcp", which puts two files; what died between them is replaced even without `overwrite`.
 
     Args:
         path: The checkpoint's directory. Every file that the manifest names must be durable.
@@ -76,34 +88,55 @@ def publish(path: str, manifest: Manifest, *, files: Files, umask: int, overwrit
         files: The storage seam.
         umask: Of the manifest's mode 0666.
         overwrite: Whether to replace an older manifest. The old checkpoint's files are then leftovers.
+        dcp_metadata: In layout "dcp" the content of `.metadata`, as `manifest.dcp` says.
 
     Raises:
-        CheckpointExistsError: Another save's manifest is there, with `overwrite` a newer one; it was left untouched.
+        CheckpointExistsError: Another save's manifest is there, with `overwrite` a newer one; or a `.metadata` that is
+            not ours. It was left untouched.
         CommitUnknownError: The put failed so that the manifest may or may not be there. Nothing was deleted.
         OSError: Failed before the put; nothing was published.
 
     Blocks: with `overwrite`, also for another one that publishes at `path`, at most `LOCK_TIMEOUT_S`.
     """
-    with overwrite_lock(path, files=files, umask=umask) if overwrite else contextlib.nullcontext():
-        _publish(path, manifest, files, umask, overwrite=overwrite)
+    standing = refuse_standing(path, manifest.save_id, files, overwrite=overwrite)
+    replaces = standing is not None and standing.save_id != manifest.save_id
+    is_locked = overwrite or replaces or dcp_metadata is not None
+    with overwrite_lock(path, files=files, umask=umask) if is_locked else contextlib.nullcontext():
+        _publish(path, manifest, files, umask, dcp_metadata, overwrite=overwrite, is_locked=is_locked)
 
 
-def _publish(path: str, manifest: Manifest, files: Files, umask: int, *, overwrite: bool) -> None:
+def _publish(
+    path: str,
+    manifest: Manifest,
+    files: Files,
+    umask: int,
+    dcp_metadata: bytes | None,
+    *,
+    overwrite: bool,
+    is_locked: bool,
+) -> None:
     temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
+    beside: str | None = None  # what is to become `.metadata`
     try:
         with overtaken(path, manifest.save_id, files, overwrite=overwrite):
             check_rank_files(path, manifest, files=files)
+        if dcp_metadata is not None:
+            beside = dcp_commit.write_temporary(path, manifest, dcp_metadata, files=files, umask=umask)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(temporary)  # of an earlier try of this very save
         write_new_file(files, temporary, encode_manifest(manifest), mode=MODE_FILE & ~umask, fsync=manifest.fsync)
         if manifest.fsync:
             fsync_directory(files, path)
             fsync_directory(files, os.path.dirname(path))
-        replaces = overwrite and refuse_standing(path, manifest.save_id, files, overwrite=True) is not None
+        standing = refuse_standing(path, manifest.save_id, files, overwrite=overwrite) if is_locked else None
     except BaseException:
         _unlink_quietly(files, temporary)
+        _unlink_quietly(files, beside)
         raise
-    _put(path, temporary, manifest, files, replace=replaces)
+    if beside is None:
+        _put(path, temporary, manifest, files, replace=standing is not None)
+    else:
+        _put_both(path, temporary, beside, manifest, standing, files)
     if manifest.fsync:
         # IMPORTANT: until the directory is flushed, a power cut may take the manifest away again.
         try:
@@ -111,6 +144,34 @@ def _publish(path: str, manifest: Manifest, files: Files, umask: int, *, overwri
         except OSError as error:
             raise _unknown(path, manifest.save_id, error) from error
     _unlink_quietly(files, temporary)
+
+
+def _put_both(
+    path: str, temporary: str, beside: str, manifest: Manifest, standing: Manifest | None, files: Files
+) -> None:
+    """Put manifest and `.metadata`, in the order in which a checkpoint that is replaced stays whole until the last."""
+    is_first = False
+    try:
+        if standing is not None and standing.save_id != manifest.save_id:
+            is_first = dcp_commit.goes_first(path, standing, files)
+        if is_first:
+            dcp_commit.put(path, beside, manifest, files)
+        _put(path, temporary, manifest, files, replace=standing is not None)
+    except CommitUnknownError:
+        raise
+    except BaseException:
+        if is_first:
+            _is_gone(path, files, doomed=manifest.save_id, is_locked=True)
+        _unlink_quietly(files, beside)
+        _unlink_quietly(files, temporary)
+        raise
+    if not is_first:
+        try:
+            if manifest.fsync:  # IMPORTANT: else a power cut might keep `.metadata` alone
+                fsync_directory(files, path)
+            dcp_commit.put(path, beside, manifest, files)
+        except OSError as error:
+            raise _unknown(path, manifest.save_id, error) from error
 
 
 def _put(path: str, temporary: str, manifest: Manifest, files: Files, *, replace: bool) -> None:
@@ -151,7 +212,9 @@ def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
     )
 
 
-def _unlink_quietly(files: Files, path: str) -> None:
+def _unlink_quietly(files: Files, path: str | None) -> None:
+    if path is None:
+        return
     try:
         files.unlink(path)
     except FileNotFoundError:
@@ -178,6 +241,8 @@ def remove_leftovers(path: str, keep: SaveId, *, files: Files) -> list[str]:
     standing = standing_at(path, files)
     if standing is None or standing.save_id != keep:
         return []
+    if standing.dcp is None and not _is_gone(path, files, before=keep):
+        return []
     return _remove(path, files, lambda owner: lineage_key(owner) < lineage_key(keep))
 
 
@@ -197,7 +262,21 @@ def remove_files_of(path: str, save_id: SaveId, *, files: Files) -> list[str]:
         standing = standing_at(path, files)
         if standing is None or standing.save_id == save_id:
             return []
+    if not _is_gone(path, files, doomed=save_id):
+        return []
     return _remove(path, files, lambda owner: owner == save_id)
+
+
+def _is_gone(
+    path: str, files: Files, *, doomed: SaveId | None = None, before: SaveId | None = None, is_locked: bool = False
+) -> bool:
+    """Remove a `.metadata` of these saves, and say whether none is left."""
+    try:
+        dcp_commit.remove_metadata_of(path, doomed, before, files, is_locked=is_locked)
+    except OSError as error:
+        _logger.warning("cannot clean up %s: %s", path, error)
+        return False
+    return True
 
 
 def _remove(path: str, files: Files, doomed: Callable[[SaveId], bool]) -> list[str]:

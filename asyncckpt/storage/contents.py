@@ -113,6 +113,8 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
     expected = (manifest.save_id, record.rank, manifest.world_size)
     if (index.save_id, index.rank, index.world_size) != expected:
         raise corrupt(path, name, f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}")
+    if index.layout != manifest.layout:
+        raise corrupt(path, name, f"it is of layout {index.layout}, the manifest of {manifest.layout}")
     if structure.part_nbytes != tuple(shard.nbytes for shard in index.shards):
         raise corrupt(path, name, "its shards have other lengths than its structure says")
     return RankContents(index=index, structure=structure)

@@ -69,6 +69,10 @@ class Files:
         """Switch the kernel's read-ahead off for this descriptor."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
+    def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
+        """Have a range read into the page cache, in pieces as large as the device takes them."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def fsync(self, fd: int) -> None:
         """Flush data and metadata of `fd`. IMPORTANT: after an error the file must be given up, not retried."""
         os.fsync(fd)

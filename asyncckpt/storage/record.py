@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.dcp_metadata import metadata_of
+from asyncckpt.format.manifest import DcpRecord, Manifest
 from asyncckpt.format.names import SaveId
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 
 
 def build_manifest(
@@ -20,6 +22,7 @@ def build_manifest(
     fsync: bool,
     metadata: str,
     package: str,
+    dcp_metadata: bytes | None = None,
 ) -> Manifest:
     """Return the manifest of a checkpoint whose ranks are all written.
 
@@ -29,6 +32,7 @@ def build_manifest(
         fsync: Whether everything was flushed.
         metadata: The user's JSON as text.
         package: asyncckpt's version.
+        dcp_metadata: As `dcp_metadata_of` returns them.
 
     Returns:
         The manifest; its timings are those of the slowest rank, in seconds.
@@ -44,4 +48,21 @@ def build_manifest(
         ranks=tuple(result.record for result in results),
         metadata=json.loads(metadata),
         timings={name: round(max(r.seconds.get(name, 0.0) for r in results), 6) for name in phases},
+        dcp=None if dcp_metadata is None else DcpRecord(nbytes=len(dcp_metadata), checksum=file_checksum(dcp_metadata)),
     )
+
+
+def dcp_metadata_of(save_id: SaveId, results: Sequence[RankResult], structures: Sequence[bytes]) -> bytes | None:
+    """Return the `.metadata` of a save in layout "dcp"; None in another one.
+
+    Args:
+        save_id: Of the save.
+        results, structures: Of every rank, in order.
+
+    Raises:
+        CorruptCheckpointError: A rank's structure does not decode.
+    """
+    tables = [result.dcp[1] for result in results if result.dcp is not None]
+    if len(tables) != len(results):
+        return None
+    return metadata_of(save_id, list(zip(structures, tables, strict=True)))

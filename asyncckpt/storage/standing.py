@@ -11,6 +11,7 @@ from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedF
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId
 from asyncckpt.format.steps import lineage_key
+from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, read_small_file
 
 _NO_MANIFEST = frozenset(
@@ -40,6 +41,8 @@ def standing_at(path: str, files: Files) -> Manifest | None:
 def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool) -> Manifest | None:
     """Raise when a manifest stands at `path` that the save must not replace; its own is welcome.
 
+    An older one of layout "dcp" that never got its `.metadata` commits nothing, and may always be replaced.
+
     Args:
         path: The checkpoint's directory.
         save_id: Of the save that goes there.
@@ -56,7 +59,8 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
     standing = standing_at(path, files)
     if standing is not None and standing.save_id == save_id:
         return standing
-    if standing is not None and overwrite and lineage_key(standing.save_id) < lineage_key(save_id):
+    is_older = standing is not None and lineage_key(standing.save_id) < lineage_key(save_id)
+    if standing is not None and is_older and (overwrite or not is_finished(path, standing, files)):
         return standing
     try:
         files.lstat(os.path.join(path, MANIFEST_NAME))
@@ -68,7 +72,7 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
 def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
     """Return the error of a save that finds `path` taken."""
     what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
-    kind, advice = "a committed", "save to another path, or with overwrite=True"
+    kind, advice = "a committed", "save to another path, or by a checkpointer made with overwrite=True"
     if overwrite:
         kind, advice = ("a newer" if standing else "a"), "overwrite=True replaces older ones only: save to another path"
     return CheckpointExistsError(

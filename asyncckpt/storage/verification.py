@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from asyncckpt.errors import (
@@ -14,10 +14,14 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from asyncckpt.format.index import ObjectsRecord
 from asyncckpt.format.layout import PAGE_NBYTES
+from asyncckpt.format.names import DCP_METADATA_NAME
+from asyncckpt.format.objects import MAX_OBJECTS_NBYTES
+from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, UNREADABLE, UNSUPPORTED
-from asyncckpt.storage.contents import Contents, RankContents, read_contents, read_objects
+from asyncckpt.storage.contents import Contents, RankContents, read_contents, read_named_file, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 from asyncckpt.storage.shard_reader import ShardReader
@@ -85,7 +89,14 @@ def verify_checkpoint(path: str, files: Files, *, fast: bool = False, threads: i
         with lock:
             verdict.faults.append(fault)
 
+    dcp = contents.manifest.dcp
+    if dcp is not None:
+        _verify_small(
+            contents, ObjectsRecord(name=DCP_METADATA_NAME, nbytes=dcp.nbytes, checksum=dcp.checksum), files, report
+        )
     for rank, rank_contents in enumerate(contents.ranks):
+        if rank_contents.index.items is not None:
+            _verify_small(contents, rank_contents.index.items, files, report)
         _attempt(lambda rank=rank: read_objects(contents, rank, files), report)  # type: ignore[misc]
         for part in range(len(rank_contents.index.shards)):
             verdict.read_nbytes += _verify_shard(contents, rank_contents, part, files, fast, threads, report)
@@ -109,6 +120,7 @@ def _verify_shard(
     chunks = [(c, t.fqn) for t in rank.structure.tensors for c in t.chunks if c.part == part]
     header_end = min([c.offset_bytes for c, _ in chunks] + [shard.nbytes])
     wanted = [Wanted(0, max(header_end, min(PAGE_NBYTES, shard.nbytes)), "(header)", None)]
+    wanted += [Wanted(start, end - start, "(between tensors)", None) for start, end in _gaps(chunks, shard.nbytes)]
     wanted += [Wanted(c.offset_bytes, c.nbytes, fqn, None) for c, fqn in chunks]
     request = ShardRequest(shard=shard, block_nbytes=rank.index.block_nbytes, wanted=wanted)
     done = _attempt(
@@ -118,6 +130,30 @@ def _verify_shard(
         report,
     )
     return shard.nbytes if done else 0
+
+
+def _gaps(chunks: Sequence[tuple[Chunk, str]], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of what lies between and behind the chunks of a shard."""
+    ends = sorted((c.offset_bytes, c.offset_bytes + c.nbytes) for c, _ in chunks)
+    for (_, end), (start, _) in zip(ends, [*ends[1:], (nbytes, nbytes)], strict=True):
+        if start > end:
+            yield end, start
+
+
+def _verify_small(
+    contents: Contents, record: ObjectsRecord, files: Files, report: Callable[[AsyncCkptError | OSError], None]
+) -> None:
+    _attempt(
+        lambda: read_named_file(
+            contents.path,
+            record.name,
+            nbytes=record.nbytes,
+            max_nbytes=MAX_OBJECTS_NBYTES,
+            checksum=record.checksum,
+            files=files,
+        ),
+        report,
+    )
 
 
 def _attempt(action: Callable[[], object], report: Callable[[AsyncCkptError | OSError], None]) -> bool:
@@ -138,5 +174,7 @@ def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
         known.add(rank.index_name)
     for rank_contents in contents.ranks:
         known.add(rank_contents.index.objects.name)
+        if rank_contents.index.items is not None:
+            known |= {rank_contents.index.items.name, DCP_METADATA_NAME}
         known.update(shard.name for shard in rank_contents.index.shards)
     return sorted(name for name in files.listdir(path) if os.path.basename(name) not in known)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import rank_processes
 import torch
+import torch.distributed as dist
 from storage_samples import RecordingFiles, flip_byte, shard_paths
 
 import asyncckpt
@@ -124,6 +125,8 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
         target["nowhere"], options["strict"] = torch.zeros(1), True
     if how == "argument" and rank == 1:
         options["threads"] = 0
+    if how == "word" and rank == 1:
+        options["redundant_reads"] = "broadcats"
     if how == "absent" and rank == 1:
         return "absent", None, "", 0.0
     if how == "absent":
@@ -138,7 +141,7 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
 
         shared_reads._taker = broken
     try:
-        asyncckpt.load(path, target, redundant_reads="broadcast", **options)
+        asyncckpt.load(path, target, **{"redundant_reads": "broadcast", **options})
     except Exception as error:
         return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
     return "loaded", None, "", 0.0
@@ -159,7 +162,12 @@ def test_damage_that_one_rank_finds_ends_the_load_on_all(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "word"), [("strict", "MissingKeysError", "nowhere"), ("argument", "ConfigError", "threads=0")]
+    ("how", "error", "word"),
+    [
+        ("strict", "MissingKeysError", "nowhere"),
+        ("argument", "ConfigError", "threads=0"),
+        ("word", "ConfigError", "broadcats"),
+    ],
 )
 def test_a_rank_that_refuses_its_target_or_arguments_tells_the_others_why(
     saved: str, how: str, error: str, word: str
@@ -173,6 +181,24 @@ def test_a_rank_that_refuses_its_target_or_arguments_tells_the_others_why(
 def test_a_rank_that_does_not_load_is_named(saved: str) -> None:
     found = rank_processes.run(2, _fails, saved, "absent")
     assert found[0][0] == PlanTimeoutError.__name__ and "[1]" in found[0][2] and "load(" in found[0][2]
+
+
+def _again(rank: int, path: str, how: str) -> tuple[str, str]:
+    arrive_s = shared_reads.ARRIVE_TIMEOUT_S
+    first = _fails(rank, path, how)
+    shared_reads.ARRIVE_TIMEOUT_S = arrive_s
+    dist.barrier()
+    began = time.monotonic()
+    second = _fails(rank, path, "not at all")
+    assert time.monotonic() - began < 20
+    return first[0], second[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "errors"), [("absent", ["PlanTimeoutError", "absent"]), ("word", ["SharedLoadError", "ConfigError"])]
+)
+def test_a_rank_that_has_missed_a_load_is_in_step_in_the_next(saved: str, how: str, errors: list[str]) -> None:
+    assert rank_processes.run(2, _again, saved, how) == [(error, "loaded") for error in errors]
 
 
 def test_a_rank_that_fails_while_it_receives_ends_the_load_on_all(saved: str) -> None:

@@ -73,6 +73,8 @@ def stock_load(state: dict[str, Any], path: str, *, allow_partial: bool = False,
 
     from asyncckpt.dcp import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 
+    group = kw.get("process_group")
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(
@@ -80,6 +82,7 @@ def stock_load(state: dict[str, Any], path: str, *, allow_partial: bool = False,
             checkpoint_id=path,
             storage_reader=BroadcastingTorchSaveReader(**kw),
             planner=DynamicMetaLoadPlanner(allow_partial_load=allow_partial),
+            process_group=group,
         )
 
 
@@ -252,3 +255,29 @@ def load_part(rank: int, path: str) -> Any:
 def test_what_the_file_lacks_stays_where_the_planner_allows_it(tmp_path: pathlib.Path) -> None:
     torch.save(saved_state(), tmp_path / "a.pt")
     assert rank_processes.run(2, load_part, str(tmp_path / "a.pt")) == [([3.0, 3.0], "mine")] * 2
+
+
+def load_in_a_group(rank: int, path: str) -> list[str]:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    found = []
+    for coordinator in (2, 0):
+        state = {"same": torch.zeros(200, dtype=torch.float64), "name": ""}
+        try:
+            stock_load(state, path if rank == 2 else "/nowhere", coordinator_rank=coordinator, process_group=group)
+        except CheckpointException as error:
+            found += sorted({type(failure[0]).__name__ for failure in error.failures.values()})
+        else:
+            states.assert_same(state, {"same": saved_state()["same"], "name": "grüße"})
+            found.append("loaded")
+    return found
+
+
+def test_a_part_of_the_ranks_loads_and_the_one_that_reads_must_be_among_them(tmp_path: pathlib.Path) -> None:
+    torch.save(saved_state(), tmp_path / "a.pt")
+    found = rank_processes.run(3, load_in_a_group, str(tmp_path / "a.pt"))
+    assert found == [[], ["loaded", "ConfigError"], ["loaded", "ConfigError"]]

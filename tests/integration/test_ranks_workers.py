@@ -145,7 +145,7 @@ def test_hooks_and_changes_of_the_state_reach_the_ranks_of_both_workers(
     tmp_path: pathlib.Path, workers: Workers
 ) -> None:
     for spoke, taken in rank_processes.run(2, changes_and_hooks, endpoints(workers), str(tmp_path)):
-        assert len(spoke) == 12 and taken >= 1
+        assert len(spoke) == 12 and max(taken.values()) >= 1
     assert torch.equal(asyncckpt.load(tmp_path / "step-11", keys=["more"])["more"], torch.ones(10) * 11)
 
 

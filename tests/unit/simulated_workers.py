@@ -18,7 +18,7 @@ from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.lifecycle import COMMITTED, DURABLE, ENDED, UNKNOWN
 from asyncckpt.protocol.relay import PEER_MESSAGES
 from asyncckpt.protocol.request import PartRange, SaveRequest
-from asyncckpt.storage.rank_files import RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.ending import BrainConfig

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer, config
+from asyncckpt.checkpointer import refuse_unknown
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
 from asyncckpt.errors import ConfigError
 
@@ -30,6 +31,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "allow_pickle": [0, 1, None, "true"],
     "use_pinned_memory": [0, 1, None, "true"],
     "use_non_blocking_copy": [0, 1, None, "true"],
+    "layout": ["torch", None, "DCP"],
     "files_per_rank": [0, 257, None, 1.0],
     "max_shard_bytes": [0, 65535, 1e6, True, "1GB"],
     "write_threads": [0, 1, 65, 2.0],
@@ -50,6 +52,7 @@ POSSIBLE: dict[str, tuple[Any, str]] = {
     "allow_pickle": (True, "yes"),
     "use_pinned_memory": (False, "off"),
     "use_non_blocking_copy": (False, "0"),
+    "layout": ("dcp", "dcp"),
     "files_per_rank": (256, "256"),
     "max_shard_bytes": (65536, "65536"),
     "write_threads": (64, "64"),
@@ -181,6 +184,23 @@ def test_a_config_cannot_be_changed_and_takes_keywords_only() -> None:
         CheckpointerConfig().slots = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         CheckpointerConfig("auto")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [("SLOTS", "two", "a plain integer"), ("FSYNC", "maybe", "one of 1, true"),
+     ("HOOK_TIMEOUT_S", "1s", "a number of seconds"), ("RANK_INFO", "3", "RANK,WORLD_SIZE")],
+)  # fmt: skip
+def test_an_unreadable_variable_is_told_what_was_expected(name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"ASYNCCKPT_{name}='{text}': expected {said}"):
+        CheckpointerConfig.resolve(None, {}, {f"ASYNCCKPT_{name}": text})
+
+
+def test_a_setting_given_to_save_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match="'overwrite'; it is a setting of the checkpointer"):
+        refuse_unknown({"overwrite": True})
+    with pytest.raises(ConfigError, match=r"no argument called 'lr'$"):
+        refuse_unknown({"lr": 1})
 
 
 def test_every_field_is_described() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from asyncckpt.errors import UnsupportedLeafError
+import asyncckpt
+from asyncckpt import FlatShard, ShardedSlice
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import AliasMismatchError, UnsupportedLeafError
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.sharding import Sharded, sharded
 from asyncckpt.planning.state_dict import flatten
@@ -48,6 +52,31 @@ def test_a_dtensor_is_its_local_tensor_and_where_it_lies(mesh: Any) -> None:
     assert found.grid is not None and found.grid == ((2, 2), (0, 1, 2, 3), ((), (0,)))
     other = sharded(dtensor(torch.ones(2), mesh, Replicate(), Shard(0), shape=(5,)))
     assert isinstance(other, Sharded) and other.grid is found.grid
+
+
+@pytest.mark.parametrize("kind", [ShardedSlice, FlatShard])
+def test_a_dtensor_inside_a_description_by_hand_is_refused_by_its_name(mesh: Any, kind: Any) -> None:
+    from torch.distributed.tensor import Shard
+
+    inner = dtensor(torch.arange(2.0), mesh, Shard(0), Shard(0), shape=(8,))
+    described = kind(inner, (8,), (0,) if kind is ShardedSlice else 0)
+    with pytest.raises(UnsupportedLeafError, match=r"'w'.*its tensor is a DTensor.*to_local\(\)") as caught:
+        flatten({"w": described})
+    assert caught.value.leaf == "w"
+
+
+@pytest.mark.parametrize("rows", [8, 2])
+def test_tied_targets_of_two_saved_tensors_are_refused_also_where_none_of_them_is(
+    tmp_path: Path, mesh: Any, rows: int
+) -> None:
+    from torch.distributed.tensor import Shard
+
+    with asyncckpt.SyncCheckpointer(fsync=False, rank_info=RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({"x": torch.ones(rows), "y": torch.zeros(rows)}, tmp_path / "c")
+    local = torch.full((rows // 4,), 7.0)  # of rank 3
+    tied = dtensor(local, mesh, Shard(0), Shard(0), shape=(rows,))
+    with pytest.raises(AliasMismatchError, match="nothing was changed"):
+        asyncckpt.load(tmp_path / "c", {"x": tied, "y": tied})
 
 
 def test_what_is_a_partial_sum_is_refused_by_leaf(mesh: Any) -> None:

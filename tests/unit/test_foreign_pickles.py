@@ -21,9 +21,10 @@ import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.foreign import torch_globals
-from asyncckpt.foreign.pickle_values import Maker, Record, UnpicklingError
+from asyncckpt.foreign.pickle_values import Maker, UnpicklingError
 from asyncckpt.foreign.torch_globals import KNOWN, storage_of
 from asyncckpt.foreign.unpickling import unpickle_data
+from asyncckpt.format.records import Record
 
 CALLS: list[str] = []
 

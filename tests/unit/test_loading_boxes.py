@@ -30,7 +30,8 @@ from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
 from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_files import write_rank_files
+from asyncckpt.storage.rank_job import RankJob, RankResult
 
 FILES = Files()
 Boxes = dict[int, list[Box]]

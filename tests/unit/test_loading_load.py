@@ -198,12 +198,26 @@ def test_a_large_target_that_is_not_contiguous_is_gathered_from_many_pieces(tmp_
 
 
 def test_another_dtype_is_converted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = save(tmp_path / "c", {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.float64)})
-    target = {"a": torch.zeros(5, dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.int64)}
+    path = save(tmp_path / "c", {"a": torch.arange(5.0), "b": torch.ones(3, dtype=torch.int64)})
+    target = {"a": torch.zeros(5, dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.float64)}
     with caplog.at_level(logging.WARNING, "asyncckpt"):
         load(path, target)
     assert torch.equal(target["a"], torch.arange(5.0).bfloat16()) and target["b"].tolist() == [1, 1, 1]
     assert len([r for r in caplog.records if "converted" in r.message]) == 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [("float32", "int32"), ("float32", "bool"), ("int64", "bool"), ("complex64", "float32"), ("bfloat16", "uint8")],
+)
+def test_a_kind_of_numbers_that_cannot_hold_the_values_is_refused(tmp_path: Path, saved: str, wanted: str) -> None:
+    path = save(tmp_path / "c", {"a": torch.arange(3.0), "w": torch.full((3,), 2.5).to(getattr(torch, saved))})
+    target = {"a": torch.zeros(3), "w": torch.ones(3, dtype=getattr(torch, wanted))}
+    with pytest.raises(LeafTypeMismatchError, match=f"saved as {saved}, the target is {wanted}") as caught:
+        load(path, target)
+    assert (caught.value.fqn, caught.value.saved, caught.value.wanted) == ("w", saved, wanted)
+    assert not target["a"].any() and target["w"].all()
+    assert [tuple(leaf) for leaf in asyncckpt.plan_load(path, target).mismatched] == [("w", saved, wanted)]
 
 
 def test_a_conjugated_target_is_filled_with_the_values_that_it_shows(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from xla_stand_in import XLAShardedTensor, from_shards, to_shards
 
 import asyncckpt
 from asyncckpt import FlatShard, ShardedSlice, describe_tp, register_shard_type
-from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.errors import ConfigError, OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.planning.sharding import Sharded, committed, recognising, sharded
 from asyncckpt.planning.sharding.grid import Grid, overlapping
 from asyncckpt.planning.state_dict import flatten
@@ -137,6 +137,21 @@ def test_tensor_parallel_slices_that_no_single_dimension_explains_are_refused(lo
     assert (
         caught.value.leaf == "a.w" and str(list(local)) in str(caught.value) and str(list(whole)) in str(caught.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("state", "shapes"),
+    [
+        ({"q": torch.ones(4, 4)}, {"Q": (8, 4)}),
+        ({"q": torch.ones(4, 4)}, {}),
+        ({"m": {"q": torch.ones(4)}}, {"m.q": (8,)}),
+    ],
+)
+def test_shapes_that_name_no_tensor_are_refused(state: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(ConfigError, match="names no tensor of the state dict"):
+        describe_tp(state, shapes, tp_rank=0, tp_size=2)
+    stage = describe_tp({"q": torch.ones(4, 4)}, {"q": (8, 4), "other stage": (3,)}, tp_rank=1, tp_size=2)
+    assert stage["q"].offsets == (4, 0)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -11,7 +12,7 @@ from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
 from spec_markdown import spec, table, tables
 
 from asyncckpt import dtypes
-from asyncckpt.format import index, layout, manifest, names, objects, structure, tree
+from asyncckpt.format import dcp_layout, index, layout, manifest, names, objects, structure, tree
 
 SPEC = spec("format")
 
@@ -25,6 +26,9 @@ SPEC = spec("format")
         ("index", names.index_name(SAVE_ID, 7)),
         ("objects", names.objects_name(SAVE_ID, 7)),
         ("shard", names.shard_name(SAVE_ID, 7, 3)),
+        ("shard of layout dcp", names.shard_name(SAVE_ID, 7, 3, "dcp")),
+        ("items of layout dcp", names.items_name(SAVE_ID, 7)),
+        ("temporary metadata", names.temporary_dcp_metadata_name(SAVE_ID)),
     ],
 )
 def test_file_name_follows_the_pattern(file: str, made: str) -> None:
@@ -33,7 +37,7 @@ def test_file_name_follows_the_pattern(file: str, made: str) -> None:
 
 
 def test_patterns_are_all_that_is_ours() -> None:
-    assert len(table(SPEC, "file", "name", "holds")) == 6
+    assert len(table(SPEC, "file", "name", "holds")) == 9
 
 
 def test_versions_are_those_of_the_spec() -> None:
@@ -57,7 +61,19 @@ def test_constant_equals_the_codes(name: str, value: str) -> None:
 
 def test_every_limit_of_the_code_is_in_the_spec() -> None:
     named = {name.partition(".")[2] for name, _ in CONSTANTS} | {"MAX_EXACT_INT"}
-    for module in ("names", "manifest", "index", "structure", "tree", "objects", "layout", "checksum"):
+    for module in (
+        "names",
+        "manifest",
+        "index",
+        "structure",
+        "tree",
+        "objects",
+        "layout",
+        "checksum",
+        "dcp_layout",
+        "dcp_metadata",
+        "dcp_items",
+    ):
         loaded = importlib.import_module(f"asyncckpt.format.{module}")
         assert {n for n in vars(loaded) if n.startswith(("MAX_", "MIN_"))} <= named
 
@@ -72,6 +88,32 @@ def test_documents_have_the_fields_of_the_spec() -> None:
     ]
     described = [[row[0] for row in rows] for rows in tables(SPEC, "field", "type", "meaning")]
     assert described == [list(document) for document in documents]
+
+
+def test_layout_dcp_adds_the_fields_of_the_spec() -> None:
+    record = index.ObjectsRecord(name=names.items_name(SAVE_ID, 0), nbytes=1, checksum=INDEX.objects.checksum)
+    of_dcp = [
+        json.loads(manifest.encode_manifest(replace(MANIFEST, dcp=manifest.DcpRecord(nbytes=1, checksum="xxh3_128:")))),
+        msgpack.unpackb(index.encode_index(replace(INDEX, layout="dcp", items=record))),
+    ]
+    plain = [json.loads(manifest.encode_manifest(MANIFEST)), msgpack.unpackb(index.encode_index(INDEX))]
+    found = [
+        (name, field)
+        for name, document, other in zip(("manifest", "index"), of_dcp, plain, strict=True)
+        for field in document
+        if field not in other
+    ]
+    assert [(row[0], row[1].strip("`")) for row in table(SPEC, "document", "additional field", "value")] == found
+    assert list(of_dcp[0])[-1] == "checksum"
+
+
+def test_shard_of_layout_dcp_begins_as_the_spec_says() -> None:
+    spec = layout.BoxSpec(fqn="a", dtype="int8", global_shape=(3,), offsets=(0,), sizes=(3,))
+    placed = dcp_layout.build_dcp_layout([spec])
+    header = placed.parts[0].header
+    assert f"`{dcp_layout.DCP_PREFIX.decode()}`" in SPEC
+    assert header.startswith(dcp_layout.DCP_PREFIX + b"0" * layout.SAVE_ID_NBYTES + b" ") and header[127:] == b"\n"
+    assert placed.chunks[0].offset_bytes % dcp_layout.ALIGNMENT == 0
 
 
 def test_dtypes_are_those_of_the_spec() -> None:

@@ -375,6 +375,35 @@ def test_ranges_at_equal_distances_come_back_one_behind_the_other(
     assert report.cached_nbytes == sum(n for at, n in files.read_ranges if at >= 4096) == 2 * len(expected)
 
 
+@pytest.mark.parametrize(("every", "cached", "asked"), [(400, False, True), (400, True, False), (2000, False, False)])
+def test_ranges_that_lie_near_each_other_are_brought_in_together_unless_they_are_there(
+    every: int, cached: bool, asked: bool, saved: tuple[str, dict[str, bytes]]
+) -> None:
+    spans = []
+
+    class Advised(Files):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            return cached
+
+        def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
+            spans.append((offset, offset + nbytes))
+            raise OSError(22, "this file system takes no advice")
+
+    contents = read_contents(saved[0], Files())
+    ((_, chunk),) = contents.tensors["t00"].chunks
+    index = contents.ranks[0].index
+    sink = Gathered(500)
+    wanted = [Wanted(chunk.offset_bytes, 100, "t00", sink, 5, every)]
+    request = ShardRequest(shard=index.shards[chunk.part], block_nbytes=index.block_nbytes, wanted=wanted)
+    read_shards(saved[0], SAVE_ID, [request], files=Advised(), verify=False)
+    assert bytes(sink.data) == b"".join(saved[1]["t00"][n * every : n * every + 100] for n in range(5))
+    assert bool(spans) == asked
+    for start, end in spans:
+        assert start <= chunk.offset_bytes
+        assert end == chunk.offset_bytes + 4 * every + 100
+        assert start % 4096 == 0
+
+
 def test_a_short_read_of_a_range_is_continued_and_an_early_end_named(saved: tuple[str, dict[str, bytes]]) -> None:
     class Short(Files):
         def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:

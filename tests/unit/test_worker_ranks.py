@@ -281,6 +281,7 @@ def test_runs_without_anybody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         ({"path": "/ckpt/b"}, "/ckpt/b", "in the same order"),
         ({"step": 6}, "step 6", "in the same order"),
         ({"overwrite": True}, "overwrite=True", "with the same settings"),
+        ({"layout": "dcp"}, "layout='dcp'", "with the same settings"),
         (
             {"plan": "1" * 16},
             "plan",
@@ -295,7 +296,9 @@ def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: s
     for rank in range(2):
         error = bench.error(rank)
         assert error["code"] == "ranks_disagree" and list(error["fields"]["ranks"]) == [0, 1] and word in error["text"]
-        assert advice in error["text"] and ("order" in error["text"]) == (not {"plan", "overwrite"} & set(changes))
+        assert advice in error["text"] and ("order" in error["text"]) == (
+            not {"plan", "overwrite", "layout"} & set(changes)
+        )
     assert not bench.of(ac.Commit)
 
 

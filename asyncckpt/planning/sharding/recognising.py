@@ -46,9 +46,9 @@ def sharded(value: Any) -> Sharded | torch.Tensor | None:
 def describer(kind: type) -> Describe | None:
     """Return what describes values of type `kind`; None for types without shards."""
     if kind is ShardedSlice:
-        return of_slice
+        return _of_slice
     if kind is FlatShard:
-        return of_flat
+        return _of_flat
     if _registered:
         for one in kind.__mro__:
             if one in _registered:
@@ -59,6 +59,23 @@ def describer(kind: type) -> Describe | None:
         if found is not None and issubclass(kind, found):
             return describe
     return None
+
+
+def _of_slice(value: ShardedSlice) -> Sharded:
+    _check_plain(value)
+    return of_slice(value)
+
+
+def _of_flat(value: FlatShard) -> Sharded:
+    _check_plain(value)
+    return of_flat(value)
+
+
+def _check_plain(value: ShardedSlice | FlatShard) -> None:
+    kind = type(value.tensor)
+    if kind is not torch.Tensor and describer(kind) is not None:
+        text = f"its tensor is a {kind.__name__}, which says itself what this process holds: save that as it is, or "
+        raise refused(type(value).__name__, text + "describe the plain tensor in it (to_local() of a DTensor)")
 
 
 def register_shard_type(kind: type, to_shards: ToShards, from_shards: FromShards) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.errors import ConfigError, UnsupportedLeafError
 from asyncckpt.planning.sharding.shards import ShardedSlice
 
 
@@ -27,9 +27,21 @@ def describe_tp(
 
     Raises:
         UnsupportedLeafError: No dimension fits, or several do; `leaf` is the FQN.
+        ConfigError: `global_shapes` names no tensor of `state_dict`; or the rank makes no sense.
     """
     if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
-        raise UnsupportedLeafError(f"tp_rank={tp_rank!r} of tp_size={tp_size!r} is no rank", leaf="", type_name="int")
+        raise ConfigError(
+            f"tp_rank={tp_rank!r} of tp_size={tp_size!r} is no rank", field="tp_rank", value=repr(tp_rank)
+        )
+    # It may name more than this rank holds, as with pipeline stages; naming nothing is a mistake in the names.
+    if not any(isinstance(state_dict.get(fqn), torch.Tensor) for fqn in global_shapes):
+        raise ConfigError(
+            f"global_shapes names no tensor of the state dict, which must be flat: it names "
+            f"{', '.join(map(repr, list(global_shapes)[:3])) or 'nothing'}; the state dict has "
+            f"{', '.join(map(repr, list(state_dict)[:3])) or 'nothing'}",
+            field="global_shapes",
+            value=", ".join(list(global_shapes)[:3]),
+        )
     found: dict[str, Any] = {}
     for fqn, value in state_dict.items():
         wanted = global_shapes.get(fqn)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-
-from asyncckpt.conversion.pieces import Payload
+from dataclasses import dataclass
 
 _ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF
@@ -20,16 +19,25 @@ _CRC_IN_LOCAL, _CRC_IN_ENTRY = 14, 16
 _UTF8 = 1 << 11
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """All elements of tensor number `tensor`, row-major."""
+
+    tensor: int
+    nbytes: int
+
+
 class Archive:
     """One archive; `pieces` and `crc_at` are complete after `close`.
 
     Args:
         start: Where it begins in its file; the offsets in `crc_at` count from the file's start.
         first_piece: Pieces of the file before it.
+        crc: False leaves zeros in the place of every CRC-32, as torch does when it is told not to compute them.
     """
 
-    def __init__(self, start: int = 0, first_piece: int = 0) -> None:
-        self._start, self._first = start, first_piece
+    def __init__(self, start: int = 0, first_piece: int = 0, *, crc: bool = True) -> None:
+        self._start, self._first, self._crc = start, first_piece, crc
         self.pieces: list[bytes | Payload] = []
         self.crc_at: list[tuple[int, int]] = []
         self.nbytes = 0
@@ -39,7 +47,9 @@ class Archive:
         """Add an entry."""
         encoded = name.encode()
         nbytes = content.nbytes if isinstance(content, Payload) else len(content)
-        crc = None if isinstance(content, Payload) else zlib.crc32(content)
+        crc: int | None = 0
+        if self._crc:
+            crc = None if isinstance(content, Payload) else zlib.crc32(content)
         wide = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= _LIMIT else b""
         data = self._start + self.nbytes + _LOCAL.size + len(encoded) + len(wide) + 4
         padding = -data % _ALIGNMENT
@@ -82,10 +92,16 @@ class Archive:
 
 
 def torch_archive(
-    pickle: bytes, payloads: Sequence[Payload], *, prefix: str = "archive", start: int = 0, first_piece: int = 0
+    pickle: bytes,
+    payloads: Sequence[Payload],
+    *,
+    prefix: str = "archive",
+    start: int = 0,
+    first_piece: int = 0,
+    crc: bool = True,
 ) -> Archive:
     """Return an archive as `torch.save` writes it: the pickle, then one entry per storage."""
-    archive = Archive(start, first_piece)
+    archive = Archive(start, first_piece, crc=crc)
     archive.add(f"{prefix}/data.pkl", pickle)
     archive.add(f"{prefix}/.format_version", b"1")
     archive.add(f"{prefix}/.storage_alignment", str(_ALIGNMENT).encode())

@@ -5,16 +5,17 @@ Protocol 2, as torch uses. Tensors are persistent ids of storages that lie besid
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.pickle_values import Record
 from asyncckpt.format.objects import Opaque, decode_value
+from asyncckpt.format.records import Record
+from asyncckpt.format.structure import row_major
 from asyncckpt.format.tree import Node
-from asyncckpt.loading.boxes import row_major
 
 _STORAGES = {
     **{"float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long"},
@@ -29,6 +30,12 @@ class Call(NamedTuple):
 
     name: str
     arguments: tuple[Any, ...]
+
+
+class Encoded(NamedTuple):
+    """A value that is written already: opcodes that leave it on the stack, and need no memo."""
+
+    data: bytes
 
 
 class NotPickledError(TypeError):
@@ -177,6 +184,8 @@ class PickleImage:
             self._called(*_CALLS[kind](value))
         elif kind is Opaque:
             self._opaque(value)
+        elif kind is Encoded:
+            self._put(value.data)
         elif kind is Call:
             self._called(value.name, value.arguments)
         elif kind is Record:
@@ -204,6 +213,24 @@ class PickleImage:
             raise NotPickledError(f"a {value.tag}")
 
 
+def encoded(value: Any) -> Encoded:
+    """Return a value that stands in many places, written once; it holds no tensor.
+
+    Raises:
+        NotPickledError: Something in it cannot be.
+    """
+    return Encoded(PickleImage(_no_tensor, (), _no_bytes).of_value(value)[2:-1])
+
+
+def _no_tensor(number: int) -> tuple[str, tuple[int, ...]]:
+    raise AssertionError(f"tensor {number} in a value that holds none")
+
+
+def _no_bytes(number: int) -> bytes:
+    raise AssertionError(f"the bytes of tensor {number} in a value that holds none")
+
+
+@functools.cache
 def _global(name: str) -> bytes:
     module, _, attribute = name.rpartition(".")
     return f"c{module}\n{attribute}\n".encode()
