@@ -399,7 +399,7 @@ def test_whatever_call_fails_nobody_is_shown_half_a_checkpoint(
             assert (stock, ours) == (0 if standing == "dcp" else None, 0 if standing else None), (files.failed, nth)
         if files.failed is None:
             break
-    assert nth > 100
+    assert nth > 60, "few calls were reached"
 
 
 @pytest.fixture
