@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 
 import msgpack
 
@@ -27,6 +29,26 @@ def uncovered(structures: Sequence[bytes]) -> list[tuple[str, str]]:
     Raises:
         CorruptCheckpointError: One of them is obviously no structure.
     """
+    with _no_collections():
+        return _uncovered(structures)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the garbage collector from walking millions of tuples again and again, none of which is in a cycle.
+
+    With it the proof took 1.6 microseconds a chunk for 200,000 of them and 3.2 for 2,000,000; without, 1.3 and 1.7.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _uncovered(structures: Sequence[bytes]) -> list[tuple[str, str]]:
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     chunks: dict[str, list[Box]] = {}
     faults: dict[str, str] = {}

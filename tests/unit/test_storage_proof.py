@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from dataclasses import replace
@@ -111,3 +112,16 @@ def test_thousands_of_boxes_of_a_mesh_are_proved_in_a_moment(mesh: tuple[int, ..
     assert time.process_time() - began < 2, "the pairs of boxes were compared"
     ((_, fault),) = uncovered(ranks[1:])
     assert "are stored" in fault
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert uncovered([]) == [] and gc.isenabled() is enabled
+        with pytest.raises(CorruptCheckpointError):
+            uncovered([b"\xc1"])
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
