@@ -49,9 +49,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def rng(seed: int) -> random.Random:
-    """Random numbers from `seed`."""
-    return random.Random(seed)
+def rng(seed: int, request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers from `seed`; others in each test, and in each case of a test with parameters."""
+    return random.Random(f"{seed} {request.node.nodeid}")
 
 
 def _private_directory() -> pathlib.Path:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.protocol.relay import Joined
+from asyncckpt.protocol.codec import unpack
+from asyncckpt.protocol.lifecycle import COMMITTED
+from asyncckpt.protocol.message import Message
+from asyncckpt.protocol.relay import LEADER_RECORDS, Ended, Joined
 from asyncckpt_worker.actions import Connect
 from asyncckpt_worker.events import Peer
 from asyncckpt_worker.progress import packed
@@ -58,6 +61,19 @@ class Followed:
         """Return what to tell people of it."""
         address, silent_s = self.connect.address, now - self.heard_at
         return {"run": self.run.run_id, "address": address, "leader": self.run.leader, "silent_s": silent_s}
+
+
+def heard(data: bytes) -> Message:
+    """Read a record of the leader's.
+
+    Raises:
+        ProtocolError: Not such a record.
+        ValueError: An end without a commit that gives no reason: nobody could be told of it.
+    """
+    record = unpack(data, LEADER_RECORDS)
+    if isinstance(record, Ended) and record.outcome != COMMITTED and not record.error:
+        raise ValueError(f"save {record.save_id} {record.outcome} without a reason")
+    return record
 
 
 def unreachable(known: Followed, why: str) -> WorkerUnavailableError:

@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, ProtocolError, from_wire
-from asyncckpt.protocol.codec import unpack
 from asyncckpt.protocol.lifecycle import COMMITTED, DURABLE, FAILED, UNKNOWN
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
-from asyncckpt.protocol.relay import LEADER_RECORDS, Changed, Ended, EpochFound, Piece, Unlinked, Waits
+from asyncckpt.protocol.relay import Changed, Ended, EpochFound, Piece, Unlinked, Waits
 from asyncckpt_worker.actions import Connect, Disconnect, Relay
 from asyncckpt_worker.events import Relayed, Unconnected
-from asyncckpt_worker.followed import Followed, unreachable
+from asyncckpt_worker.followed import Followed, heard, unreachable
 from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.progress import asked, packed, told_of
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
@@ -140,7 +139,7 @@ class FollowBook:
             return self._over(known, "another worker has taken its place")
         try:
             data = known.stream.take(m, self._t.now)
-            record = unpack(data, LEADER_RECORDS) if data is not None else None
+            record = heard(data) if data is not None else None
         except (ValueError, AsyncCkptError) as error:  # what was taken, and not understood, would never come again
             self._t.log("error", f"the leader of run {known.run.run_id}: {error}", count="protocol_errors")
             return self._over(known, str(error))

@@ -12,7 +12,7 @@ from worker_bench import CONFIG, ERROR, FIRST, OTHER_RUN, PATH, RUN, Bench, code
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_RANKS
-from asyncckpt.protocol.relay import Joined, Piece, Unlinked
+from asyncckpt.protocol.relay import Ended, Joined, Piece, Unlinked
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import leading, sessions
@@ -342,6 +342,19 @@ def joins(leader: Worker, stream: Stream, ranks: Sequence[int], world_size: int 
     for piece in stream.due(leader.now):
         leader.feed(ev.Relayed, run=RUN, route=b"n", message=piece)
     return [said.message.name for said in leader.said]
+
+
+def test_an_end_without_a_reason_is_a_breach_of_the_rules_and_ranks_get_an_error(pair: Pair) -> None:
+    pair.stages(pair.follower)
+    followed = pair.follower.brain._following._followed[RUN]
+    end = packed(Ended(save_id=FIRST, outcome="failed", error={}, report={}))
+    name, number = followed.stream.name, followed.stream.taken + 1
+    piece = Piece(stream=name, sender="a" * 16, number=number, first=1, more=False, data=end, taken=0)
+    event = ev.Relayed(now=pair.follower.now, run=RUN, route=b"", message=piece)
+    counts = [a.count for a in pair.follower.brain.handle(event) if isinstance(a, ac.Log)]
+    assert "protocol_errors" in counts
+    pair.pump()
+    assert all(row.get("error", ERROR) for row in pair.rows(1))
 
 
 def test_streams_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
