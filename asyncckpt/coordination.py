@@ -25,6 +25,7 @@ from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.settling import settled_together
+from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.taken_changes import TakenChanges
 
 _NUMBERS = itertools.count()
@@ -186,6 +187,7 @@ class Coordination:
         return {
             "run": self.run_id,
             "package": self._package,
+            "protocol": PROTOCOL_VERSION,
             "path": path,
             "step": step,
             "replicated": self._config.replicated,

@@ -9,7 +9,7 @@ import msgpack
 
 from asyncckpt.errors import RanksDisagreeError
 
-_AGREED = ("package", "path", "step", "replicated", "fsync", "overwrite", "layout")
+_AGREED = ("package", "protocol", "path", "step", "replicated", "fsync", "overwrite", "layout")
 """What must be equal on all ranks at the first save, as far as it is known."""
 
 _KNOWN = ("run", "contribution", "worker", "agreement", "leader", "changes")

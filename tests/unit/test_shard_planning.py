@@ -442,7 +442,9 @@ def test_a_mesh_of_which_a_rank_says_nothing_leaves_a_hole_and_is_no_news_for_ev
     ranks = Ranks(2)
     ranks.exchange(held)
     made = [plans.take(state)[0] for plans, state in zip(ranks.plans, held, strict=True)]
-    assert uncovered([plan.structure for plan in made]) == [("w", "8 of 16 elements are stored")]
+    assert uncovered([plan.structure for plan in made]) == [
+        ("w", "8 of 16 elements are stored: [2:4,0:4] is missing (rank 0 holds [0:2,0:4] beside it)")
+    ]
     assert not made[0].news
 
 
