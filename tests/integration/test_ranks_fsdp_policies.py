@@ -1,4 +1,4 @@
-"""FSDP2 with a policy, on CPU ranks: what is computed in bfloat16, or lies offloaded, is saved and loaded bit for bit."""
+"""FSDP2 with a policy, on CPU ranks: what is computed in bfloat16, or lies offloaded, is saved bit for bit."""
 
 from __future__ import annotations
 
