@@ -34,6 +34,8 @@ _NUMBERS = itertools.count()
 BRIEF_S = 10.0
 """While the other ranks have not come to the last save, the next ones wait for them so long only: training goes on."""
 
+LATE = "it took this save before it heard that the ranks agree anew; the next one agrees"
+
 _log = logging.getLogger("asyncckpt")
 
 
@@ -252,10 +254,21 @@ class Coordination:
 
     def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
         """Keep a change of the run for the saves from sequence `effective` on: as `TakenChanges.take`. Thread-safe."""
-        self._changes.take(leader, number, effective, raw)
+        late = self._changes.take(leader, number, effective, raw)
+        for sequence in [one for one in late if one not in self._met]:
+            # Ranks that have heard in time may wait for this one there. A thread, as this one must not wait.
+            name = f"save/{sequence}"
+            threading.Thread(target=self.refuse_meeting, args=(name, LATE), name="asyncckpt-late", daemon=True).start()
+
+    def expect_changes(self, leader: str, number: int) -> None:
+        """Let the next save wait a moment for changes of which the worker has told. Thread-safe."""
+        self._changes.expect(leader, number)
 
     def advance(self, sequence: int) -> None:
-        """Apply the changes that hold from save `sequence` on."""
+        """Apply the changes that hold from save `sequence` on.
+
+        Blocks: for changes that are being fetched, at most `taken_changes.EXPECT_S`.
+        """
         for raw in self._changes.due(sequence):
             if self.agreement is not None:
                 change = Change.decode(raw)

@@ -32,8 +32,9 @@ EFFECTIVE_AFTER = 4
 """So many saves after the highest that was heard of, a change holds. A rank that takes the first of them before it has
 heard of the change costs that save, so that ranks whose saves follow one another quickly need time."""
 
-EFFECTIVE_AFTER_NAMES = 2
-"""As `EFFECTIVE_AFTER`, of changes with names: what these cure costs every save, or a replica's values, until then."""
+EFFECTIVE_AFTER_NAMES = 1
+"""As `EFFECTIVE_AFTER`, of changes with names: what these cure costs every save, or a replica's values, until then, so
+that the one that a rank may take too early is no loss. Changes before it hold as early."""
 
 TELL_AGAIN = 4
 """With every so manieth save all ranks that have news report them; otherwise with the first save of a structure only,
@@ -76,8 +77,8 @@ class ChangeBook:
         names = [name for name, told in run.names.items() if not told]
         if not fresh and not names:
             return
-        after = EFFECTIVE_AFTER_NAMES if names else EFFECTIVE_AFTER
-        effective = max(run.effective, run.highest + after)  # in order, whoever hears of them late
+        in_order = max(run.effective, run.highest + EFFECTIVE_AFTER)  # whoever hears of them late
+        effective = run.highest + EFFECTIVE_AFTER_NAMES if names else in_order
         body = self._packed(run, effective, fresh, names)
         if body is None:
             return
