@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from protocol_samples import REQUEST
+from simulated_workers import result_of
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import layout
@@ -16,6 +17,7 @@ from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.storage.proof import uncovered
 from asyncckpt_worker import provers
 from asyncckpt_worker.provers import Prover, hole
+from asyncckpt_worker.results import pack_result, unpack_result
 
 Piece = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """FQN, dtype, global shape, offsets, sizes."""
@@ -159,3 +161,19 @@ def test_a_text_about_a_hole_names_the_missing_box_and_its_neighbours_and_is_bou
     error = hole(requests[0], Prover().faults(requests))
     assert "[3:4,0:3] is missing (rank 1 holds [2:3,0:3] beside it)" in str(error)
     assert len(hole(requests[0], [("w" * 100_000, "torn")]).detail) == provers.MAX_DETAIL_CHARS
+
+
+@pytest.mark.parametrize(
+    "tally",
+    [{"kinds": b"x" * 15, "sums": b""}, {"kinds": b"x" * 16, "sums": b"x"}, {"kinds": "x" * 16, "sums": b""}, {}, 7],
+)
+def test_a_tally_of_another_worker_that_cannot_be_is_refused(tally: object) -> None:
+    result = {**pack_result(result_of(REQUEST.save_id, 0)), "tally": tally}
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        unpack_result(result, REQUEST.save_id, 0)
+
+
+def test_a_tally_travels_with_the_result_of_a_rank() -> None:
+    tally = Prover().check(replace(REQUEST, structure=structure(TOP)))
+    result = replace(result_of(REQUEST.save_id, 0), tally=tally)
+    assert unpack_result(pack_result(result), REQUEST.save_id, 0).tally == tally

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import struct
+from typing import Any
 
 import msgpack
 import pytest
+import xxhash
 
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage import proof
 from asyncckpt.storage.coverage import Box, coverage_fault
@@ -148,3 +152,31 @@ def test_a_text_about_thousands_of_holes_is_short_and_quick() -> None:
     text = located_fault((128, 128), some, range(len(some)))
     assert text is not None and "[6:8,10:14] is missing" in text and "[80:82,4:6] is missing" in text
     assert len(text) < 1000
+
+
+def test_a_tally_is_what_the_spec_of_the_wire_says() -> None:
+    """protocol/SPEC.md section 8, once more and otherwise."""
+    seed = int("0123456789ab", 16)
+
+    def h(d: int, x: int) -> int:
+        return xxhash.xxh3_64_intdigest(struct.pack("<Q", x), seed + d)
+
+    rows = (h(0, 2) - h(0, 4)) * (h(1, 0) - h(1, 3)) % (2**61 - 1)
+    box = (h(0, 0) - h(0, 2)) * (h(1, 1) - h(1, 2)) % (2**61 - 1)
+    found = tally_of(
+        raw(("w", "int8", (4, 3), [BOTTOM, ((0, 1), (2, 1))]), ("rng@rank3", "int8", (2,), [None])), 3, SEED
+    )
+    assert int.from_bytes(found.sums, "little") == (rows + box) % (2**61 - 1) and len(found.sums) == 10
+    assert found.kinds == xxhash.xxh3_128_digest(msgpack.packb([["w", "int8", [4, 3]]])) and len(found.kinds) == 16
+
+
+@pytest.mark.parametrize("junk", [b"\xc1", b"\x01", raw()[:5], bytes(msgpack.packb({"tensors": [["w"]]}))])
+def test_what_is_no_structure_is_corrupt(junk: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        uncovered([raw(), junk])
+
+
+@pytest.mark.parametrize("box", [(("a",), (1,)), ((-1,), (1,)), ((0, 0), (1,)), (((1 << 64) - 1,), (1,)), ((0.5,), (1,))])
+def test_boxes_that_cannot_be_are_corrupt(box: Any) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        uncovered([raw(("w", "int8", (1, 1)[: len(box[1])], [(box[0], box[1])]))])
