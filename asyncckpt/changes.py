@@ -38,8 +38,8 @@ class Run(Protocol):
     def knows_run(self) -> bool:
         """Whether `run_id` is that of all ranks."""
 
-    def forget(self) -> None:
-        """Agree anew in the next save: another rank has not agreed."""
+    def forget(self, since: int | None = None) -> None:
+        """Agree anew in the next save: another rank has not agreed, in the save `since`."""
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""

@@ -249,7 +249,7 @@ class WorkerProcess(CheckpointProcess):
         self._changes.seen(reply.changes, reply.leader)
         for row in reply.saves:
             if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
-                self.run.forget()
+                self.run.forget(SaveId.parse(row["save_id"]).sequence)
             self._pending.news(row)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:

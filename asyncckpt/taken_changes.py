@@ -55,9 +55,15 @@ class TakenChanges:
             self._waiting.append(_Taken(leader, number, effective, raw))
             self._drop()
             self._lock.notify_all()
-            if number <= self._overtaken.get(leader, 0):
-                return range(0)
-            return range(max(effective, self._reached - MAX_MISSED + 1), self._reached + 1)
+            return range(0) if number <= self._overtaken.get(leader, 0) else self._since(effective)
+
+    def taken_since(self, sequence: int) -> range:
+        """Return the saves from `sequence` on that were taken: the last `MAX_MISSED` of them."""
+        with self._lock:
+            return self._since(sequence)
+
+    def _since(self, sequence: int) -> range:
+        return range(max(sequence, self._reached - MAX_MISSED + 1), self._reached + 1)
 
     def expect(self, leader: str, number: int) -> None:
         """The worker `leader` has published so many changes, which are being fetched."""

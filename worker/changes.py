@@ -57,11 +57,12 @@ class ChangeBook:
         """
         run = self._run_of(save)
         if run is not None:
-            again = SaveId.parse(save.save_id).sequence >= run.effective
+            sequence = SaveId.parse(save.save_id).sequence
             for name in names:
                 fits = len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS
                 if (fits or name in run.names) and not _NOT_WHOLE.search(name):
-                    run.names[name] = run.names.get(name, False) and not again
+                    told = run.names.get(name)
+                    run.names[name] = told if told is not None and sequence < told else None
 
     def publish(self, save: Save, *, complete: bool) -> None:
         """Make what is new known to all ranks of the run.
@@ -74,7 +75,7 @@ class ChangeBook:
         if run is None:
             return
         fresh = self._contributions(run, save) if complete else {}
-        names = [name for name, told in run.names.items() if not told]
+        names = [name for name, told in run.names.items() if told is None]
         if not fresh and not names:
             return
         in_order = max(run.effective, run.highest + EFFECTIVE_AFTER)  # whoever hears of them late
@@ -84,7 +85,7 @@ class ChangeBook:
             return
         run.changes.append(body)
         run.effective = effective
-        run.names |= dict.fromkeys(names, True)
+        run.names |= dict.fromkeys(names, effective)
         self._t.announced[run.run_id] = None
         text = f"change {len(run.changes)} of run {run.run_id}: {len(fresh)} contributions, {len(names)} names"
         self._t.log("info", text, save_id=save.save_id, count="changes_published")

@@ -29,7 +29,7 @@ class FakeRun:
     def refuse(self, sequence: int, reason: str) -> None:
         raise AssertionError
 
-    def forget(self) -> None:
+    def forget(self, since: int | None = None) -> None:
         raise AssertionError
 
     def start_over(self) -> None:

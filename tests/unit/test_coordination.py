@@ -273,3 +273,27 @@ def test_a_rank_that_took_a_save_too_early_does_not_let_the_others_wait_for_it()
     for thread in threading.enumerate():
         if thread.name == "asyncckpt-late":
             thread.join(10)
+
+
+def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_saves_that_it_took() -> None:
+    """Rank 0 failed to agree for save 1 and meets in save 2; rank 1 took both before it heard, and meets in save 3."""
+    ranks = Ranks()
+    ranks.save(0)
+    flat = flatten(STATE)
+    ranks.each[0].forget()
+    for sequence in (1, 2):
+        ranks.each[1].advance(sequence)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=2, path="/x", step=2)
+        ranks.each[1].forget(1)
+        with pytest.raises(SaveFailedError, match="before it heard"):
+            waits.result(30)
+    ranks.save(3)
+    ranks.agree_on(n_changes=0, since=ranks.fingerprints())
+    ranks.each[1].forget(1)
+    assert not ranks.each[1].must_meet, "they have agreed since"
+    ranks.each[1].forget(3)
+    assert ranks.each[1].must_meet
+    for thread in threading.enumerate():
+        if thread.name == "asyncckpt-late":
+            thread.join(10)

@@ -176,7 +176,7 @@ def test_what_is_no_structure_is_corrupt(junk: bytes) -> None:
         uncovered([raw(), junk])
 
 
-@pytest.mark.parametrize("box", [(("a",), (1,)), ((-1,), (1,)), ((0, 0), (1,)), (((1 << 64) - 1,), (1,)), ((0.5,), (1,))])
+@pytest.mark.parametrize("box", [(("a",), (1,)), ((-1,), (1,)), ((0, 0), (1,)), ((2**64 - 1,), (1,)), ((0.5,), (1,))])
 def test_boxes_that_cannot_be_are_corrupt(box: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
         uncovered([raw(("w", "int8", (1, 1)[: len(box[1])], [(box[0], box[1])]))])
