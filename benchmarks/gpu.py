@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import asyncckpt
-from benchmarks import machine, overlap, states
+from benchmarks import machine, states, training
 
 RESULTS = Path(__file__).parent / "results"
 QUIET_STEPS = 20
@@ -44,8 +44,8 @@ class Loop:
 
     def __init__(self) -> None:
         with torch.device("cuda"):
-            self.model: nn.Module = overlap.GPT()
-            self.tokens = torch.randint(0, overlap.VOCABULARY, (BATCH, LENGTH))
+            self.model: nn.Module = training.GPT()
+            self.tokens = torch.randint(0, training.VOCABULARY, (BATCH, LENGTH))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.step()
         torch.cuda.synchronize()
