@@ -135,20 +135,22 @@ class Dcp(Contender):
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def save(self, path: Path) -> Saved:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(self.loop.state(), storage_writer=dcp.FileSystemWriter(path, thread_count=2))
+        save(self.loop.state(), storage_writer=FileSystemWriter(path, thread_count=2))
         return Saved(_done(), _done())
 
     def load(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         state = self.loop.state()
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         self.loop.take(state)
 
     def close(self) -> None:
@@ -176,12 +178,12 @@ class DcpAsync(Dcp):
         )
 
     def save(self, path: Path) -> Saved:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
-        response = dcp.async_save(
+        response = async_save(
             self.loop.state(),
-            storage_writer=dcp.FileSystemWriter(path, thread_count=2),
+            storage_writer=FileSystemWriter(path, thread_count=2),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD,
             async_stager=self.stager,
         )
