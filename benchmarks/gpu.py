@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 QUIET_STEPS = 20
 SAVES_PER_ROUND = 3
 BATCH, LENGTH = 8, 512
-KINDS = ("overlap", "blocking", "dcp")
+KINDS = ("overlap", "device", "blocking", "dcp")
 DEADLINE_S = 600.0
 
 
@@ -103,12 +103,17 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
     loop = Loop()
     nbytes = states.nbytes(loop.state())
     limit = [_pinned_copy_s(nbytes) for _ in range(5)]
-    with asyncckpt.AsyncCheckpointer() as behind, asyncckpt.AsyncCheckpointer(staging="blocking") as before:
+    with (
+        asyncckpt.AsyncCheckpointer() as behind,
+        asyncckpt.AsyncCheckpointer(staging="device") as apart,
+        asyncckpt.AsyncCheckpointer(staging="blocking") as before,
+    ):
         behind.attach(loop.optimizer)
-        for checkpointer in (behind, before):
+        for checkpointer in (behind, apart, before):
             checkpointer.prepare(loop.state())
         saves: dict[str, Callable[[Path], Callable[[], Any]]] = {
             "overlap": lambda path: _ours(behind, loop, path),
+            "device": lambda path: _ours(apart, loop, path),
             "blocking": lambda path: _ours(before, loop, path),
             "dcp": lambda path: _dcp(loop, path),
         }
