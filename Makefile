@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench bench-gpu bench-compare clean
+.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench bench-quick bench-gpu bench-compare clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-nodes    workers in network namespaces, as root"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
+	@echo "make bench-quick   the main ratios beside those of the last result file"
 	@echo "make bench-compare ours and the peers, side by side"
 	@echo "make bench-gpu     the tests and measurements that need a GPU"
 
@@ -76,6 +77,9 @@ wheel-check: .venv/.dev
 
 bench: .venv/.dev
 	.venv/bin/python -m benchmarks
+
+bench-quick: .venv/.dev
+	.venv/bin/python -m benchmarks.quick
 
 bench-compare: .venv/.dev
 	.venv/bin/$(PIP) -e '.[dev,peers]'

@@ -236,11 +236,15 @@ class TorchExperimental(Contender):
 
 
 class TorchCheckpointing(Contender):
-    """The package `torch_checkpointing`, as its troubleshooting page says for machines without CUDA."""
+    """The package `torch_checkpointing`, as its troubleshooting page says for machines without CUDA.
+
+    Without direct I/O, with which its version 0.1.1 fails (EINVAL: what it writes is not aligned).
+    """
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         from torch_checkpointing import CheckpointManager, config, staging
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         saving = config.AsyncCheckpointSaverConfig(
             staging_config=staging.CheckpointStagerConfig(
@@ -250,7 +254,8 @@ class TorchCheckpointing(Contender):
                 use_non_blocking_copy=False,
             )
         )
-        self.manager = CheckpointManager(CheckpointManager.Config(save=saving))
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self.manager = CheckpointManager(CheckpointManager.Config(save=saving, storage_config=storage))
 
     def save(self, path: Path) -> Saved:
         written = self.manager.save(str(path), self.loop.state())

@@ -129,8 +129,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make(state: str) -> Loop:
-    """Return the loop of a state: `gpt` (1.49 GB), `small` (20,000 tensors, 0.33 GB) or `large` (4.2 GB)."""
+    """Return the loop of a state: `gpt` (1.49 GB), `small` (20,000 tensors, 0.33 GB), `large` (4.2 GB), or `tiny`."""
     torch.manual_seed(1)
+    if state == "tiny":
+        return Loop(GPT(width=16, layers=1, heads=1), adamw, (1, 4))
     if state == "small":
         return Loop(ManyTensors(), sgd, (8, 1))
     if state == "large":
