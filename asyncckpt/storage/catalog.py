@@ -16,7 +16,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, owner_of
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, is_quarantined, owner_of
 from asyncckpt.format.steps import newest
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, named, read_small_file
@@ -26,6 +26,7 @@ INCOMPLETE = "incomplete"
 CORRUPT = "corrupt"
 UNSUPPORTED = "unsupported"
 UNREADABLE = "unreadable"
+QUARANTINED = "quarantined"
 _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, UnsupportedFormatError: UNSUPPORTED}
 
 
@@ -36,7 +37,8 @@ class Found:
     Attributes:
         path: Its directory.
         state: `committed`: a valid manifest stands. `incomplete`: files of ours without one. `corrupt`: a damaged
-            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused.
+            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused. `quarantined`: put aside
+            as broken, whatever it is.
         manifest: Of a committed one.
         error: Why it is none.
     """
@@ -134,7 +136,9 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
             if not stat.S_ISDIR(files.lstat(child).st_mode):
                 continue
             seen = look(child, files)
-            if seen is not None:
+            if seen is not None and is_quarantined(name):
+                found.append(Found(path=child, state=QUARANTINED, error=seen.error))
+            elif seen is not None:
                 found.append(seen)
             elif recursive:
                 found += scan(child, files, recursive=True)
