@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError, NoSoundCheckpointError
+from asyncckpt.exchange import Meeting
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.paths import absolute_path
@@ -110,10 +111,7 @@ def restore_latest(
 
     Blocks: for the reads, of the slowest rank.
     """
-    directory = absolute_path(root)
-    return restore_first(
-        lambda: look(directory), directory, state_dict, quarantine=quarantine, rank_info=rank_info, **options
-    )
+    return restore_first(look, root, state_dict, quarantine=quarantine, rank_info=rank_info, **options)
 
 
 def look(root: str) -> list[Candidate]:
@@ -129,32 +127,34 @@ def look(root: str) -> list[Candidate]:
 
 
 def restore_first(
-    candidates: Callable[[], list[Candidate]],
-    root: str,
+    candidates: Callable[[str], list[Candidate]],
+    root: str | os.PathLike[str],
     state_dict: MutableMapping[Any, Any] | None,
     *,
     quarantine: bool,
     rank_info: RankInfo | None,
     timeout_s: float = ARRIVE_TIMEOUT_S,
+    meet: Callable[[], Meeting | None] = lambda: None,
     **options: Any,
 ) -> RestoredCheckpoint:
     """Load the first of several checkpoints that verifies; arguments and errors as `restore_latest` has them.
 
     Args:
-        candidates: Called on rank 0; returns what is to be tried, in this order.
-        root: Where they are, for messages; the same on all ranks.
-        state_dict, quarantine, rank_info, **options: See there.
+        candidates: Called on rank 0 with the absolute path of `root`; returns what is to be tried, in this order.
+        root, state_dict, quarantine, rank_info, **options: See there.
         timeout_s: How long `candidates` may take, and how long to wait for the last rank.
+        meet: Where several ranks meet that have no process group.
     """
     rank = find_rank_info(rank_info)
     options["map_location"] = options.pop("default_map_location", None)
     attempts = Attempts()
     reader = DefaultReader(rank_info=rank, attempts=attempts)
     skipped: list[tuple[Candidate, Broken]] = []
-    with ranks_that_restore(rank) as ranks:
+    with ranks_that_restore(rank, meet) as ranks:
         if type(quarantine) is not bool:
             raise ConfigError(f"quarantine={quarantine!r}: expected True or False", field="quarantine")
-        tried = ranks.same_candidates(root, candidates, timeout_s)
+        directory = absolute_path(root)
+        tried = ranks.same_candidates(directory, lambda: candidates(directory), timeout_s)
         for candidate in tried:
             loaded, broken = _tried(candidate, reader, attempts, state_dict, options, ranks)
             if broken is None:
@@ -162,7 +162,7 @@ def restore_first(
                 return _restored(candidate.path, attempts, loaded, skipped, moved)
             _log.warning("%s is broken and passed over: %s", candidate.path, broken.error)
             skipped.append((candidate, broken))
-    raise _none_left(root, skipped, is_touched=bool(attempts.touched))
+    raise _none_left(directory, skipped, is_touched=bool(attempts.touched))
 
 
 def _tried(

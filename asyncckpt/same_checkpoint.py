@@ -11,6 +11,7 @@ import msgpack
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import (
+    AsyncCkptError,
     ConfigError,
     CorruptCheckpointError,
     PlanTimeoutError,
@@ -26,7 +27,7 @@ from asyncckpt.storage.candidates import Candidate, is_broken
 TRY_TIMEOUT_S = 1800.0
 """For the slowest rank to load a checkpoint, or to find it broken; as torch.distributed has it for gloo."""
 
-_CALL = "restore_latest()"
+RESTORE = "restore_latest()"
 _SOUND, _BROKEN, _TOLD, _FAILED = "sound", "broken", "told", "failed"
 
 
@@ -203,28 +204,36 @@ class ManyRanks(Ranks):
         self._meeting.close()
 
 
-def ranks_that_restore(rank: RankInfo) -> Ranks:
+def ranks_that_restore(rank: RankInfo, meet: Callable[[], Meeting | None]) -> Ranks:
     """Return the ranks that must come to one checkpoint.
 
+    Args:
+        rank: This one.
+        meet: Where they meet if there is no process group of just these ranks; None: nowhere.
+
     Raises:
-        ConfigError: There are several, and no process group of just these: each for itself might take another one.
+        ConfigError: There are several, and they meet nowhere: each for itself might take another checkpoint.
         SharedLoadError: The process group's store is gone.
+        AsyncCkptError: What `meet` raises.
     """
     if rank.world_size == 1:
         return OneRank()
     exchange = find_exchange(rank)
-    if exchange is None:
+    try:
+        meeting = meet() if exchange is None else exchange.meet_next("restore", RESTORE)
+    except RuntimeError as error:
+        if isinstance(error, AsyncCkptError):
+            raise
+        text = f"the process group's store is gone: {error}"
+        raise SharedLoadError(text, detail=text) from error
+    if meeting is None:
         raise ConfigError(
             f"this is rank {rank.rank} of {rank.world_size}, and restore_latest() needs an initialised process group "
-            "of these ranks, so that all take the same checkpoint; for this process alone pass rank_info=RankInfo(0, 1)",
+            "of these, for all to take the same checkpoint; for this process alone pass rank_info=RankInfo(0, 1)",
             field="rank_info",
             value=repr(rank),
         )
-    try:
-        return ManyRanks(rank, exchange.meet_next("restore", _CALL))
-    except RuntimeError as error:
-        text = f"the process group's store is gone: {error}"
-        raise SharedLoadError(text, detail=text) from error
+    return ManyRanks(rank, meeting)
 
 
 def _outcome(error: Exception) -> _Outcome:
