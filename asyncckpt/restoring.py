@@ -111,7 +111,15 @@ def restore_latest(
 
     Blocks: for the reads, of the slowest rank.
     """
-    return restore_first(look, root, state_dict, quarantine=quarantine, rank_info=rank_info, **options)
+    return restore_first(
+        look,
+        root,
+        state_dict,
+        quarantine=quarantine,
+        rank_info=rank_info,
+        timeout_s=ARRIVE_TIMEOUT_S,
+        **options,
+    )
 
 
 def look(root: str) -> list[Candidate]:
@@ -133,7 +141,7 @@ def restore_first(
     *,
     quarantine: bool,
     rank_info: RankInfo | None,
-    timeout_s: float = ARRIVE_TIMEOUT_S,
+    timeout_s: float,
     meet: Callable[[], Meeting | None] = lambda: None,
     **options: Any,
 ) -> RestoredCheckpoint:
