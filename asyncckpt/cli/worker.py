@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "start":
         os.execv(sys.executable, [sys.executable, "-m", "asyncckpt_worker", *to_arguments(args)])
     named = args.endpoint or endpoint_from_environment()
-    endpoint = named or _default()
+    endpoint = named or default_of_this_user()
     try:
         report = status_of(endpoint)
     except WorkerUnavailableError as error:
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if gone else EXIT_FAILED
 
 
-def _default() -> str:
+def default_of_this_user() -> str:
+    """Return the endpoint at which trainer, worker and commands meet when none is named."""
     return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
 
 

@@ -30,7 +30,7 @@ _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)\Z"),
-    re.compile(r"(?:manifest|dcp-metadata)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
+    re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
 )
 
 
@@ -128,6 +128,16 @@ def quarantined_name(name: str, number: int) -> str:
 def is_quarantined(name: str) -> bool:
     """Whether a directory's name is one that `quarantined_name` makes."""
     return _QUARANTINED.match(name) is not None
+
+
+def temporary_tombstone_name(save_id: SaveId) -> str:
+    """Return the name under which a tombstone is written: not that of a manifest, which its save might still link."""
+    return f"tombstone.{save_id}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether the file called `name`, of a save, is one that is given another name at its commit."""
+    return name.endswith(".tmp") and owner_of(name) is not None
 
 
 def owner_of(name: str) -> SaveId | None:

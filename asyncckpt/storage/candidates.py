@@ -13,7 +13,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import SaveId, owner_of
 from asyncckpt.format.steps import lineage_key
-from asyncckpt.storage.catalog import INCOMPLETE, QUARANTINED, Found, scan
+from asyncckpt.storage.catalog import ABANDONED, INCOMPLETE, QUARANTINED, Found, scan
 from asyncckpt.storage.files import Files
 
 _LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
@@ -64,7 +64,7 @@ def _order(candidate: Candidate) -> tuple[int, tuple[int, int, str]]:
 def _candidate(found: Found, files: Files) -> Candidate | None:
     if found.manifest is not None:
         return Candidate(path=found.path, save_id=found.manifest.save_id, step=found.manifest.step)
-    if found.state in (INCOMPLETE, QUARANTINED):
+    if found.state in (INCOMPLETE, ABANDONED, QUARANTINED):
         return None
     try:
         owners = [owner for name in files.listdir(found.path) if (owner := owner_of(name)) is not None]

@@ -20,12 +20,14 @@ from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, 
 from asyncckpt.format.steps import newest
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, named, read_small_file
+from asyncckpt.storage.standing import tombstone_at
 
 COMMITTED = "committed"
 INCOMPLETE = "incomplete"
 CORRUPT = "corrupt"
 UNSUPPORTED = "unsupported"
 UNREADABLE = "unreadable"
+ABANDONED = "abandoned"
 QUARANTINED = "quarantined"
 _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, UnsupportedFormatError: UNSUPPORTED}
 
@@ -37,8 +39,8 @@ class Found:
     Attributes:
         path: Its directory.
         state: `committed`: a valid manifest stands. `incomplete`: files of ours without one. `corrupt`: a damaged
-            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused. `quarantined`: put aside
-            as broken, whatever it is.
+            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused. `abandoned`: a tombstone
+            stands. `quarantined`: put aside as broken, whatever it is.
         manifest: Of a committed one.
         error: Why it is none.
     """
@@ -103,7 +105,8 @@ def look(path: str, files: Files) -> Found | None:
         if MANIFEST_NAME in names:
             return Found(path=path, state=COMMITTED, manifest=read_manifest(path, files))
     except CheckpointNotCommittedError as error:
-        return Found(path=path, state=INCOMPLETE, error=error)
+        state = ABANDONED if tombstone_at(path, files) is not None else INCOMPLETE
+        return Found(path=path, state=state, error=error)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (CorruptCheckpointError, UnsupportedFormatError, OSError) as error:
@@ -189,7 +192,8 @@ def _largest_epoch(directory: str, files: Files) -> int:
         if MANIFEST_NAME in names:
             epochs.append(read_manifest(directory, files).save_id.epoch)
     except CheckpointNotCommittedError:
-        pass
+        tombstone = tombstone_at(directory, files)
+        epochs += [] if tombstone is None else [tombstone.save_id.epoch]
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
         return 0
     except (CorruptCheckpointError, UnsupportedFormatError):
