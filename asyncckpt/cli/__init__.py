@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from asyncckpt import __version__
-from asyncckpt.cli import convert, demo, diff, gc, inspect, ls, run, verify, worker
+from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, verify, worker
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of
 from asyncckpt.errors import AsyncCkptError
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "diff": diff,
     "convert": convert,
     "gc": gc,
+    "doctor": doctor,
     "worker": worker,
 }
 

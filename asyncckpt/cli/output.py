@@ -14,6 +14,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
     WorkerUnavailableError,
 )
+from asyncckpt.sizes import human as human
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -34,15 +35,6 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, UnsupportedFormatError):
         return EXIT_FAILED
     return EXIT_NOT_FOUND if isinstance(error, (CheckpointNotFoundError, FileNotFoundError)) else EXIT_FAILED
-
-
-def human(nbytes: float) -> str:
-    """Return a size in decimal units, three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
 
 
 def print_json(value: Any) -> None:
