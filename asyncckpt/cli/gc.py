@@ -9,11 +9,12 @@ import time
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, human, print_json, print_table
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
 from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import CheckpointNotFoundError, WorkerUnavailableError
 from asyncckpt.protocol.lifecycle import ENDED
+from asyncckpt.sizes import human
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage.collecting import Collected, collect
 from asyncckpt.storage.files import Files

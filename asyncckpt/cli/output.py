@@ -14,7 +14,6 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
     WorkerUnavailableError,
 )
-from asyncckpt.sizes import human as human
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -10,10 +10,11 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, human, print_json
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.foreign.kinds import OURS
 from asyncckpt.foreign.verification import verify_any
+from asyncckpt.sizes import human
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.candidates import candidates_in, is_broken
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED

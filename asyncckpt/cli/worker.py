@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, human, print_json, print_table
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
+from asyncckpt.sizes import human
 
 HELP = "start the worker, ask for its status, drain it or stop it"
 EXAMPLE = "asyncckpt worker status --json"

@@ -1,4 +1,4 @@
-"""What a file system can do, tried out: writing past the page cache, flushing, and the calls by which a save commits."""
+"""What a file system can do, tried out: writing past the page cache, flushing, the calls by which a save commits."""
 
 from __future__ import annotations
 
