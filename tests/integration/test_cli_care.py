@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from real_worker import RealWorker
 from storage_samples import flip_byte, shard_paths
+from torch_free_client import Client, Snapshot, new_save_id
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer, cli
 from asyncckpt.errors import CheckpointNotCommittedError
+from asyncckpt.protocol.lifecycle import DURABLE
 
 STATE = {"w": torch.arange(50_000.0), "n": 1}
 
@@ -163,6 +166,28 @@ def test_a_worker_replaces_a_tombstone_and_gc_knows_that_it_answers(
     code, found = run_json(capsys, "gc", root, "--endpoint", worker.endpoint)
     assert (code, found["worker"], found["found"]) == (0, worker.endpoint, [])
     assert asyncckpt.restore_latest(root).step == 9
+
+
+def test_gc_leaves_alone_what_a_living_worker_writes_whatever_its_age(
+    root: Path, worker: RealWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, save_id = root / "under-way", new_save_id(epoch=7)
+    with Client(worker.endpoint, rank=0, world_size=2) as client:  # the other rank never comes
+        client.hello()
+        snapshot = Snapshot()
+        slot = client.allocate(snapshot.slot_nbytes())
+        client.stage(slot, snapshot, save_id, str(path), commit_timeout_s=30.0)
+        client.submit(slot, save_id)
+        client.wait(save_id, frozenset({DURABLE}))
+        before = sorted(os.listdir(path))
+        code, found = run_json(capsys, "gc", root, "--delete", "--older-than", "0", "--endpoint", worker.endpoint)
+        rows = {row["path"]: row for row in found["found"]}
+        assert code == 0 and rows[str(path)]["action"] == "kept" and "worker" in rows[str(path)]["why"]
+        assert sorted(os.listdir(path)) == before and rows[str(root / "attempt")]["action"] == "removed"
+        worker.signal(signal.SIGKILL)  # else it would wait for the other rank
+    worker.wait_gone()
+    found = run_json(capsys, "gc", root, "--delete", "--older-than", "0")[1]["found"]
+    assert [(row["path"], row["action"]) for row in found] == [(str(path), "removed")]
 
 
 # ---- verify --newest ------------------------------------------------------------------------------------------------
