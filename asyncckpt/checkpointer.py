@@ -54,6 +54,8 @@ def refuse_unknown(kw: Mapping[str, Any]) -> None:
 
 def _save_path(path: str | os.PathLike[str]) -> str:
     directory = absolute_path(path)
+    if directory == os.path.dirname(directory):
+        raise UnsupportedPathError("/ is no place for a checkpoint: every other one would lie in it", path=directory)
     if is_quarantined(os.path.basename(directory)):
         raise UnsupportedPathError(
             f"{directory} has the name of a broken checkpoint that was put aside, which nobody lists; save elsewhere",

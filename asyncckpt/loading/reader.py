@@ -18,8 +18,9 @@ from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.filling import Filler
 from asyncckpt.loading.fresh import Fresh
+from asyncckpt.loading.key_names import KeyMap, missing_hint
 from asyncckpt.loading.map_location import MapLocation
-from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
+from asyncckpt.loading.matching import Matches, match
 from asyncckpt.loading.overwritten import Attempts, read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
@@ -249,7 +250,7 @@ class _Load:
         """`in_vain`: not one of the keys that were asked for is there, which nobody can have meant."""
         if not missing:
             return
-        hint = prefix_hint(missing, self._saved.leaves)
+        hint = missing_hint(missing, self._saved.leaves, self._options.key_map)
         if self._options.strict or in_vain:
             names = "\n  ".join(missing)
             raise MissingKeysError(

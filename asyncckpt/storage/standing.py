@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.format.tombstone import Tombstone, decode_tombstone
 from asyncckpt.storage.dcp_commit import is_finished
@@ -150,3 +150,23 @@ def refuse_inside(path: str, save_id: SaveId, files: Files) -> None:
             save_id=str(save_id),
             existing_save_id=existing,
         )
+
+
+def refuse_around(path: str, save_id: SaveId, files: Files) -> None:
+    """Raise when a directory in `path` is a committed checkpoint: beside a manifest above it, nobody would look for it.
+
+    Raises:
+        CheckpointExistsError: Naming the inner one.
+        OSError: `path` cannot be listed.
+    """
+    for name in files.listdir(path):
+        standing = None if owner_of(name) is not None else standing_at(os.path.join(path, name), files)
+        if standing is not None:
+            inner = os.path.join(path, name)
+            raise CheckpointExistsError(
+                f"cannot save to {path}: the committed checkpoint {inner} (save {standing.save_id}) lies in it, and "
+                f"would be listed no more; save beside that one, to {os.path.join(path, 'NAME')}",
+                path=path,
+                save_id=str(save_id),
+                existing_save_id=str(standing.save_id),
+            )
