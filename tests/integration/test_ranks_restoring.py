@@ -13,11 +13,13 @@ import pytest
 import rank_processes
 import torch
 import torch.distributed as dist
+from real_worker import RealWorker
 from storage_samples import flip_byte, shard_paths
 
 import asyncckpt
 from asyncckpt import restoring
 from asyncckpt.config import RankInfo
+from asyncckpt.errors import PlanTimeoutError
 
 ROWS = 400
 
@@ -49,9 +51,10 @@ def restore(rank: int, root: str, **options: Any) -> dict[str, Any]:
 def _absent(rank: int, root: str) -> dict[str, Any]:
     said = {}
     if rank == 0:
-        restoring.ARRIVE_TIMEOUT_S, before = 1.0, restoring.ARRIVE_TIMEOUT_S
-        said = restore(rank, root)
-        restoring.ARRIVE_TIMEOUT_S = before
+        began = time.monotonic()
+        with asyncckpt.SyncCheckpointer() as checkpointer, pytest.raises(PlanTimeoutError) as caught:
+            checkpointer.restore_latest(root, timeout_s=1.0)
+        said = {"missing": caught.value.missing_ranks, "seconds": time.monotonic() - began}
     dist.barrier()
     return said
 
@@ -91,7 +94,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpointer.save({"rows": torch.full((ROWS, 500), float(step)), "step": step}, base / "one" / f"s{step}")
     for name in SCENARIOS:
         shutil.copytree(base / "one", base / name)
-    for name in ("half", "shared", "checkpointer"):
+    shutil.copytree(base / "one", base / "worker")
+    for name in ("half", "shared", "checkpointer", "worker"):
         break_last_rows(base / name / "s20")
     for name in ("s10", "s20"):
         break_last_rows(base / "none" / name)
@@ -151,7 +155,7 @@ def test_ranks_that_restore_from_different_directories_are_told_so(said: Said) -
 
 
 def test_a_rank_that_does_not_come_is_named_in_time_and_the_next_call_works(said: Said) -> None:
-    assert said[0]["absent"]["error"] == "PlanTimeoutError" and "[1]" in said[0]["absent"]["text"]
+    assert said[0]["absent"]["missing"] == [1]
     assert said[0]["absent"]["seconds"] < 20 and said[1]["sound"]["path"] == "s20"
 
 
@@ -173,3 +177,15 @@ def test_a_rank_that_dies_while_it_reads_ends_it_on_the_other(base: Path) -> Non
     with rank_processes.running(2, _dies, str(base / "sound")) as ranks:
         found = ranks.receive(0)
     assert found["error"] == "SharedLoadError" and found["seconds"] < 20
+
+
+def _without_group(rank: int, root: str) -> tuple[str, int]:
+    with asyncckpt.AsyncCheckpointer() as checkpointer:
+        found = checkpointer.restore_latest(root, target(rank))
+        return os.path.basename(found.path), len(found.skipped)
+
+
+def test_ranks_without_a_process_group_agree_through_their_worker(base: Path, shared_worker: RealWorker) -> None:
+    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    found = rank_processes.run(2, _without_group, str(base / "worker"), group=False, environ=environ)
+    assert found == [("s10", 1), ("s10", 1)]
