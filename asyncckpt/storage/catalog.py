@@ -130,8 +130,9 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
     """
     names = files.listdir(root)
     here = look(root, files)
-    if here is not None:
+    if here is not None and (here.state != CORRUPT or any(map(owner_of, names))):
         return [here]
+    # What is called manifest.json there is somebody else's, or all that is left of a checkpoint.
     found: list[Found] = []
     for name in sorted(names):
         child = os.path.join(root, name)
@@ -147,7 +148,7 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
                 found += scan(child, files, recursive=True)
         except FileNotFoundError:  # removed meanwhile
             continue
-    return found
+    return found or ([here] if here is not None else [])
 
 
 def next_epoch_beside(path: str, files: Files) -> int:

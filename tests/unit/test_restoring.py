@@ -304,6 +304,11 @@ def test_candidates_are_the_newest_first_and_a_damaged_manifest_counts_by_its_fi
     assert found[1].save_id is not None and found[1].save_id.sequence == 1
 
 
+def test_somebody_else_s_manifest_beside_the_checkpoints_hides_none(root: Path) -> None:
+    (root / "manifest.json").write_text('{"name": "an app"}')
+    assert asyncckpt.latest_checkpoint(root) == str(root / "s30") == asyncckpt.restore_latest(root).path
+
+
 def test_a_checkpointer_restores_too(root: Path) -> None:
     damage(root / "s30", "last byte of the data")
     with asyncckpt.SyncCheckpointer() as checkpointer:
