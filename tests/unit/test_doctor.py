@@ -48,6 +48,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, capsys.readouterr().out
 
 
+@pytest.fixture(autouse=True)
+def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "MAX_WRITE_NBYTES", probes.CHUNK_NBYTES)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,17 @@ def state(step: int, *more: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sample = tmp_path_factory.mktemp("sample")
+    save(sample, *(state(step) for step in (10, 20, 30)))
+    return sample
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
+def root(tmp_path: Path, sample: Path) -> Path:
     """Three checkpoints: steps 10, 20, 30."""
-    save(tmp_path, *(state(step) for step in (10, 20, 30)))
-    yield tmp_path
+    return Path(shutil.copytree(sample, tmp_path, dirs_exist_ok=True))
 
 
 def save(root: Path, *states: dict[str, Any], **fields: Any) -> None:
