@@ -315,12 +315,10 @@ TARGETS: dict[str, Target] = {
     "samples": Target(_refusals(decode_samples, ValueError, TypeError, KeyError), _samples),
     "slot": Target(_refusals(_slot), _slots),
     "change": Target(_refusals(Change.decode), lambda: [Change(contributions={}, per_rank=("a", "b")).encode()]),
-    "pickle": Target(_refusals(lambda data: unpickle_data(data, KNOWN, storage_of)), _pickles),
+    "pickle": Target(_refusals(lambda data: unpickle_data(data, KNOWN, storage_of), ValueError), _pickles),
     "torch-file": Target(_refusals(_foreign("torch.pt")), _stock_seeds("torch.pt")),
     "torch-legacy": Target(_refusals(_foreign("legacy.pt")), _stock_seeds("legacy.pt")),
-    "safetensors-file": Target(
-        _refusals(_foreign("model.safetensors")), _golden("format-v1-ranks/*.safetensors")
-    ),
+    "safetensors-file": Target(_refusals(_foreign("model.safetensors")), _golden("format-v1-ranks/*.safetensors")),
     "hf-index": Target(
         _refusals(_foreign("hf/model.safetensors.index.json")), _stock_seeds("hf/model.safetensors.index.json")
     ),
