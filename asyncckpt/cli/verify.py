@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, human, print_json
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, human, print_json, say
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.kinds import OURS
 from asyncckpt.foreign.verification import verify_any
@@ -91,13 +91,13 @@ def _print(row: dict[str, Any], fast: bool) -> None:
     if row["state"] == OK:
         if row["kind"] != OURS:
             depth = row["unchecked"] or f"{human(row['read_nbytes'])} compared with their CRC-32"
-            print(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
+            say(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
             return
         depth = "sizes and indexes" if fast else f"{human(row['read_nbytes'])} compared"
-        print(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
+        say(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
         return
-    print(f"{row['path']}: {row['state'].upper()}")
+    say(f"{row['path']}: {row['state'].upper()}")
     for fault in row["faults"][:MAX_SHOWN]:
-        print(f"  {fault['message']}")
+        say(f"  {fault['message']}")
     if len(row["faults"]) > MAX_SHOWN:
-        print(f"  and {len(row['faults']) - MAX_SHOWN} more")
+        say(f"  and {len(row['faults']) - MAX_SHOWN} more")
