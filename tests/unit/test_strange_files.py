@@ -17,11 +17,13 @@ import zipfile
 from collections.abc import Callable, Iterator
 
 import foreign_samples
+import msgpack
 import pytest
 import torch
+from test_loading_hostile import reseal
 
 import asyncckpt
-from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, InsufficientMemoryError, UnsupportedFormatError
 from asyncckpt.format.objects import decode_objects
 from asyncckpt.storage.catalog import next_epoch_beside, scan
 from asyncckpt.storage.files import Files
@@ -244,6 +246,46 @@ def test_dcp_metadata_with_absurd_places_are_refused(
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(CorruptCheckpointError):
             asyncckpt.load(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("numel", "error"),
+    [(1 << 38, InsufficientMemoryError), (1 << 60, CorruptCheckpointError), (1 << 61, CorruptCheckpointError)],
+)
+def test_a_tensor_that_no_memory_holds_is_an_error_of_ours(
+    tmp_path: pathlib.Path, numel: int, error: type[AsyncCkptError]
+) -> None:
+    pytest.importorskip("numpy")
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    foreign_samples.save_dcp({"a": torch.arange(6.0)}, tmp_path / "d")
+    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    size = torch.Size([numel])
+    metadata.state_dict_metadata["a"].size = size
+    metadata.state_dict_metadata["a"].chunks = [ChunkStorageMetadata(offsets=torch.Size([0]), sizes=size)]
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(error):
+        asyncckpt.load(tmp_path / "d")
+    with pytest.raises(error), asyncckpt.open_checkpoint(tmp_path / "d") as found:
+        found.tensor("a")
+
+
+def test_a_checkpoint_of_ours_whose_shard_is_a_hole_of_terabytes_is_an_error_of_ours(tmp_path: pathlib.Path) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({"a": torch.zeros(2048)}, tmp_path / "c")
+    shard, index_path = next((tmp_path / "c").glob("*.safetensors")), next((tmp_path / "c").glob("*.index"))
+    nbytes = 1 << 40
+    index = msgpack.unpackb(index_path.read_bytes())
+    structure = msgpack.unpackb(index["structure"])
+    offset = structure["tensors"][0][3][0][1]
+    structure["tensors"][0][2], structure["tensors"][0][3][0][2] = [(nbytes - offset) // 4], nbytes - offset
+    structure["parts"] = [nbytes]
+    index["structure"], index["block_nbytes"] = msgpack.packb(structure), 64 << 20
+    index["shards"][0][1:] = [nbytes, bytes(8 * (nbytes // (64 << 20)))]
+    reseal(tmp_path / "c", msgpack.packb(index))
+    os.truncate(shard, nbytes)
+    with pytest.raises((InsufficientMemoryError, CorruptCheckpointError)):
+        asyncckpt.load(tmp_path / "c")
 
 
 OBJECT_BOMBS = {
