@@ -250,7 +250,7 @@ def test_dcp_metadata_with_absurd_places_are_refused(
 
 @pytest.mark.parametrize(
     ("numel", "error"),
-    [(1 << 38, InsufficientMemoryError), (1 << 60, CorruptCheckpointError), (1 << 61, CorruptCheckpointError)],
+    [(1 << 38, InsufficientMemoryError), (1 << 60, InsufficientMemoryError), (1 << 61, CorruptCheckpointError)],
 )
 def test_a_tensor_that_no_memory_holds_is_an_error_of_ours(
     tmp_path: pathlib.Path, numel: int, error: type[AsyncCkptError]
