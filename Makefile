@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes fuzz mutants wheel-check bench clean
+.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu bench-compare clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -22,6 +22,9 @@ help:
 	@echo "make mutants       known bugs put in on purpose, and the tests that catch them"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
+	@echo "make bench-quick   the main ratios beside those of the last result file"
+	@echo "make bench-compare ours and the peers, side by side"
+	@echo "make bench-gpu     the tests and measurements that need a GPU"
 
 # Two levels, so that the demo waits for no tool that it does not use. .dev includes .core.
 .venv/.core: $(INPUTS)
@@ -64,6 +67,8 @@ test-matrix: .venv/.dev
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault
 	ASYNCCKPT_TEST_SCHEDULES=300 .venv/bin/python -m pytest --timeout 900 tests/unit/test_workers_simulation.py
+	ASYNCCKPT_TEST_MUTATIONS=5000 .venv/bin/python -m pytest --timeout 900 tests/unit/test_fuzzing.py
+	ASYNCCKPT_TEST_MESSAGES=100000 .venv/bin/python -m pytest --timeout 900 tests/integration/test_worker_fuzzing.py
 
 test-nodes: .venv/.dev
 	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
@@ -85,6 +90,19 @@ wheel-check: .venv/.dev
 
 bench: .venv/.dev
 	.venv/bin/python -m benchmarks
+
+bench-quick: .venv/.dev
+	.venv/bin/python -m benchmarks.quick
+
+bench-compare: .venv/.dev
+	.venv/bin/$(PIP) -e '.[dev,peers]'
+	for state in gpt small large; do .venv/bin/python -m benchmarks.compare --state $$state; done
+	.venv/bin/python -m benchmarks.chart
+	.venv/bin/python -m benchmarks.table
+
+bench-gpu: .venv/.dev
+	.venv/bin/python -m pytest -m "gpu or not gpu" tests/gpu
+	.venv/bin/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .venv-core build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
