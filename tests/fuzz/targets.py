@@ -230,7 +230,7 @@ def _slots() -> list[bytes]:
 
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="ackpt-fuzz-")
+    return tempfile.TemporaryDirectory(prefix="fuzzed-")
 
 
 def _foreign(name: str) -> Callable[[bytes], None]:

@@ -234,7 +234,7 @@ def main() -> int:
         print(f"{len(mutants) - len(broken)} of {len(mutants)} patches apply", file=sys.stderr)
         return 1 if broken else 0
     found: dict[str, tuple[Mutant, list[str], float]] = {}
-    with tempfile.TemporaryDirectory(prefix="ackpt-mutants-") as directory:
+    with tempfile.TemporaryDirectory(prefix="mutants-of-") as directory:
         copy = Copy(directory)
         sound, seconds, said = copy.run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
         if sound:

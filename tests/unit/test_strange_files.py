@@ -57,6 +57,8 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """Checkpoints of other formats, by their own tools."""
+    pytest.importorskip("numpy")
+    pytest.importorskip("safetensors")
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("theirs")
     return {kind: foreign_samples.write(kind, root) for kind in foreign_samples.KINDS}
@@ -219,7 +221,6 @@ def test_a_file_that_promises_the_sky_is_refused_in_little_memory_and_time(name:
 def test_dcp_metadata_that_names_files_elsewhere_read_nothing_there(
     theirs: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    pytest.importorskip("numpy")
     for n, name in enumerate(("../away/__0_0.distcp", "/dev/zero", "a\0b", "", ".", "..", "x" * 5000)):
         path = tmp_path / f"d{n}"
         shutil.copytree(theirs["dcp"], path)
@@ -237,7 +238,6 @@ def test_dcp_metadata_that_names_files_elsewhere_read_nothing_there(
 def test_dcp_metadata_with_absurd_places_are_refused(
     theirs: dict[str, pathlib.Path], tmp_path: pathlib.Path, offset: int
 ) -> None:
-    pytest.importorskip("numpy")
     shutil.copytree(theirs["dcp"], tmp_path / "d")
     metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
     for name in ("offset", "length"):
