@@ -10,7 +10,7 @@ A patch in this directory is a header, an empty line, and a diff without line nu
 
     --- asyncckpt/storage/shard_writer.py
     @@
-     what must be there, once in the file
+     what must be there, once in the file, however far it is indented
     -what goes
     +what comes
 
@@ -70,13 +70,24 @@ class Mutant:
                 text = (root / path).read_text()
             except OSError as error:
                 raise PatchError(f"{self.name}: {path}: {error.strerror}") from error
-            for old, new in pairs:
-                if text.count(old) != 1:
-                    raise PatchError(f"{self.name}: {path}: found {text.count(old)} times, expected once:\n{old}")
-                text = text.replace(old, new)
+            for pair in pairs:
+                moved = (tuple(_indented(part, by) for part in pair) for by in (0, -4, 4, -8, 8))
+                fitting = next((both for both in moved if text.count(both[0]) == 1), None)
+                if fitting is None:
+                    count = text.count(pair[0])
+                    raise PatchError(f"{self.name}: {path}: found {count} times, expected once:\n{pair[0]}")
+                text = text.replace(*fitting)
             compile(text, path, "exec")
             found[path] = text
         return found
+
+
+def _indented(text: str, by: int) -> str:
+    """Return lines moved to the right, or left: what is found stays what it is in another block."""
+    if by < 0 and any(line.strip() and not line.startswith(" " * -by) for line in text.splitlines()):
+        return "\0"
+    lines = text.splitlines(keepends=True)
+    return "".join(line if not line.strip() else " " * by + line if by > 0 else line[-by:] for line in lines)
 
 
 def parsed(path: pathlib.Path) -> Mutant:
