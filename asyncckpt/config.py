@@ -73,7 +73,8 @@ class CheckpointerConfig:
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
         replicated: "check" compares tensors that several ranks hold under one name, whole in the first save and by a
-            rotating sample in every later one; "assume" takes them for equal.
+            rotating sample in every later one; "assume" takes them for equal: large ones are split over the ranks all
+            the same, so that where they differ after all a checkpoint is mixed from what several ranks hold.
         plan_timeout_s: How long the first save waits for the other ranks.
         hook_timeout_s: How long a commit waits for the `pre_commit` hooks of all ranks.
         commit_timeout_s: A save that some rank has not staged so long after the first one ends on all of them, with

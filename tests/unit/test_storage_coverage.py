@@ -9,6 +9,7 @@ import time
 import pytest
 
 from asyncckpt.storage.coverage import Box, coverage_fault
+from asyncckpt.storage.holes import located_fault
 
 
 def partition(rng: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Box]:
@@ -100,6 +101,7 @@ def test_boxes_that_were_thought_up_to_be_compared_with_each_other_are_refused_a
     shape = (10**6, side, n // side) if is_whole else (2 * 10**6, side, n // side)
     started = time.process_time()
     assert coverage_fault(shape, boxes) is not None
+    assert located_fault(shape, boxes, [0] * n) is not None
     assert coverage_fault((4000, 4000), stairs(4000)) is not None
     assert time.process_time() - started < 10
 
