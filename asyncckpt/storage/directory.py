@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Sequence
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import MODE_DIRECTORY, Files, apply_mode, fsync_directory, opened
 from asyncckpt.storage.standing import exists, refuse_inside, refuse_standing
@@ -40,6 +41,7 @@ def prepare_directory(
         standing = refuse_standing(path, save_id, files, overwrite=overwrite)
         if standing is not None and standing.save_id == save_id:
             raise exists(path, save_id, standing, overwrite=overwrite)
+        reach("directory: made")
     except BaseException:
         remove_made(made, files)
         raise
