@@ -51,7 +51,7 @@ def main(endpoint: str, root: pathlib.Path, saves: int, every: int, kill_every: 
     written = failed = 0
     slowest_s = 0.0
     with AsyncCheckpointer(**fields) as checkpointer:
-        pid = 0
+        pid, due, serving = 0, False, checkpointer._process.endpoint  # type: ignore[attr-defined]
         for n in range(saves):
             state["w"].add_(1)
             state["step"] = n
@@ -65,9 +65,10 @@ def main(endpoint: str, root: pathlib.Path, saves: int, every: int, kill_every: 
             assert error is None or isinstance(error, AsyncCkptError), error
             written, failed = written + (error is None), failed + (error is not None)
             shutil.rmtree(root / f"step-{n - KEPT}", ignore_errors=True)
-            if n % every == every - 1:
-                pid = pid or worker_pid(checkpointer)
-                sample = {"n": n + 1, "trainer": held(os.getpid()), "worker": held(pid)}
+            due = due or n % every == every - 1
+            if due and error is None:  # else there may be no worker until the next save
+                pid, due = pid or worker_pid(checkpointer), False
+                sample = {"endpoint": serving, "n": n + 1, "trainer": held(os.getpid()), "worker": held(pid)}
                 print(json.dumps({**sample, "written": written, "failed": failed, "slowest_s": slowest_s}), flush=True)
 
 

@@ -13,7 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -45,7 +45,9 @@ def test_kills_at_random_instants_lose_nothing_that_was_promised(
     tmp_path: pathlib.Path,
     rng: random.Random,
     kind: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    record_property("count", KILLS)
     assert nursery.stdin and nursery.stdout
     listed = promised = 0
     for kill in range(KILLS):

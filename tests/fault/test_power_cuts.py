@@ -41,6 +41,12 @@ def worker(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
+@pytest.fixture
+def counted(record_property: Callable[[str, object], None]) -> None:
+    """Say in the summary how many cuts there were."""
+    record_property("count", CUTS)
+
+
 def save_on(
     saver: Saver,
     root: pathlib.Path,
@@ -94,7 +100,12 @@ def fault_of_values(path: pathlib.Path, snapshot: Snapshot) -> str:
 
 @pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
 def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
-    worker: subprocess.Popen[bytes], endpoint: str, tmp_path: pathlib.Path, rng: random.Random, over: bool
+    worker: subprocess.Popen[bytes],
+    endpoint: str,
+    tmp_path: pathlib.Path,
+    rng: random.Random,
+    over: bool,
+    counted: None,
 ) -> None:
     mounts.make_ext4(tmp_path / "empty", DISK_NBYTES)
     image, mountpoint = tmp_path / "image", tmp_path / "disk"
@@ -156,7 +167,12 @@ def faults_of_states(
 
 @pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
 def test_every_state_in_which_a_recorded_device_may_be_after_a_cut_holds_what_was_acknowledged(
-    worker: subprocess.Popen[bytes], endpoint: str, tmp_path: pathlib.Path, rng: random.Random, over: bool
+    worker: subprocess.Popen[bytes],
+    endpoint: str,
+    tmp_path: pathlib.Path,
+    rng: random.Random,
+    over: bool,
+    counted: None,
 ) -> None:
     faults, acknowledged = faults_of_states(endpoint, tmp_path, rng, over=over)
     assert faults == []
