@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,3 +106,33 @@ def test_a_hundred_dead_workers_leave_the_trainer_as_it_was(
     assert grown(samples, "trainer", "fds") <= 1
     assert grown(samples, "trainer", "threads") <= 1
     assert grown(samples, "trainer", "slots") <= 1
+
+
+def test_trainer_and_worker_that_are_stopped_and_continued_go_on_as_if_nothing_had_been(
+    endpoint: str, tmp_path: pathlib.Path, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    """SIGSTOP for less than `worker_timeout_s`: a debugger, a checkpointed container, a machine that swaps."""
+    saves, stops = 60, 20
+    record_property("count", stops)
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.soaking", endpoint, str(tmp_path), str(saves), "5", "0"]
+    with (
+        worker_process(endpoint) as worker,
+        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer,
+    ):
+        assert trainer.stdout
+        lines = [trainer.stdout.readline()]
+        for _ in range(stops):
+            for victim in rng.sample([trainer, worker], rng.choice([1, 2])):
+                if victim.poll() is None:
+                    victim.send_signal(signal.SIGSTOP)
+            time.sleep(rng.uniform(0.0, 0.2))
+            for victim in (trainer, worker):
+                victim.send_signal(signal.SIGCONT)
+            time.sleep(rng.uniform(0.0, 0.05))
+        lines += trainer.stdout.read().splitlines()
+        assert trainer.wait(60) == 0
+        assert worker.poll() is None
+    assert json.loads(lines[-1])["written"] == saves
+    newest = asyncckpt.latest_checkpoint(tmp_path)
+    assert newest is not None and asyncckpt.load(newest)["step"] == saves - 1
