@@ -44,7 +44,7 @@ from asyncckpt.storage.verification import verify_checkpoint
 from asyncckpt.sync_writer import SyncWriter
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.daemon import Daemon
-from tests.failing_process import At, fail, kill
+from tests.failing_process import ACTIONS, At, fail, kill
 from tests.storage_samples import RecordingFiles, failing
 from tests.torch_free_client import Client, Snapshot
 
@@ -353,7 +353,7 @@ def test_an_error_or_a_wait_in_trainer_or_worker_costs_one_save_at_most(
     with serving(endpoint), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
         for n, point in enumerate([*TRAINER_POINTS, *WORKER_POINTS]):
             slots_are_made = point == "worker: slot asked for"
-            path, observer = tmp_path / f"{n}", At(point, fail if action == "raise" else lambda: None)
+            path, observer = tmp_path / f"{n}", At(point, ACTIONS[action])
             with contextlib.ExitStack() as stack:
                 stack.enter_context(observed(observer))
                 user = stack.enter_context(AsyncCheckpointer(endpoint=endpoint)) if slots_are_made else checkpointer

@@ -161,6 +161,8 @@ def faults_of_states(
                 others = [str(path) for path in (root / "below").iterdir()] if (root / "below").exists() else []
                 found = violations(wanted, others)
         faults += [f"in front of entry {position} of {len(entries)}, after {len(done)} saves: {f}" for f in found]
+    log.unlink()
+    image.unlink()
     print(f"{CUTS} states of {len(entries)} entries, {acknowledged} acknowledged saves looked at")
     return faults, acknowledged
 
