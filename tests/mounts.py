@@ -25,14 +25,21 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def ran(*command: str) -> str:
-    """Run a command and return what it prints; a test that cannot have it is skipped with the reason."""
+_mounted: set[str] = set()
+"""File systems of which this process has seen that they can be mounted: a later failure is one."""
+
+
+def ran(*command: str, must: bool = False) -> str:
+    """Run a command and return what it prints; a test that cannot have it is skipped, unless it `must` work."""
     try:
         done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
     except FileNotFoundError:
         pytest.skip(f"{command[0]} is not installed")
     if done.returncode:
-        pytest.skip(f"{' '.join(command[:3])}: {done.stderr.strip()}")
+        text = f"{' '.join(command)}: {done.stderr.strip()}"
+        if must:
+            pytest.fail(text)
+        pytest.skip(text)
     return done.stdout
 
 
@@ -66,9 +73,20 @@ def make_ext4(image: pathlib.Path, nbytes: int) -> None:
 def loop_mounted(image: pathlib.Path, path: pathlib.Path, options: str = "") -> Iterator[pathlib.Path]:
     """Mount a file system that lies in a file."""
     path.mkdir(exist_ok=True)
-    device = ran("losetup", "--find", "--show", str(image)).strip()
+    must = "ext4" in _mounted
+    device = ran("losetup", "--find", "--show", str(image), must=must).strip()
     try:
-        ran("mount", "-t", "ext4", "-o", f"nodiscard,errors=continue,{options}".rstrip(","), device, str(path))
+        ran(
+            "mount",
+            "-t",
+            "ext4",
+            "-o",
+            f"nodiscard,errors=continue,{options}".rstrip(","),
+            device,
+            str(path),
+            must=must,
+        )
+        _mounted.add("ext4")
         try:
             yield path
         finally:

@@ -47,7 +47,7 @@ class Saver:
         open: Paths of saves whose end was never told.
     """
 
-    def __init__(self, endpoint: str, *, nbytes: int = 300_000, timeout_s: float = 10.0) -> None:
+    def __init__(self, endpoint: str, *, nbytes: int = 300_000, timeout_s: float = 30.0) -> None:
         self.client = Client(endpoint, timeout_s=timeout_s)
         self.nbytes = nbytes
         self.acknowledged: dict[str, Snapshot] = {}
@@ -56,7 +56,13 @@ class Saver:
         self._slots: list[ClientSlot] = []
 
     def __enter__(self) -> Saver:
-        self.client.hello()
+        kept, self.client.timeout_s = self.client.timeout_s, 60.0  # a worker that is starting on a busy machine
+        try:
+            self.client.hello()
+        except BaseException:
+            self.client.close()
+            raise
+        self.client.timeout_s = kept
         return self
 
     def __exit__(self, *_: object) -> None:
