@@ -69,12 +69,22 @@ def make_ext4(image: pathlib.Path, nbytes: int) -> None:
     ran("mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard", "-J", "size=4", str(image))
 
 
+def _loop_device(image: pathlib.Path, *, must: bool) -> str:
+    """Lay a loop device over a file; of two programs that find the same free one, one is told to try again."""
+    for _ in range(20):
+        done = subprocess.run(["losetup", "-f", "--show", str(image)], capture_output=True, check=False, text=True)
+        if not done.returncode:
+            return done.stdout.strip()
+        time.sleep(0.05)
+    return ran("losetup", "-f", "--show", str(image), must=must).strip()
+
+
 @contextlib.contextmanager
 def loop_mounted(image: pathlib.Path, path: pathlib.Path, options: str = "") -> Iterator[pathlib.Path]:
     """Mount a file system that lies in a file."""
     path.mkdir(exist_ok=True)
     must = "ext4" in _mounted
-    device = ran("losetup", "--find", "--show", str(image), must=must).strip()
+    device = _loop_device(image, must=must)
     try:
         ran(
             "mount",
