@@ -1,7 +1,7 @@
 """What a disk may hold after a power cut, from a record of all that was written to it and when it was flushed.
 
 What came before the last flush that had ended is there. Of what came after it, any part may be, in any order, and the
-last write may be torn between sectors: a disk with a cache promises no more.
+last write may be torn between sectors (of 4096 bytes: ext4 itself wants its superblock whole).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.fuse_memory import RECORD
 
-SECTOR = 512
+SECTOR = 4096
 
 
 class Entry(NamedTuple):

@@ -21,6 +21,7 @@ from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import AsyncCkptError
 
 KEPT = 5
+KILLED = -1
 
 
 def held(pid: int) -> dict[str, int]:
@@ -56,17 +57,20 @@ def main(endpoint: str, root: pathlib.Path, saves: int, every: int, kill_every: 
             state["w"].add_(1)
             state["step"] = n
             handle = checkpointer.save(state, root / f"step-{n}")
-            if kill_every and n % kill_every == kill_every - 1:
+            killing = bool(kill_every) and n % kill_every == kill_every - 1
+            if killing:
                 os.kill(worker_pid(checkpointer), signal.SIGKILL)
-                pid = 0
+                pid = KILLED
             started = time.monotonic()
             error = handle.written.exception(60.0)
             slowest_s = max(slowest_s, time.monotonic() - started)
             assert error is None or isinstance(error, AsyncCkptError), error
             written, failed = written + (error is None), failed + (error is not None)
+            if pid == KILLED and not killing:
+                pid = 0
             shutil.rmtree(root / f"step-{n - KEPT}", ignore_errors=True)
             due = due or n % every == every - 1
-            if due and error is None:  # else there may be no worker until the next save
+            if due and error is None and pid >= 0:  # else there may be no worker until the next save
                 pid, due = pid or worker_pid(checkpointer), False
                 sample = {"endpoint": serving, "n": n + 1, "trainer": held(os.getpid()), "worker": held(pid)}
                 print(json.dumps({**sample, "written": written, "failed": failed, "slowest_s": slowest_s}), flush=True)
