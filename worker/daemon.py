@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, EndpointError, SaveFailedError, WorkerUnavailableError, to_wire
+from asyncckpt.failpoints import reach
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
@@ -234,6 +235,7 @@ class Daemon:
 
     def _create_slot(self, action: ac.CreateSlot) -> ev.SlotCreated:
         try:
+            reach("worker: slot asked for")
             check_memory(action.nbytes, self._slots.promised_nbytes())
             memory = self._slots.create(action.slot, action.nbytes)
         except (AsyncCkptError, OSError, SlotError) as error:

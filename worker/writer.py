@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.request import SaveRequest
@@ -66,6 +67,7 @@ class Writer:
         save_id, rank = job.key
 
         def run() -> None:
+            reach("worker: preparing")
             check_root(job.path, self._roots)
             made = prepare_directory(
                 job.path,
@@ -92,6 +94,7 @@ class Writer:
         request = job.request
 
         def run() -> RankResult:
+            reach("worker: writing")
             with self._slots.use(job.slot) as memory:
 
                 def check() -> None:
@@ -140,6 +143,7 @@ class Writer:
         begun = time.perf_counter()
 
         def run() -> None:
+            reach("worker: committing")
             save_id = SaveId.parse(request.save_id)
             dcp_metadata = dcp_metadata_of(save_id, results, [r.structure for r in job.requests])
             if job.remote:

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from asyncckpt.failpoints import reach
+
 PAGE_NBYTES = 4096
 SLOT_VERSION = 1
 HEAD_MAGIC = b"ACKPSLOT"
@@ -132,13 +134,16 @@ class SlotControl:
         """
         if not PAGE_NBYTES <= offset <= offset + len(request) <= self.nbytes - PAGE_NBYTES:
             raise SlotError(f"a request of {len(request)} bytes at {offset} in a slot of {self.nbytes}")
+        reach("slot: filled")
         ctypes.memmove(self._address + offset, request, len(request))
         self._store(self._address + REQUEST_OFFSET_OFFSET, offset)
         self._store(self._address + REQUEST_NBYTES_OFFSET, len(request))
         self._store(self._address + REQUEST_CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(request))
+        reach("slot: request written")
         # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
         # the worker write what the trainer never meant.
         self._store(self._address + STATE_OFFSET, STATE_SEALED)
+        reach("slot: sealed")
 
     def discard(self) -> None:
         """Mark the slot as holding nothing."""

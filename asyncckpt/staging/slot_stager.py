@@ -14,6 +14,7 @@ from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError, WorkerUnavailableError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.slot import slot_nbytes
@@ -113,10 +114,12 @@ class SlotStager(CheckpointStager):
                 wanted, plan, save_id, step=step, path=path, spare_nbytes=REQUEST_SLACK_NBYTES
             )
             acquired = time.perf_counter()
+            reach("trainer: slot taken")
             slot.generation += 1
             self._process.begin(
                 save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(request), umask=umask
             )
+            reach("trainer: announced")
             slot.memory.control.open(slot.generation)
             image = image_of(slot, plan)
             later, owners, snapshot = self._later(image, flat.tensors)

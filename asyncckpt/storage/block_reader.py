@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
@@ -235,6 +236,7 @@ class _Reader:
         with source.lock:
             if source.reader is None:
                 source.reader = ShardReader(self._path, source.request.shard, self._save_id, self._files)
+                reach("load: shard opened")
             return source.reader
 
     def _release(self, source: _Source) -> None:
@@ -245,6 +247,7 @@ class _Reader:
 
     def _hand_on(self, source: _Source, step: Step, view: memoryview, address: int) -> None:
         """Verify a step, whose bytes are in `view` at `address`, and give each range its part."""
+        reach("load: bytes read")
         if self._verify and not self._is_sound(source, step, view):
             return
         start, end, wanted = step

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable
 
 from asyncckpt.errors import CommitUnknownError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.manifest import Manifest, encode_manifest
@@ -21,13 +22,7 @@ from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_ma
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.format.tombstone import Tombstone
 from asyncckpt.storage import dcp_commit
-from asyncckpt.storage.files import (
-    MODE_FILE,
-    Files,
-    fsync_directory,
-    read_small_file,
-    write_new_file,
-)
+from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, read_small_file, write_new_file
 from asyncckpt.storage.overwrite_lock import overwrite_lock
 from asyncckpt.storage.standing import exists, overtaken, refuse_standing, standing_at
 
@@ -99,6 +94,7 @@ def publish(
 
     Blocks: with `overwrite`, also for another one that publishes at `path`, at most `LOCK_TIMEOUT_S`.
     """
+    reach("commit: begun")
     standing = refuse_standing(path, manifest.save_id, files, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
     is_locked = overwrite or replaces or dcp_metadata is not None
@@ -121,14 +117,18 @@ def _publish(
     try:
         with overtaken(path, manifest.save_id, files, overwrite=overwrite):
             check_rank_files(path, manifest, files=files)
+        reach("commit: files checked")
         if dcp_metadata is not None:
             beside = dcp_commit.write_temporary(path, manifest, dcp_metadata, files=files, umask=umask)
+            reach("commit: metadata written")
         with contextlib.suppress(FileNotFoundError):
             files.unlink(temporary)  # of an earlier try of this very save
         write_new_file(files, temporary, encode_manifest(manifest), mode=MODE_FILE & ~umask, fsync=manifest.fsync)
+        reach("commit: manifest written")
         if manifest.fsync:
             fsync_directory(files, path)
             fsync_directory(files, os.path.dirname(path))
+        reach("commit: directories flushed")
         standing = refuse_standing(path, manifest.save_id, files, overwrite=overwrite) if is_locked else None
     except BaseException:
         _unlink_quietly(files, temporary)
@@ -138,12 +138,14 @@ def _publish(
         _put(path, temporary, manifest, files, replace=standing is not None)
     else:
         _put_both(path, temporary, beside, manifest, standing, files)
-    if manifest.fsync:
+    try:
+        reach("commit: put")
         # IMPORTANT: until the directory is flushed, a power cut may take the manifest away again.
-        try:
+        if manifest.fsync:
             fsync_directory(files, path)
-        except OSError as error:
-            raise _unknown(path, manifest.save_id, error) from error
+        reach("commit: durable")
+    except OSError as error:
+        raise _unknown(path, manifest.save_id, error) from error
     _unlink_quietly(files, temporary)
 
 
@@ -288,6 +290,7 @@ def _remove(path: str, files: Files, doomed: Callable[[SaveId], bool]) -> list[s
             if owner is None or not doomed(owner):
                 continue
             if stat.S_ISREG(files.lstat(os.path.join(path, name)).st_mode):
+                reach("leftovers: removing")
                 files.unlink(os.path.join(path, name))
                 removed.append(name)
     except OSError as error:

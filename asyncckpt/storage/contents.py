@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
@@ -71,6 +72,7 @@ def read_contents(path: str, files: Files) -> Contents:
         OSError: It cannot be read.
     """
     manifest = read_manifest(path, files)
+    reach("load: manifest read")
     ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
     return Contents(path=path, manifest=manifest, ranks=ranks, tensors=_join(path, ranks))
 
@@ -117,6 +119,7 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
         raise corrupt(path, name, f"it is of layout {index.layout}, the manifest of {manifest.layout}")
     if structure.part_nbytes != tuple(shard.nbytes for shard in index.shards):
         raise corrupt(path, name, "its shards have other lengths than its structure says")
+    reach("load: index read")
     return RankContents(index=index, structure=structure)
 
 
@@ -214,6 +217,8 @@ def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:
         files=files,
     )
     try:
-        return decode_objects(data, index.save_id, structure.n_objects)
+        found = decode_objects(data, index.save_id, structure.n_objects)
     except CorruptCheckpointError as error:
         raise corrupt(contents.path, record.name, error.message) from error
+    reach("load: objects read")
+    return found

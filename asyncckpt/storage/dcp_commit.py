@@ -14,6 +14,7 @@ import stat
 import msgpack
 
 from asyncckpt.errors import CheckpointExistsError, UnsupportedLeafError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.dcp_items import encode_items
 from asyncckpt.format.dcp_metadata import OWNER_WITHIN_NBYTES, owner_of_metadata
 from asyncckpt.format.manifest import Manifest
@@ -128,6 +129,7 @@ def put(path: str, temporary: str, manifest: Manifest, files: Files) -> None:
         OSError: A call failed.
     """
     files.rename(temporary, os.path.join(path, DCP_METADATA_NAME))
+    reach("commit: metadata put")
     if manifest.fsync:
         fsync_directory(files, path)
 

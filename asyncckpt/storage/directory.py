@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Sequence
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import MODE_DIRECTORY, Files, apply_mode, fsync_directory, opened
@@ -44,6 +45,7 @@ def prepare_directory(
         standing = refuse_standing(path, save_id, files, overwrite=overwrite)
         if isinstance(standing, Manifest) and standing.save_id == save_id:
             raise exists(path, save_id, standing, overwrite=overwrite)
+        reach("directory: made")
     except BaseException:
         remove_made(made, files)
         raise

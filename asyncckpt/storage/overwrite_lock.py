@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Iterator
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.files import MODE_FILE, Files
 
@@ -38,11 +39,13 @@ def overwrite_lock(path: str, *, files: Files, umask: int, timeout_s: float = LO
     name = os.path.join(path, LOCK_NAME)
     fd = _locked(name, files, umask, time.monotonic() + timeout_s)
     try:
+        reach("lock: taken")
         yield
     finally:
         try:
             if files.fstat(fd).st_size == 0:  # else it is not ours: we never write into it
                 files.unlink(name)
+                reach("lock: removed")
         except OSError as error:
             _logger.warning("cannot remove %s: %s", name, error)
         with contextlib.suppress(OSError):  # nothing was written through it

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import BLOCK_NBYTES, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
@@ -229,10 +230,13 @@ class RankWriter:
             )
         )
         self._write_small(objects.name, job.objects)
+        reach("rank: objects written")
         self._write_small(index_name(job.save_id, job.rank), index)
+        reach("rank: index written")
         self.check()
         if job.fsync:
             fsync_directory(self.files, job.path)
+        reach("rank: durable")
         return RankRecord(
             rank=job.rank,
             index_name=index_name(job.save_id, job.rank),
@@ -258,6 +262,7 @@ class RankWriter:
         """Remove what this call created; a file that resists is left to a later clean-up."""
         for path in [s.path for s in self.shards if s.created] + self._small:
             try:
+                reach("failed: removing")
                 self.files.unlink(path)
             except FileNotFoundError:
                 pass

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import round_up
 from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all
@@ -80,6 +81,7 @@ class ShardWriter:
                     self.digests[where : where + DIGEST_NBYTES] = block_digest(block)
             done = self._write_direct(view, start) if self.direct else 0
             write_all(self._files, self._fd, view[done:], start + done, self.path)
+        reach("shard: extent written")
 
     def _write_direct(self, view: memoryview, start: int) -> int:
         """Write with O_DIRECT until done or refused; return how much was written."""
@@ -104,9 +106,11 @@ class ShardWriter:
             fd = self._files.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
             self.created = True
             try:
+                reach("shard: created")
                 apply_mode(self._files, fd, self._mode)
                 self._reserve(fd)
                 self._go_direct(fd)
+                reach("shard: reserved")
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._files.close(fd)
@@ -151,15 +155,18 @@ class ShardWriter:
             raise named(error, self.path, f"setting its length to {self.nbytes}") from error
         if found != self.nbytes:
             raise OSError(errno.EIO, f"{found} bytes long after {self.nbytes} were written", self.path)
+        reach("shard: cut")
         if self._fsync:
             started = time.perf_counter()
             fsync_file(self._files, self._fd, self.path)
             self.fsync_s = time.perf_counter() - started
+        reach("shard: flushed")
         fd, self._fd = self._fd, -1
         try:
             self._files.close(fd)
         except OSError as error:
             raise named(error, self.path, "close") from error
+        reach("shard: closed")
 
     def abandon(self) -> None:
         """Close a file that will not be finished; does nothing to one that is closed. No thread may be writing."""

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -78,8 +78,9 @@ def worker(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
+def nursery(record_property: Callable[[str, object], None]) -> Iterator[Nursery]:
     """A process that forks clients."""
+    record_property("count", KILLS)
     nursery = Nursery()
     yield nursery
     nursery.close()

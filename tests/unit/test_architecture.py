@@ -22,17 +22,18 @@ EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "ma
 PICKLES = "asyncckpt.planning.pickles"
 """The one module that may, for users who say allow_pickle=True."""
 
-WORKER_MAY_IMPORT = {"", "errors", "dtypes", "protocol", "format", "memory", "storage"}
+WORKER_MAY_IMPORT = {"", "errors", "dtypes", "failpoints", "protocol", "format", "memory", "storage"}
 """Rooms of asyncckpt; "" is the package itself, for its version."""
 
 MAY_IMPORT = {
     "errors": set(),
     "dtypes": set(),
+    "failpoints": set(),
     "msgpacked": set(),
     "format": {"errors", "dtypes", "msgpacked"},
-    "memory": {"errors", "dtypes"},
+    "memory": {"errors", "dtypes", "failpoints"},
     "protocol": {"errors", "dtypes", "msgpacked"},
-    "storage": {"errors", "dtypes", "format", "memory"},
+    "storage": {"errors", "dtypes", "failpoints", "format", "memory"},
     "foreign": {"errors", "dtypes", "format", "storage"},
     "per_rank": set(),
     "planning": {"errors", "dtypes", "msgpacked", "format", "protocol", "per_rank"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    "msgpacked",
+    *("msgpacked", "failpoints"),
     *("protocol", "format", "memory", "storage", "foreign", "cli", "doctor"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""

@@ -1,0 +1,112 @@
+"""A table of what the fault tests did: kind, how often, violations, seconds, and the seed that replays all of it.
+
+With `ASYNCCKPT_TEST_RESULTS` set to a directory (`make test-fault` does), the table is printed and written there, as
+JSON and as text, with date and machine in words. A test says how often it did something with
+`record_property("count", n)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+
+RESULTS_VARIABLE = "ASYNCCKPT_TEST_RESULTS"
+
+
+@dataclass
+class Row:
+    """One test function, all its cases together."""
+
+    kind: str
+    what: str
+    cases: int = 0
+    count: int = 0
+    violations: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    figures: list[Any] = field(default_factory=list)
+
+
+_rows: dict[str, Row] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add a phase of a test to its row."""
+    file, _, function = report.nodeid.partition("::")
+    kind = pathlib.PurePath(file).stem.removeprefix("test_").replace("_", " ")
+    what = function.partition("[")[0].removeprefix("test_").replace("_", " ")
+    row = _rows.setdefault(f"{file}::{what}", Row(kind, what))
+    row.seconds += report.duration
+    row.violations += report.failed
+    row.skipped += report.skipped
+    if report.when == "call":
+        properties = dict(report.user_properties)
+        row.cases += 1
+        row.count += int(properties.get("count", 1))
+        if "figures" in properties:
+            row.figures.append(properties["figures"])
+
+
+def machine() -> str:
+    """Describe this machine in words that name nobody."""
+    gigabytes = round(psutil.virtual_memory().total / 1e9)
+    kernel = ".".join(platform.release().split("-")[0].split(".")[:2])
+    return f"{os.cpu_count()} cores, {gigabytes} GB, Linux {kernel}, Python {platform.python_version()}"
+
+
+def total_of(rows: list[Row]) -> Row:
+    """Return the sum of all rows."""
+    total = Row("all", "")
+    for name in ("cases", "count", "violations", "skipped", "seconds"):
+        setattr(total, name, sum(getattr(row, name) for row in rows))
+    return total
+
+
+def table(rows: list[Row], seed: str) -> list[str]:
+    """Return the lines of the summary."""
+    width = max(len(row.what) for row in rows)
+    lines = [f"{'kind':22} {'what':{width}} {'cases':>6} {'count':>7} {'violations':>10} {'skipped':>7} {'seconds':>8}"]
+    lines += [
+        f"{r.kind:22} {r.what:{width}} {r.cases:6} {r.count:7} {r.violations:10} {r.skipped:7} {r.seconds:8.1f}"
+        for r in [*rows, total_of(rows)]
+    ]
+    lines.append(f"seed {seed}; {machine()}; {time.strftime('%Y-%m-%d')}")
+    return lines
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table, and write it where it was asked for."""
+    directory = os.environ.get(RESULTS_VARIABLE)
+    rows = sorted(_rows.values(), key=lambda row: (row.kind, row.what))
+    if not directory or not rows:
+        return
+    plugins = terminalreporter.config.pluginmanager.get_plugins()
+    seed = next(p.pytest_report_header() for p in plugins if hasattr(p, "SEED_VARIABLE")).partition(": ")[2]
+    lines = table(rows, seed)
+    terminalreporter.section("fault tests")
+    terminalreporter.write_line("\n".join(lines))
+    date = time.strftime("%Y-%m-%d")
+    where = pathlib.Path(directory)
+    where.mkdir(parents=True, exist_ok=True)
+    name = f"{date}-{os.cpu_count()}-cores-{round(psutil.virtual_memory().total / 1e9)}-gb"
+    found = {
+        "date": date,
+        "machine": machine(),
+        "seed": seed,
+        "violations": sum(row.violations for row in rows),
+        "seconds": round(sum(row.seconds for row in rows), 1),
+        "settings": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith("ASYNCCKPT_TEST_") and k != RESULTS_VARIABLE
+        },
+        "rows": [{**asdict(row), "seconds": round(row.seconds, 2)} for row in rows],
+    }
+    (where / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (where / f"{name}.txt").write_text("\n".join(line.rstrip() for line in lines) + "\n")
