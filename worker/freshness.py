@@ -47,27 +47,25 @@ def contents_of(requests: Sequence[SaveRequest], results: Sequence[RankResult]) 
 
     None when there is nothing to compare: no tensor, or a rank whose worker told no print.
     """
-    known = all(result.tensors and result.rest for result in results)
+    known = all(result.shards_print and result.rest_print for result in results)
     if not known or not any(request.n_tensors for request in requests):
         return None
-    tensors = xxhash.xxh3_128(b"".join(result.tensors for result in results))
-    return Contents(tensors.digest(), xxhash.xxh3_128(b"".join(result.rest for result in results)).digest())
+    tensors = xxhash.xxh3_128(b"".join(result.shards_print for result in results))
+    return Contents(tensors.digest(), xxhash.xxh3_128(b"".join(result.rest_print for result in results)).digest())
 
 
-def unchanged(last: Committed | None, save: Committed) -> dict[str, Any]:
+def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
     """Return the figures that a report has of a save that equals the one before in its tensors; else none.
 
     Args:
-        last: What the run committed before, if anything.
+        last: What the run committed before.
         save: What it has committed now.
 
     Returns:
         `same_tensors_as_step`: the step of the one before; `unchanged`, which is true: the rest is equal as well, but
         for the step.
     """
-    if last is None or last.sequence >= save.sequence or last.step == save.step:
-        return {}
-    if last.contents.tensors != save.contents.tensors:
+    if last.step == save.step or last.contents.tensors != save.contents.tensors:
         return {}
     same = {"same_tensors_as_step": last.step}
     return same | ({"unchanged": True} if last.contents.rest == save.contents.rest else {})

@@ -29,6 +29,7 @@ from asyncckpt_worker.actions import Commit, Remove, Write
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of
+from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
@@ -104,7 +105,10 @@ class SaveBook:
             self._changes.note(save, event.uncovered)
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
-        self.committed(save, event.report)
+        found = compare(self._t, save, event.contents)
+        for entry in save.ranks.values():
+            entry.report.update(found)
+        self.committed(save, {**event.report, **found})
 
     def committed(self, save: Save, report: Mapping[str, Any]) -> None:
         """The manifest stands."""
