@@ -50,7 +50,8 @@ check: .venv/.dev
 	.venv/bin/mypy -p asyncckpt -p asyncckpt_worker -p benchmarks
 	.venv/bin/python docs/check_parity.py
 	.venv/bin/python docs/check_formats.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py
+	.venv/bin/python docs/check_promises.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py
 
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'

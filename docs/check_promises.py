@@ -25,7 +25,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "P7": ("point in time", "`save()`", "fence"),
     "P8": ("fresh", "bit-identical", "step", "reported"),
     "P9": ("every failure is seen", "future", "log", "counter", "exit code", "one failed save costs one save"),
-    "P10": ("provably ours", "deleted", "last good"),
+    "P10": ("last good", "sacred", "provably ours", "deleted"),
     "P11": ("bounded", "memory", "before anything is allocated"),
     "P12": ("no leaks", "memory", "sockets", "processes", "forked"),
     "P13": ("no hang", "deadline", "disk", "exit", "5 s"),

@@ -35,7 +35,7 @@ from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
-from asyncckpt_worker.verdicts import failed, timed_out
+from asyncckpt_worker.verdicts import count, failed, timed_out
 
 _OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
 """Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
@@ -201,6 +201,7 @@ class SaveBook:
             self.move(save, entry, event, error)
         entry = next(iter(save.ranks.values()))
         facts = {"step": entry.step, "path": entry.path, "code": error.get("code")}
+        count(self._t.failures, error)
         level = "warning" if outcome == ABANDONED else "error"
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
