@@ -27,9 +27,9 @@ from asyncckpt.protocol.messages import Consent
 from asyncckpt.protocol.relay import Consented, GaveUp, Left
 from asyncckpt_worker.actions import Commit, Remove, Write
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of
-from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save, Session, Tables

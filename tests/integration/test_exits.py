@@ -1,7 +1,7 @@
 """P13: whatever the worker does, a trainer's interpreter ends within five seconds, and what was staged is not lost.
 
-The trainers of a test are forked from one process that has torch imported, and end as every interpreter does. They do so
-side by side, since most of what they do is wait.
+The trainers of a test are forked from one process that has torch imported, and end as every interpreter does. They do
+so side by side, since most of what they do is wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from typing import Any
 
 import torch
 from real_worker import RealWorker, wait_until

@@ -146,9 +146,7 @@ def test_a_save_that_failed_is_compared_with_nothing(checkpointer: AsyncCheckpoi
     assert figures(checkpointer, tmp_path / "c", other, step=400) == {}
 
 
-def test_one_rank_that_changed_makes_the_snapshot_of_all_new(
-    shared_worker: RealWorker, tmp_path: pathlib.Path
-) -> None:
+def test_one_rank_that_changed_makes_the_snapshot_of_all_new(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
     def snapshot(rank: int, seed: int) -> Snapshot:
         return Snapshot(nbytes=300_000, seed=seed, shard=(rank, 2))
 

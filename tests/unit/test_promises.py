@@ -89,6 +89,4 @@ def test_rows_that_are_doubled_unknown_or_out_of_order_fail(check: ModuleType) -
 
 
 def test_a_missing_section_fails(check: ModuleType) -> None:
-    assert check.problems(TEXT.replace(check.TITLE, "\n## Promises\n")) == [
-        "there is no section '## What it promises'"
-    ]
+    assert check.problems(TEXT.replace(check.TITLE, "\n## Promises\n")) == ["there is no section '## What it promises'"]

@@ -86,9 +86,7 @@ def broken(bench: Bench, slot: int) -> None:
         (broken, 1, "internal"),
     ],
 )
-def test_each_kind_of_failure_has_its_counter(
-    fails: Callable[[Bench, int], None], world_size: int, kind: str
-) -> None:
+def test_each_kind_of_failure_has_its_counter(fails: Callable[[Bench, int], None], world_size: int, kind: str) -> None:
     bench, slot = bench_of(world_size)
     assert failures(bench) == {}
     fails(bench, slot)
