@@ -45,7 +45,7 @@ class RankResult:
     """What was written: the rank's line in the manifest, bytes, seconds per phase, whether O_DIRECT served all.
 
     `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
-    `shards_print`: of what the shards hold (`storage.prints`); `rest_print`: of what lies beside them, added by a worker.
+    `shards_print`: of what the shards hold (`storage.prints`); `rest_print`: of all else, added by a worker.
     `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp_metadata.metadata_of`.
     """
 
