@@ -88,6 +88,14 @@ def _default_endpoint_is_private() -> Iterator[pathlib.Path]:
 
 
 @pytest.fixture
+def short_path() -> Iterator[pathlib.Path]:
+    """As `tmp_path`, with a name that leaves room for sockets, however deep pytest's own directories lie."""
+    directory = _private_directory()
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
 def endpoint_dir(_leak_guard: LeakGuard) -> Iterator[pathlib.Path]:
     """A private directory for sockets; what is left in it, or a worker that still serves it, fails the test."""
     directory = _private_directory()

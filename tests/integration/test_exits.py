@@ -19,6 +19,9 @@ from real_worker import RealWorker, wait_until
 import asyncckpt
 
 EXIT_S = 5.0
+DEADLINE_S = 200.0
+"""For a dozen interpreters that import torch's parts, and end, on a machine that others use too."""
+
 SLACK_S = 1.0
 """For processes that end at the same time and wait for a core."""
 
@@ -115,11 +118,11 @@ def ends_of(
             wait_until(
                 lambda: trainers.poll() is not None or all((root / f"{n}.ready").exists() for n in names),
                 "every trainer has saved once",
-                60,
+                DEADLINE_S,
             )
             worker.signal(number)
             (root / "go").touch()
-            out, err = trainers.communicate(timeout=60)
+            out, err = trainers.communicate(timeout=DEADLINE_S)
         finally:
             trainers.kill()
             worker.signal(signal.SIGCONT)
