@@ -28,7 +28,7 @@ SLACK_S = 1.0
 STAGINGS = ("auto", "blocking", "overlap")
 
 TRAINERS = """
-    import atexit, json, os, sys, threading, time
+    import atexit, gc, json, os, sys, threading, time
 
     def at_the_very_end():
         if pid == 0:
@@ -52,7 +52,7 @@ TRAINERS = """
         threading.Event().wait(60)
 
     def until(condition):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -66,7 +66,7 @@ TRAINERS = """
         if staging != "blocking":
             checkpointer.attach(optimizer)
         with checkpointer if how.startswith("within") else open(os.devnull):
-            checkpointer.save({"model": model.state_dict()}, f"{root}/{name}-before").written.result(60)
+            checkpointer.save({"model": model.state_dict()}, f"{root}/{name}-before").written.result(150)
             if how == "called back":  # and it does not return, in the thread that listens to the worker
                 handle = checkpointer.save({"model": model.state_dict()}, f"{root}/{name}-more")
                 handle.written.add_done_callback(block)
@@ -89,6 +89,7 @@ TRAINERS = """
     torch.optim.SGD([torch.ones(1)], lr=1.0)  # which imports much, once for all
     copy, called = SlotImage.copy, threading.Event()
     running, codes = {}, {}
+    gc.freeze()  # so that no child searches all that was imported for cycles when it ends: that takes a second
     for number, (staging, how) in enumerate(cases):
         pid = os.fork()
         if pid == 0:
