@@ -48,8 +48,8 @@ class Run:
     committed: Committed | None = None
     """What was committed last, to be compared with what comes next."""
 
-    names: dict[str, bool] = field(default_factory=dict)
-    """FQNs to be stored for each rank -> whether that was published."""
+    names: dict[str, int | None] = field(default_factory=dict)
+    """FQNs to be stored for each rank -> from which sequence on, once that was published."""
 
     def remember_epoch(self, directory: str, epoch: int) -> None:
         """Add a directory; the oldest ones are forgotten."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SAFETENSORS, SaveId
+from asyncckpt.storage.tally import Tally
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,7 @@ class RankResult:
     `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
     `shards_print`: of what the shards hold (`storage.prints`); `rest_print`: of all else, added by a worker.
     `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp_metadata.metadata_of`.
+    `tally`: of the structure, seeded by the run (`seed_of`), for the proof of coverage; None: not made.
     """
 
     record: RankRecord
@@ -56,3 +58,4 @@ class RankResult:
     dcp: tuple[bytes, bytes] | None = None
     shards_print: bytes = b""
     rest_print: bytes = b""
+    tally: Tally | None = None
