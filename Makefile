@@ -8,6 +8,13 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
+# Processes that share the tests: much of a test is waiting for others. JOBS=0 runs them in one process, in order.
+JOBS ?= 3
+TOGETHER := -n $(JOBS) --dist worksteal
+
+# The tests start hundreds of interpreters: whatever the environment says, each module is compiled once.
+test test-nonumpy test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu bench-compare clean
 
 help:
@@ -40,14 +47,14 @@ help:
 # Neither numpy nor hypothesis nor safetensors: what a bare `pip install asyncckpt` gives.
 .venv-core/.stamp: $(INPUTS)
 	test -x .venv-core/bin/python || $(PYTHON) -m venv .venv-core
-	.venv-core/bin/$(PIP) -e . pytest pytest-timeout
+	.venv-core/bin/$(PIP) -e . pytest pytest-timeout pytest-xdist
 	touch $@
 
 demo: .venv/.core
 	.venv/bin/asyncckpt demo
 
 test: .venv/.dev
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest $(TOGETHER)
 
 check: .venv/.dev
 	.venv/bin/ruff format --check .
@@ -55,11 +62,12 @@ check: .venv/.dev
 	.venv/bin/mypy -p asyncckpt -p asyncckpt_worker -p benchmarks
 	.venv/bin/python docs/check_parity.py
 	.venv/bin/python docs/check_formats.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py
+	.venv/bin/python docs/check_promises.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py
 
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
-	.venv-core/bin/python -m pytest tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
+	.venv-core/bin/python -m pytest $(TOGETHER) tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py

@@ -230,6 +230,9 @@ class Tables:
     told: list[tuple[str, Message]] = field(default_factory=list)
     """Run and record: what its leader is to hear, besides what was touched."""
 
+    failures: dict[str, int] = field(default_factory=dict)
+    """Kind of error (`verdicts.kind_of`) -> how many saves have ended with it."""
+
     heard: dict[str, float] = field(default_factory=dict)
     """Stream of a follower -> when it was heard last."""
 

@@ -35,6 +35,7 @@ def report(t: Tables, instance: str) -> Mapping[str, Any]:
             for s in list(t.slots.values())[:MAX_ROWS]
         ],
         "saves": [_row(save) for save in saves],
+        "failures": dict(t.failures),
         "jobs": t.jobs,
     }
 

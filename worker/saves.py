@@ -27,6 +27,7 @@ from asyncckpt.protocol.messages import Consent
 from asyncckpt.protocol.relay import Consented, GaveUp, Left
 from asyncckpt_worker.actions import Commit, Remove, Write
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
@@ -34,7 +35,7 @@ from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
-from asyncckpt_worker.verdicts import failed, timed_out
+from asyncckpt_worker.verdicts import count, failed, timed_out
 
 _OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
 """Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
@@ -104,7 +105,10 @@ class SaveBook:
             self._changes.note(save, event.uncovered)
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
-        self.committed(save, event.report)
+        found = compare(self._t, save, event.contents)
+        for entry in save.ranks.values():
+            entry.report.update(found)
+        self.committed(save, {**event.report, **found})
 
     def committed(self, save: Save, report: Mapping[str, Any]) -> None:
         """The manifest stands."""
@@ -197,6 +201,7 @@ class SaveBook:
             self.move(save, entry, event, error)
         entry = next(iter(save.ranks.values()))
         facts = {"step": entry.step, "path": entry.path, "code": error.get("code")}
+        count(self._t.failures, error)
         level = "warning" if outcome == ABANDONED else "error"
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
