@@ -50,12 +50,16 @@ def refuse_unknown(kw: Mapping[str, Any]) -> None:
 class Checkpointer(ABC):
     """Saves and loads state dicts. A context manager."""
 
-    def __init__(self, config: CheckpointerConfig, reader: CheckpointReader | None) -> None:
+    def __init__(
+        self, config: CheckpointerConfig, reader: CheckpointReader | None, endpoint: str | None = None
+    ) -> None:
         if not sys.platform.startswith("linux"):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
         self.config = config
         self._rank = find_rank_info(config.rank_info)
-        self._reader = reader or DefaultReader(rank_info=self._rank, allow_pickle=config.allow_pickle)
+        self._reader = reader or DefaultReader(
+            rank_info=self._rank, allow_pickle=config.allow_pickle, endpoint=endpoint
+        )
         self._run_id = secrets.token_hex(6)
         self._coordination: Coordination | None = None
         self._await_saves_below: Callable[[str, float], None] = lambda root, deadline: None  # without a worker: none

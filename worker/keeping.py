@@ -69,13 +69,8 @@ class KeepBook:
             found = _snapshot_in(self._t, slot)
             keep = bool(slot.held_by) or (found is not None and self._may_keep(slot) and found[0].save_id in kept)
             if keep and not slot.kept and found is not None:
-                facts = {
-                    "slot": slot.number,
-                    "nbytes": slot.nbytes,
-                    "rank": slot.rank,
-                    "committed": _committed(found[0]),
-                }
-                self._t.log("info", "kept in memory", save_id=found[0].save_id, count="slots_kept", **facts)
+                text = f"slot {slot.number} is kept: rank {slot.rank}, {slot.nbytes} bytes"
+                self._t.log("info", text, save_id=found[0].save_id, count="slots_kept", committed=_committed(found[0]))
             slot.kept = keep
 
     def _worth_keeping(self, closing: Iterable[Slot]) -> set[str]:
@@ -135,14 +130,15 @@ class KeepBook:
                 slot.dropped = True
         fitting = [s for s in self._t.slots.values() if s.rank == session.rank and self._is_free(s)]
         fitting = [s for s in fitting if m.nbytes <= s.nbytes <= m.nbytes + m.nbytes // SPARE_SHARE]
-        slot = min(fitting, key=lambda s: s.nbytes, default=None)
-        if slot is not None:
+        chosen = min(fitting, key=lambda s: s.nbytes, default=None)
+        if chosen is not None:
+            slot = chosen
             slot.session, slot.world_size, slot.allocate_id = session.name, session.world_size, m.id
             slot.process = (session.pid, session.pid_start)
             slot.closing = slot.kept = False
-            facts = {"slot": slot.number, "nbytes": slot.nbytes}
-            self._t.log("info", "slot lent again", session=session.name, count="slots_lent_again", **facts)
-        return slot
+            text = f"slot {slot.number} is lent again, warm"
+            self._t.log("info", text, session=session.name, count="slots_lent_again", nbytes=slot.nbytes)
+        return chosen
 
     def _is_free(self, slot: Slot) -> bool:
         """Whether nobody needs what a slot holds: it is on disk, not being read, and its former process is dead."""

@@ -90,6 +90,10 @@ class ShardReader:
             f"{self._path}: {detail}", path=self._directory, file=self.name, offset=offset, nbytes=nbytes, detail=detail
         )
 
+    def address(self) -> int | None:
+        """Where the file's bytes lie in this process's memory; None where they must be read."""
+        return self._files.address(self._fd)
+
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether a range seems to be in the page cache; `read_cached` may still find that it is not."""
         return self._nowait and self._files.resident(self._fd, offset, nbytes)
