@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import pathlib
-import stat
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +15,7 @@ import real_worker
 import torch
 from real_worker import slots_of, wait_until, written
 from states import assert_same, every_leaf
+from worker_here import DEADLINE_S, Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer
@@ -33,42 +31,6 @@ from asyncckpt.errors import (
 from asyncckpt.loading import recalled
 from asyncckpt.loading.recalled import read_from
 from asyncckpt.storage.files import Files
-from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
-
-DEADLINE_S = 20.0
-
-
-class Storage(Files):
-    """A disk that is slow, or fails, on demand."""
-
-    def __init__(self) -> None:
-        self.flows = threading.Event()
-        self.flows.set()
-        self.broken = False
-
-    def fsync(self, fd: int) -> None:
-        """Wait for the gate; fail where it is broken."""
-        assert self.flows.wait(DEADLINE_S)
-        if self.broken and stat.S_ISREG(os.fstat(fd).st_mode):  # not before it is staged
-            raise OSError(errno.EIO, "simulated")
-
-
-class Here:
-    """A worker in this process, and its disk."""
-
-    def __init__(self, endpoint: str, **changes: Any) -> None:
-        self.storage, self.endpoint = Storage(), endpoint
-        self.daemon = Daemon(WorkerConfig(endpoint=endpoint, **changes), self.storage)
-        self._thread = threading.Thread(target=self.daemon.run)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End it."""
-        self.storage.flows.set()
-        self.daemon.stop(immediately=True)
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
 
 
 @pytest.fixture
