@@ -64,6 +64,9 @@ class KeepBook:
         closing = [s for s in self._t.slots.values() if s.closing]
         if not closing:
             return
+        if any(s.reading for s in closing):
+            # IMPORTANT: what looks like the newest may turn out to have been opened again: the one before it must stay.
+            return
         kept = self._worth_keeping(closing) if self._keep_s > 0 else set()
         for slot in closing:
             found = _snapshot_in(self._t, slot)
@@ -72,6 +75,13 @@ class KeepBook:
                 text = f"slot {slot.number} is kept: rank {slot.rank}, {slot.nbytes} bytes"
                 self._t.log("info", text, save_id=found[0].save_id, count="slots_kept", committed=_committed(found[0]))
             slot.kept = keep
+
+    def is_undecided(self, slot: Slot) -> bool:
+        """Whether a closing slot may yet be kept, since others that are closing have not been read."""
+        found = _snapshot_in(self._t, slot) if self._keep_s > 0 and self._may_keep(slot) else None
+        return (
+            found is not None and _is_whole(found[0]) and any(s.reading and s.closing for s in self._t.slots.values())
+        )
 
     def _worth_keeping(self, closing: Iterable[Slot]) -> set[str]:
         """Return the saves: of each directory the newest, of all of them those that are nowhere else, then the last."""
@@ -210,7 +220,9 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
 def _snapshot_in(t: Tables, slot: Slot) -> tuple[Save, RankSave] | None:
     """Return what a slot holds, sealed, as far as is known: a living trainer may open it at any time."""
     entry = t.entry(slot.key)
-    if entry is None or slot.key is None or slot.fd < 0 or entry.phase == BEGUN or entry.slot != slot.number:
+    if entry is None or slot.key is None or entry.phase == BEGUN or entry.slot != slot.number:
+        return None
+    if slot.fd < 0 or slot.void:
         return None
     return (t.saves[slot.key[0]], entry) if entry.generation == slot.taken else None
 

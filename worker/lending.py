@@ -229,6 +229,7 @@ class Lending:
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
+        slot.void = slot.closing and not slot.read_again and (request is None or event.generation != slot.taken)
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
@@ -258,6 +259,8 @@ class Lending:
                 self._intake.abandon(self._t.saves[slot.key[0]], entry, "not_sealed", text)
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.fd >= 0 and not is_in_flight(self._t, slot) and not slot.writes and not slot.kept:
+                if self._keeping.is_undecided(slot):
+                    continue
                 del self._t.slots[slot.number]
                 self._keeping.freed(slot)
                 self._t.freeing.add(slot.number)

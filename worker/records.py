@@ -109,6 +109,9 @@ class Slot:
     dropped: bool = False
     """It was given back, or up: what it holds is not kept."""
 
+    void: bool = False
+    """Closing, and it was found to hold something else than what was taken up last: it was opened, and not sealed."""
+
     kept: bool = False
     held_by: set[str] = field(default_factory=set)
     """Sessions that read what it holds."""

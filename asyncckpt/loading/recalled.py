@@ -24,7 +24,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.loading.overwritten import read_of_one_save
-from asyncckpt.recall.conversation import Conversation
+from asyncckpt.recall.conversation import Conversation, is_served
 from asyncckpt.recall.held import MappedSnapshot
 from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of, held_snapshots, snapshots_of
 from asyncckpt.storage.contents import Contents
@@ -83,7 +83,7 @@ def read_from(path: str, source: str, endpoint: str | None, files: Files, use: U
     """
     if source == "memory":
         return _from_memory(path, endpoint, files, use)
-    if source == "auto" and not once:
+    if source == "auto" and not once and is_served(endpoint_of(endpoint)):
         standing = standing_at(path, files)
         if standing is not None:
             with contextlib.suppress(_NotHere):

@@ -217,6 +217,19 @@ def test_snapshot_of_a_trainer_that_left_is_loaded_for_as_long_as_it_is_kept(
     wait_until(lambda: real_worker.status_of(here.endpoint)["kept"][0]["readers"] == 0, "and nobody reads it any more")
 
 
+def test_worker_is_asked_at_the_endpoint_that_is_named(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    monkeypatch.delenv("ASYNCCKPT_ENDPOINT")
+    assert asyncckpt.held_snapshots(tmp_path) == []
+    assert [s.step for s in asyncckpt.held_snapshots(tmp_path, endpoint=here.endpoint)] == [1]
+    with pytest.raises(SnapshotUnavailableError):
+        asyncckpt.load(tmp_path / "a", source="memory")
+    with AsyncCheckpointer(endpoint=here.endpoint) as other:
+        assert is_state(other.load(tmp_path / "a", source="memory"), 1)
+
+
 # ---- no worker, or one that does not answer
 
 

@@ -153,6 +153,20 @@ def test_slot_that_was_being_overwritten_is_freed(keeper: Keeper) -> None:
     assert keeper.state(slot) == "freed"
 
 
+@pytest.mark.parametrize("read_first", [True, False])
+def test_slot_that_was_opened_without_a_word_is_freed_and_hides_nothing(keeper: Keeper, read_first: bool) -> None:
+    first, second = keeper.slot(), keeper.slot()
+    keeper.committed(first)
+    keeper.committed(second, SECOND)
+    keeper.feed(ev.Died, session="1" * 16)
+    if read_first:
+        keeper.reread([first])
+    keeper.feed(ev.SlotRead, slot=second, reason="OPEN", opened=True)
+    if not read_first:
+        keeper.reread([first])
+    assert (keeper.state(first), keeper.state(second)) == ("kept", "freed")
+
+
 def test_only_the_newest_save_of_a_directory_is_kept(keeper: Keeper) -> None:
     first, second = keeper.slot(), keeper.slot()
     keeper.committed(first)
