@@ -113,7 +113,7 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
     rounds = result["rounds"]
 
     def median(*names: str) -> float:
-        return statistics.median(r[names[0]] / (r[names[1]] if len(names) > 1 else 1) for r in rounds)
+        return float(statistics.median(r[names[0]] / (r[names[1]] if len(names) > 1 else 1) for r in rounds))
 
     warm = statistics.median(r["stall_s"] for r in rounds[1:])
     return {

@@ -15,7 +15,7 @@ from asyncckpt.format.steps import lineage_key
 from asyncckpt.protocol.fields import MAX_TABLE
 from asyncckpt.protocol.lifecycle import BEGUN, COMMITTED, IN_FLIGHT
 from asyncckpt.protocol.messages import Allocate, Recall, Recalled
-from asyncckpt_worker.actions import Unwatch
+from asyncckpt_worker.actions import Send, Unwatch
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
 
@@ -56,6 +56,7 @@ class KeepBook:
 
     def __init__(self, tables: Tables, keep_s: float) -> None:
         self._t, self._keep_s = tables, keep_s
+        self._asked: dict[str, Recall] = {}
 
     # ---- what is kept -----------------------------------------------------------------------------------------------
 
@@ -181,8 +182,23 @@ class KeepBook:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def recall(self, session: Session, m: Recall) -> Recalled:
-        """Return where the snapshots at a path and below it lie, newest first; hold them if that is asked."""
+    def recall(self, session: Session, m: Recall) -> None:
+        """Answer where the snapshots at a path and below it lie: once it is known what those have left who are gone."""
+        self._asked[session.name] = m
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer what waits, unless a slot is being read whose trainer is gone."""
+        if not self._asked or any(s.reading and s.closing for s in self._t.slots.values()):
+            return
+        asked, self._asked = self._asked, {}
+        for name, m in asked.items():
+            session = self._t.sessions.get(name)
+            if session is not None:
+                self._t.actions.append(Send(peer=session.peer, message=self._recalled(session, m)))
+
+    def _recalled(self, session: Session, m: Recall) -> Recalled:
+        """Return the answer, newest first; hold what is in it if that is asked."""
         below = m.path.rstrip("/") + "/"
         found = [(slot, *held) for slot in self._t.slots.values() if (held := _snapshot_in(self._t, slot)) is not None]
         found = [f for f in found if _is_whole(f[1]) and (f[2].path == m.path or f[2].path.startswith(below))]

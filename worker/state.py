@@ -126,6 +126,7 @@ class Brain:
             self._saves.gone(run, rank)
         self._lending.free_what_is_over()
         self._lending.create_what_was_postponed()
+        self.keeping.answer()
         self._following.flush()
         self._leading.flush()
         t.actions += news(t)
@@ -231,7 +232,7 @@ class Brain:
             case Fetch():
                 self._answer(session, m.id, self._boards.fetch(session, m))
             case Recall():
-                self._lending.send(session.peer, self.keeping.recall(session, m))
+                self.keeping.recall(session, m)
             case Goodbye():
                 self._lending.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)

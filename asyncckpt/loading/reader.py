@@ -19,11 +19,12 @@ from asyncckpt.loading.filling import Filler
 from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
-from asyncckpt.loading.recalled import Bytes, check_source, read_from
+from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.loading.shared_reads import SharedReads
+from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.loading.target_tensors import TargetTensor
 from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader

@@ -61,6 +61,7 @@ class Conversation:
             raise WorkerUnavailableError(f"no worker listens at {endpoint}", endpoint=endpoint, detail="no worker")
         import zmq  # only now: a process that loads beside no worker need not have it
 
+        self._owner_pid = os.getpid()
         self._ids = iter(range(1, 1 << 62))
         self._context = zmq.Context()
         try:
@@ -115,8 +116,8 @@ class Conversation:
         return self.call(lambda n: messages.Recall(id=n, path=path, hold=hold), messages.Recalled)
 
     def close(self) -> None:
-        """Say goodbye, and wait for nothing. Twice is fine."""
-        if not self._socket.closed:
+        """Say goodbye, and wait for nothing. Twice is fine; nothing in a forked child."""
+        if not self._socket.closed and os.getpid() == self._owner_pid:
             self._socket.send_multipart(codec.encode(messages.Goodbye(id=next(self._ids))))
             self._context.destroy(GOODBYE_LINGER_MS)
 

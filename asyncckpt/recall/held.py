@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from types import TracebackType
 
-from asyncckpt.errors import ProtocolError, SnapshotUnavailableError
+from asyncckpt.errors import CorruptCheckpointError, ProtocolError, SnapshotUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request
@@ -76,8 +78,24 @@ class MappedSnapshot:
             ranks=ranks,
         )
 
-    def check(self) -> None:
-        """Prove that nobody wrote to it since it was mapped; to be called after the last read.
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Surround reads: what was read counts only if nobody wrote to it meanwhile.
+
+        Raises:
+            SnapshotUnavailableError: Somebody did, before or meanwhile.
+        """
+        self._check()
+        try:
+            yield
+        except CorruptCheckpointError:
+            self._check()  # it only looks damaged: it is another save's
+            raise
+        # IMPORTANT: after the last read. A block that was verified may have been overwritten before it was copied.
+        self._check()
+
+    def _check(self) -> None:
+        """Prove that nobody wrote to it since it was mapped.
 
         Raises:
             SnapshotUnavailableError: A living trainer has begun its next save there.

@@ -108,8 +108,8 @@ def test_restarted_ranks_load_what_all_had_staged_while_nothing_of_it_is_on_disk
     here: Here, tmp_path: pathlib.Path
 ) -> None:
     dead_between_staged_and_written(here, tmp_path, stages=(True, True))
-    (held,) = [s for s in asyncckpt.held_snapshots(tmp_path) if s.path.endswith("1")]
-    assert (held.ranks, held.committed, held.step) == ((0, 1), False, 1)
+    held = asyncckpt.held_snapshots(tmp_path)[0]
+    assert (held.path[-1], held.ranks, held.committed, held.step) == ("1", (0, 1), False, 1)
     assert not (tmp_path / "step-1" / "manifest.json").exists()
     with rank_processes.running(2, resumes, str(tmp_path), environ={"ASYNCCKPT_ENDPOINT": here.endpoint}) as ranks:
         assert [ranks.receive(r) for r in (0, 1)] == ["loaded"] * 2
@@ -122,7 +122,7 @@ def test_restarted_ranks_load_what_all_had_staged_while_nothing_of_it_is_on_disk
             ranks.send(r, "go")
         for newest, right, log, _ in ranks.results():
             assert newest == str(tmp_path / "step-1") and right
-            assert "not committed yet, or never, was loaded from the worker's memory" in log
+            assert "not committed yet, or never, is loaded from the worker's memory" in log
     counters = status_of(here.endpoint)["counters"]
     assert (counters["slots_lent"], counters["slots_lent_again"]) == (lent, 2), "the first save makes no memory"
     found = asyncckpt.load(tmp_path / "step-2", keys=["replica", "step"], source="disk")

@@ -28,9 +28,10 @@ from asyncckpt.errors import (
     SaveFailedError,
     SnapshotUnavailableError,
 )
-from asyncckpt.loading import recalled
+from asyncckpt.loading import staged_bytes
 from asyncckpt.loading.recalled import read_from
 from asyncckpt.storage.files import Files
+from asyncckpt_worker import shortage
 
 
 @pytest.fixture
@@ -60,6 +61,12 @@ def state_of(step: int) -> dict[str, Any]:
 def is_state(found: Any, step: int) -> bool:
     wanted = state_of(step)
     return all(torch.equal(found[name], wanted[name]) for name in ("w", "b")) and found["step"] == step
+
+
+def is_held(handle: asyncckpt.SaveHandle) -> None:
+    """Wait until the worker has heard of what was staged."""
+    handle.staged.result(DEADLINE_S)
+    wait_until(lambda: asyncckpt.held_snapshots(handle.path), "the worker has taken it up")
 
 
 def without_shards(path: pathlib.Path) -> None:
@@ -137,7 +144,7 @@ def test_memory_that_is_used_again_while_it_is_read_is_read_from_disk(
     written(saver.save(state_of(1), tmp_path / "a"))
     files: list[Files] = []
 
-    def use(found: recalled.Bytes) -> str:
+    def use(found: staged_bytes.Bytes) -> str:
         files.append(found.files)
         if len(files) == 1:
             written(saver.save(state_of(2), tmp_path / "b"))
@@ -169,13 +176,52 @@ def test_snapshot_is_loaded_while_the_disk_is_slow(
     with AsyncCheckpointer(layout=layout) as saver:
         here.storage.flows.clear()
         handle = saver.save(state_of(1), tmp_path / "a", metadata={"loss": 0.5})
-        handle.staged.result(DEADLINE_S)
+        is_held(handle)
         assert is_state(asyncckpt.load(tmp_path / "a", source=source), 1)
         with pytest.raises(CheckpointNotCommittedError, match=r"holds it in memory, as save .* of step 1"):
             asyncckpt.load(tmp_path / "a", source="disk")
         assert not handle.written.done()
         here.storage.flows.set()
         written(handle)
+
+
+@pytest.mark.parametrize("source", ["auto", "memory"])
+def test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, source: str
+) -> None:
+    here.storage.flows.clear()
+    handle = saver.save(state_of(1), tmp_path / "a", metadata={"loss": 0.5})
+    is_held(handle)
+    with asyncckpt.open_checkpoint(tmp_path / "a", source=source) as opened:
+        assert opened.step == 1 and opened.metadata == {"loss": 0.5} and opened.objects["step"] == 1
+        for mmap in (False, True):
+            assert torch.equal(opened.tensor("w", (slice(5, 9), slice(None)), mmap=mmap), state_of(1)["w"][5:9])
+    opened.close()
+    with pytest.raises(SnapshotUnavailableError, match="was closed"):
+        opened.tensor("w")
+    assert asyncckpt.plan_load(tmp_path / "a", state_of(1), source=source).fits
+    for call in (asyncckpt.open_checkpoint, lambda path, source: asyncckpt.plan_load(path, {}, source=source)):
+        with pytest.raises(CheckpointNotCommittedError, match="holds it in memory"):
+            call(tmp_path / "a", source="disk")
+        with pytest.raises(SnapshotUnavailableError):
+            call(tmp_path / "none", source="memory")
+    here.storage.flows.set()
+    written(handle)
+
+
+def test_opened_snapshot_whose_memory_is_used_again_gives_nothing_more(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path
+) -> None:
+    here.storage.broken = True
+    with pytest.raises(SaveFailedError):
+        written(saver.save(state_of(1), tmp_path / "a"))
+    opened = asyncckpt.open_checkpoint(tmp_path / "a")
+    assert torch.equal(opened.tensor("b"), state_of(1)["b"])
+    here.storage.broken = False
+    written(saver.save(state_of(2), tmp_path / "b"))
+    with pytest.raises(SnapshotUnavailableError, match="another save"):
+        opened.tensor("b")
+    opened.close()
 
 
 def test_snapshot_that_could_not_be_written_is_loaded_and_is_the_newest(
@@ -230,6 +276,31 @@ def test_worker_is_asked_at_the_endpoint_that_is_named(
         assert is_state(other.load(tmp_path / "a", source="memory"), 1)
 
 
+def test_worker_that_is_told_so_keeps_nothing(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    here = Here(endpoint, keep_snapshots_s=0)
+    try:
+        with AsyncCheckpointer() as saver:
+            written(saver.save(state_of(1), tmp_path / "a"))
+        wait_until(lambda: not real_worker.status_of(endpoint)["slots"], "the slot is freed")
+        assert not real_worker.status_of(endpoint)["kept"]
+    finally:
+        here.close()
+
+
+def test_what_is_kept_goes_when_the_machine_is_short_of_memory(
+    here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AsyncCheckpointer() as saver:
+        written(saver.save(state_of(1), tmp_path / "a"))
+    wait_until(lambda: real_worker.status_of(here.endpoint)["kept"], "it is kept")
+    monkeypatch.setattr(shortage, "is_short", lambda total, available: True)
+    wait_until(lambda: not real_worker.status_of(here.endpoint)["kept"], "it is given up")
+    assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+
+
 # ---- no worker, or one that does not answer
 
 
@@ -268,7 +339,7 @@ def test_worker_that_hangs_costs_a_load_a_second_at_most(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
-    monkeypatch.setattr(recalled, "PATIENT_S", 0.3)
+    monkeypatch.setattr(staged_bytes, "PATIENT_S", 0.3)
     with SyncCheckpointer() as saver:
         saver.save(state_of(1), tmp_path / "a")
     with worker.frozen():

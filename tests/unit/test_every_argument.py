@@ -220,6 +220,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "keys": "unit/test_plan_load.py::test_keys_limit_what_is_looked_at",
             "key_map": "unit/test_plan_load.py::test_key_map_renames",
             "rank_info": "unit/test_plan_load.py::test_values_of_other_ranks_are_told_apart",
+            "source": "integration/test_recall.py::test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow",
         },
     ),
     (
@@ -228,6 +229,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "path": "unit/test_open_checkpoint.py::test_it_says_what_is_there_without_reading_data",
             "rank_info": "unit/test_open_checkpoint.py::test_a_rank_sees_its_own_values",
             "allow_pickle": "unit/test_allow_pickle.py::test_opening_may_unpickle_when_told_to",
+            "source": "integration/test_recall.py::test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow",
         },
     ),
     (

@@ -66,12 +66,10 @@ def test_held_file_is_read_like_one_on_disk(tmp_path: pathlib.Path, memory: Mapp
 
 
 def test_other_files_are_those_below(tmp_path: pathlib.Path, memory: Mapping) -> None:
-    files, path = OverlaidFiles(Files(), staged(tmp_path, memory)), str(tmp_path / "manifest.json")
-    (tmp_path / "manifest.json").write_bytes(b"on disk")
+    files, path = OverlaidFiles(Files(), staged(tmp_path, memory)), str(tmp_path / "other.bin")
+    (tmp_path / "other.bin").write_bytes(b"on disk")
     assert read_small_file(files, path, 100) == b"on disk"
-    assert files.lstat(path).st_size == files.stat(path).st_size == 7 and files.listdir(str(tmp_path)) == [
-        "manifest.json"
-    ]
+    assert files.lstat(path).st_size == files.stat(path).st_size == 7 and files.listdir(str(tmp_path)) == ["other.bin"]
     fd = files.open(path, os.O_RDONLY)
     files.advise_random(fd)
     files.advise_needed(fd, 0, 7)

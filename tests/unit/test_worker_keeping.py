@@ -551,6 +551,17 @@ def test_list_is_of_a_path_and_what_is_below_it(keeper: Keeper, path: str, found
     assert len(keeper.rows(path, b"p")) == found
 
 
+def test_list_waits_until_what_the_dead_have_left_was_read(keeper: Keeper) -> None:
+    slot = keeper.slot()
+    peer = keeper.restarted()
+    keeper.begin(slot)
+    keeper.feed(ev.Died, session="1" * 16)
+    assert keeper.say(m.Recall, peer, path="/ckpt", hold=False) is None
+    keeper.read(slot)
+    (answer,) = [a.message for a in keeper.of(ac.Send) if isinstance(a.message, m.Recalled)]
+    assert [part["save_id"] for part in answer.parts] == [FIRST]
+
+
 def test_list_that_is_too_long_ends_with_the_newest() -> None:
     keeper = Keeper()
     keeper.hello()
