@@ -2,13 +2,14 @@
 
     python -m benchmarks.recall [--rounds 5] [--dir D]
 
-Each round kills a trainer that has saved; a load from the worker's memory is timed beside a warm copy of the same bytes
+Each round kills a trainer that has saved; a load from the worker's memory is timed beside a warm copy of as many bytes
 and a load of the same files from the page cache. Every trainer but the first gets the memory of the one before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import secrets
@@ -22,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import asyncckpt
+from asyncckpt.memory.mapping import Mapping
 from benchmarks import machine, states
+from benchmarks.limits import THREADS, copy_s
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {"load from memory / warm copy": 2.0, "first save stall, warm / fresh": 1.0}
@@ -66,22 +67,23 @@ def train_and_die(path: Path) -> None:
 
 def measure(directory: Path, rounds: int) -> dict[str, Any]:
     """Return every round's figures."""
-    source = states.gpt()
-    target = _zeros_like(source)
-    copies = list(zip(states.tensors(target), states.tensors(source), strict=True))
+    target = _zeros_like(states.gpt())
+    nbytes = states.nbytes(target) // 4096 * 4096
     found: list[dict[str, float]] = []
-    for number in range(rounds + 1):  # the first one finds no memory
-        path = directory / str(number)
-        row = {"stall_s": _saved_and_killed(path)}
-        for name, where in (("memory_s", "memory"), ("page_cache_s", "disk")):
-            _copy(copies)
-            row[f"copy_before_{name}"] = _copy(copies)
-            began = time.perf_counter()
-            asyncckpt.load(path, target, strict=True, source=where)
-            row[name] = time.perf_counter() - began
-        shutil.rmtree(path)
-        found.append(row)
-    return {"nbytes": states.nbytes(source), "rounds": found}
+    with Mapping(-1, nbytes) as one, Mapping(-1, nbytes) as other:
+        for memory in (one, other):
+            ctypes.memset(memory.address, 1, nbytes)
+        for number in range(rounds + 1):  # the first one finds no memory
+            path = directory / str(number)
+            row = {"stall_s": _saved_and_killed(path)}
+            for name, where in (("memory_s", "memory"), ("page_cache_s", "disk")):
+                row[f"copy_before_{name}"] = min(copy_s(one.address, other.address, nbytes, n) for n in THREADS)
+                began = time.perf_counter()
+                asyncckpt.load(path, target, strict=True, source=where)
+                row[name] = time.perf_counter() - began
+            shutil.rmtree(path)
+            found.append(row)
+    return {"nbytes": nbytes, "rounds": found}
 
 
 def _saved_and_killed(path: Path) -> float:
@@ -91,13 +93,6 @@ def _saved_and_killed(path: Path) -> float:
     while not asyncckpt.held_snapshots(path):  # its death is noticed within milliseconds
         time.sleep(0.01)
     return float(json.loads(done.stdout)["stall_s"])
-
-
-def _copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    began = time.perf_counter()
-    for target, source in copies:
-        target.copy_(source)
-    return time.perf_counter() - began
 
 
 def _zeros_like(state: Any) -> Any:

@@ -206,10 +206,10 @@ class _Reader:
         reader = self._open(source)
         start, end = steps[0].start, steps[-1].end
         at = 0
-        if (lies_at := reader.address()) is not None:  # no copy of it is made on the way
+        if (lies_at := reader.address(start, end - start)) is not None:  # no copy of it is made on the way
             for step in steps:
-                with view_at(lies_at + step.start, step.end - step.start) as view:
-                    self._hand_on(source, step, view, lies_at + step.start)
+                with view_at(lies_at + step.start - start, step.end - step.start) as view:
+                    self._hand_on(source, step, view, lies_at + step.start - start)
             at = len(steps)
         elif reader.is_cached(start, end - start):
             while at < len(steps):

@@ -20,6 +20,7 @@ from asyncckpt.format.manifest import DcpRecord, Manifest, RankRecord
 from asyncckpt.format.names import DCP, SaveId, index_name, objects_name, shard_name
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.copying import view_at
+from asyncckpt.memory.mapping import populate_at
 from asyncckpt.storage.contents import Contents, RankContents, join
 from asyncckpt.storage.files import MODE_FILE, Files
 
@@ -133,9 +134,11 @@ class OverlaidFiles(Files):
             self._below.advise_random(fd)
 
     def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
-        """Nothing to advise of a held file."""
+        """Map the pages of a range at once: faulted in one by one, they take a third of a load's time."""
         if fd < _FIRST_FD:
             self._below.advise_needed(fd, offset, nbytes)
+        elif (address := self._opened[fd].address) is not None:
+            populate_at(address + offset, min(nbytes, len(self._opened[fd].view) - offset))
 
     def fstat(self, fd: int) -> os.stat_result:
         """Stat an open file."""
