@@ -44,7 +44,9 @@ class CheckpointerConfig:
     Attributes:
         staging: "blocking" copies everything before `save()` returns; "overlap" copies what attached optimizers own
             behind forward and backward, and, without any attached, everything: then the caller changes no tensor
-            before `fence()` or `staged`; "auto" is "overlap" once an optimizer is attached, else "blocking".
+            before `fence()` or `staged`; "auto" is "overlap" once an optimizer is attached, else "blocking". "device"
+            copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
+            has no room for that, and for what lies in host memory, it is "auto".
         overlap_check: "hash" digests whatever is copied behind the training, at `save()`, after the copy and in the
             slot: for tests, since it finds writes that no version counter sees; "off" trusts hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
@@ -71,7 +73,8 @@ class CheckpointerConfig:
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
         replicated: "check" compares tensors that several ranks hold under one name, whole in the first save and by a
-            rotating sample in every later one; "assume" takes them for equal.
+            rotating sample in every later one; "assume" takes them for equal: large ones are split over the ranks all
+            the same, so that where they differ after all a checkpoint is mixed from what several ranks hold.
         plan_timeout_s: How long the first save waits for the other ranks.
         hook_timeout_s: How long a commit waits for the `pre_commit` hooks of all ranks.
         commit_timeout_s: A save that some rank has not staged so long after the first one ends on all of them, with
@@ -115,13 +118,6 @@ class CheckpointerConfig:
         Raises:
             ConfigError: Naming field, value and what is allowed.
         """
-        if self.staging == "device":
-            raise ConfigError(
-                "staging='device': expected 'auto', 'blocking' or 'overlap'; a copy on the GPU, from which the one "
-                "to the host is made, does not exist yet",
-                field="staging",
-                value=repr(self.staging),
-            )
         for name, allowed in _CHOICES.items():
             _require(
                 getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}"
@@ -209,7 +205,7 @@ def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str |
 
 _MAX_SECONDS = 10_000_000.0
 _CHOICES = {
-    "staging": ("auto", "blocking", "overlap"),
+    "staging": ("auto", "blocking", "overlap", "device"),
     "overlap_check": ("off", "hash"),
     "on_busy": ("wait", "skip", "error"),
     "on_worker_loss": ("fail",),
