@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench bench-quick bench-gpu bench-compare clean
+.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu bench-compare clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -18,6 +18,8 @@ help:
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes"
 	@echo "make test-nodes    workers in network namespaces, as root"
+	@echo "make fuzz          readers of strange bytes, for minutes; FUZZ_SECONDS for each"
+	@echo "make mutants       known bugs put in on purpose, and the tests that catch them"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
 	@echo "make bench-quick   the main ratios beside those of the last result file"
@@ -65,9 +67,20 @@ test-matrix: .venv/.dev
 test-fault: .venv/.dev
 	.venv/bin/python -m pytest -m "fault or soak" tests/fault
 	ASYNCCKPT_TEST_SCHEDULES=300 .venv/bin/python -m pytest --timeout 900 tests/unit/test_workers_simulation.py
+	ASYNCCKPT_TEST_MUTATIONS=5000 .venv/bin/python -m pytest --timeout 900 tests/unit/test_fuzzing.py
+	ASYNCCKPT_TEST_MESSAGES=100000 .venv/bin/python -m pytest --timeout 900 tests/integration/test_worker_fuzzing.py
 
 test-nodes: .venv/.dev
 	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
+
+# atheris has no wheels for some Pythons; without it a mutator that sees no coverage does the work.
+FUZZ_SECONDS ?= 15
+fuzz: .venv/.dev
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --target build/atheris atheris || true
+	PYTHONPATH=build/atheris:.:.typing .venv/bin/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
+
+mutants: .venv/.dev
+	.venv/bin/python -m tests.mutants.run
 
 wheel-check: .venv/.dev
 	rm -rf build dist

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from asyncckpt.planning.sharding.tensor_parallel import describe_tp as describe_tp
     from asyncckpt.recall.snapshots import HeldSnapshot as HeldSnapshot
     from asyncckpt.recall.snapshots import held_snapshots as held_snapshots
+    from asyncckpt.restoring import RestoredCheckpoint as RestoredCheckpoint
+    from asyncckpt.restoring import SkippedCheckpoint as SkippedCheckpoint
+    from asyncckpt.restoring import restore_latest as restore_latest
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
 
 _WHERE = {
@@ -59,9 +62,11 @@ _WHERE = {
     "OpenCheckpoint": "loading.opened",
     "PerRank": "per_rank",
     "RankInfo": "config",
+    "RestoredCheckpoint": "restoring",
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "ShardedSlice": "planning.sharding.shards",
+    "SkippedCheckpoint": "restoring",
     "SyncCheckpointer": "sync_checkpointer",
     "convert": "conversion.converter",
     "describe_tp": "planning.sharding.tensor_parallel",
@@ -73,6 +78,7 @@ _WHERE = {
     "open_checkpoint": "loading.opened",
     "plan_load": "loading.load_plan",
     "register_shard_type": "planning.sharding.recognising",
+    "restore_latest": "restoring",
 }
 
 _MODULES = ("dcp", "errors")
@@ -94,9 +100,11 @@ __all__ = [
     "OpenCheckpoint",
     "PerRank",
     "RankInfo",
+    "RestoredCheckpoint",
     "SaveHandle",
     "SaveReport",
     "ShardedSlice",
+    "SkippedCheckpoint",
     "SyncCheckpointer",
     "__version__",
     "convert",
@@ -109,6 +117,7 @@ __all__ = [
     "open_checkpoint",
     "plan_load",
     "register_shard_type",
+    "restore_latest",
 ]
 
 

@@ -132,14 +132,7 @@ class CheckpointerConfig:
         for name in _SWITCHES:
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         if self.rank_info is not None:
-            info = self.rank_info
-            fits = (
-                isinstance(info, tuple)
-                and len(info) == 2
-                and all(type(n) is int for n in info)
-                and 0 <= info[0] < info[1]
-            )
-            _require(fits, "rank_info", info, "RankInfo(rank, world_size) with 0 <= rank < world_size")
+            check_rank_info(self.rank_info)
 
     @classmethod
     def resolve(
@@ -167,6 +160,16 @@ class CheckpointerConfig:
         elif not isinstance(config, cls):
             raise ConfigError(f"config is a {type(config).__name__}, expected CheckpointerConfig", field="config")
         return replace(config, **arguments) if arguments else config
+
+
+def check_rank_info(info: RankInfo) -> None:
+    """Refuse what is no rank of a world.
+
+    Raises:
+        ConfigError: A plain tuple, which might as well be meant the other way round; or a rank outside its world.
+    """
+    fits = isinstance(info, RankInfo) and all(type(n) is int for n in info) and 0 <= info.rank < info.world_size
+    _require(fits, "rank_info", info, "asyncckpt.RankInfo(rank, world_size) with 0 <= rank < world_size")
 
 
 def _warn_of_unknown(environ: Mapping[str, str], names: set[str]) -> None:

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.cli.foreground import EXIT_SIGNAL
-from asyncckpt.cli.output import EXIT_OK, human, print_json
+from asyncckpt.cli.output import EXIT_OK, print_json, say
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.kinds import KINDS
+from asyncckpt.sizes import human
 
 HELP = "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face"
 EXAMPLE = "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model"
@@ -85,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**asdict(report), "seconds": round(seconds, 3)})
         return EXIT_OK
-    print(
+    say(
         f"{args.target}: {report.kind} to {report.to}, {report.tensors} tensors, {report.objects} objects, "
         f"{human(report.nbytes)} in {seconds:.1f} s, read back and compared"
     )
     for line in report.changed:
-        print(f"  changed: {line}")
+        say(f"  changed: {line}")
     for name in report.left_out:
-        print(f"  left out: {name}")
+        say(f"  left out: {name}")
     return EXIT_OK
 
 

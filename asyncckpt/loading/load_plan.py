@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError
 from asyncckpt.format.tree import leaves
-from asyncckpt.loading.matching import KeyMap, Mismatch, match
+from asyncckpt.loading.key_names import KeyMap
+from asyncckpt.loading.matching import Mismatch, match
 from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_tree import SavedTree

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.map_location import MapLocation
-from asyncckpt.loading.matching import KeyMap
 from asyncckpt.loading.reader import DefaultReader
 
 
@@ -90,7 +90,7 @@ def load(
         OverlappingShardsError: The shards of a target tensor share elements.
         SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
         PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.
-        InsufficientMemoryError: There is no room for what `low_memory=False` copies.
+        InsufficientMemoryError: There is no room for a tensor without a target, or for what `low_memory=False` copies.
         UnsupportedPathError: A URL, or no path at all.
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else

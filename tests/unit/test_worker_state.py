@@ -752,6 +752,17 @@ def test_save_of_two_ranks_commits_when_both_are_durable(pair: tuple[Bench, int,
     assert sorted(a.peer for a in bench.of(ac.Send)) == [b"p", b"q"]
 
 
+def test_save_of_two_ranks_waits_for_the_one_that_still_writes(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.at_writing(second, peer=b"q", rank=1)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r0")
+    assert (bench.phase(rank=0), bench.phase(rank=1)) == ("durable", "writing")
+    assert not bench.of(ac.Commit)
+    bench.feed(ev.Written, key=(FIRST, 1), result="r1")
+    assert bench.of(ac.Commit)[0].results == ("r0", "r1")
+
+
 def test_failure_of_one_rank_ends_the_save_on_all(pair: tuple[Bench, int, int]) -> None:
     bench, first, second = pair
     bench.at_writing(first)
