@@ -185,10 +185,15 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """Time has passed. `kept`: the process that the worker was started for lives, so it does not leave for idleness."""
+    """Time has passed.
+
+    `kept`: the process that the worker was started for lives, so it does not leave for idleness. `memory_short`: the
+    machine, or our cgroup, has hardly any memory left.
+    """
 
     now: float
     kept: bool = False
+    memory_short: bool = False
 
 
 Event = (

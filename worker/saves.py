@@ -31,6 +31,7 @@ from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
+from asyncckpt_worker.keeping import speaks_against
 from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
 from asyncckpt_worker.run_record import Run
@@ -194,7 +195,7 @@ class SaveBook:
     def end_here(self, save: Save, outcome: str, error: Wire) -> None:
         """As `end`, also where another worker decides: it has."""
         self._changes.publish(save, complete=False)
-        save.outcome, save.error = outcome, error
+        save.outcome, save.error, save.objected = outcome, error, speaks_against(error)
         at_begun, at_durable = _OUTCOME_EVENTS[outcome]
         for entry in save.ranks.values():
             event = at_begun if entry.phase == BEGUN else at_durable if entry.phase == DURABLE else "fail"

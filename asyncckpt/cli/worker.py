@@ -144,7 +144,7 @@ def _print_status(endpoint: str, report: dict[str, Any]) -> None:
             print(f"{name}: {human(value) if name.endswith('bytes') else value}")
         elif isinstance(value, dict):
             print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
-    for name in ("sessions", "slots", "saves"):
+    for name in ("sessions", "slots", "kept", "saves"):
         rows = [dict(row) for row in report.get(name) or ()]
         print(f"\n{name}: {len(rows)}")
         if rows:

@@ -18,8 +18,8 @@ from asyncckpt_worker.report import report as brains_report
 
 @pytest.fixture
 def bench() -> Bench:
-    """A brain with one session."""
-    bench = Bench()
+    """A brain with one session, that keeps nothing for trainers that are gone (`test_worker_keeping`)."""
+    bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
     bench.hello()
     return bench
 
@@ -734,7 +734,7 @@ def test_message_of_the_dead_is_refused(bench: Bench) -> None:
 @pytest.fixture
 def pair() -> tuple[Bench, int, int]:
     """Two ranks of one world and a slot of each."""
-    bench = Bench()
+    bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
     bench.hello(b"p", "1" * 16, 0, 2)
     bench.hello(b"q", "2" * 16, 1, 2)
     return bench, bench.slot(b"p"), bench.slot(b"q")
