@@ -43,6 +43,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         commit_timeout_s=request.commit_timeout_s,
         link=slot.link,
         prepared=bool(slot.link),
+        resumed=generation <= slot.adopted,
     )
 
 
@@ -56,4 +57,5 @@ def prepare_of(save_id: str, entry: RankSave, *, fsync: bool) -> Prepare:
         umask=entry.umask,
         fsync=fsync,
         overwrite=entry.overwrite,
+        resumed=entry.resumed,
     )

@@ -92,6 +92,9 @@ class Slot:
 
     populate: bool = False
 
+    adopted: int = -1
+    """The generation that it held when it was taken over from a dead worker, which may have written that; else -1."""
+
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
     link: str = ""
@@ -133,6 +136,9 @@ class RankSave:
 
     told: int = 0
     """How far the leader has been told of it: begun, sealed, delivered."""
+
+    resumed: bool = False
+    """A worker that is dead may have written its files, or some."""
 
     @property
     def ended(self) -> bool:

@@ -59,6 +59,8 @@ class SaveBook:
             return
         if event.error is not None:
             self.end(save, FAILED, event.error)
+        elif event.committed and not save.committing:
+            self._was_committed(save)
         elif entry.phase == SUBMITTED and not save.given_up:
             self.write(save, entry)
 
@@ -116,6 +118,13 @@ class SaveBook:
         facts = {**report, "step": entry.step, "path": entry.path}
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
         self._commit_next(save)
+
+    def _was_committed(self, save: Save) -> None:
+        """Another worker has put the manifest, and died: all ranks were durable then."""
+        for entry in save.ranks.values():
+            for event in EVENTS_TO_DURABLE.get(entry.phase, ()):
+                self.move(save, entry, event)
+        self.committed(save, {"resumed": True})
 
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
@@ -225,7 +234,7 @@ class SaveBook:
         entry.writing = True
         key = (save.save_id, entry.rank)
         self._t.slots[entry.slot].writes.add(key)
-        self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request))
+        self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request, resumed=entry.resumed))
 
     def _commit_next(self, ended: Save) -> None:
         """A save has ended: those that were held back for it may be due."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from asyncckpt.protocol import fields as check
+from asyncckpt.protocol.adopting import Adopt
 from asyncckpt.protocol.answers import Granted, LineageFound, Ok, Refused, Saves, StatusReport, Welcome
 from asyncckpt.protocol.fields import Check
 from asyncckpt.protocol.linking import Follow, Following, Lead, Leading
@@ -22,6 +23,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "REPLIES",
     "REQUESTS",
+    "Adopt",
     "Allocate",
     "Begin",
     "Consent",
@@ -237,7 +239,7 @@ class Drain(Message):
 
 
 _REQUESTS = (
-    *(Hello, Allocate, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch),
+    *(Hello, Allocate, Adopt, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch),
     *(Heartbeat, Goodbye, Status, Drain),
 )
 _REPLIES = (Welcome, Granted, Leading, Following, LineageFound, Fetched, Ok, Refused, Saves, StatusReport)

@@ -14,7 +14,7 @@ from asyncckpt.storage.standing import exists, refuse_inside, refuse_standing
 
 
 def prepare_directory(
-    path: str, *, save_id: SaveId, files: Files, umask: int, fsync: bool, overwrite: bool = False
+    path: str, *, save_id: SaveId, files: Files, umask: int, fsync: bool, overwrite: bool = False, resumed: bool = False
 ) -> list[str]:
     """Make the checkpoint's directory and its missing parents, each name flushed.
 
@@ -25,6 +25,7 @@ def prepare_directory(
         umask: Of the directories' mode 0777.
         fsync: Whether to flush.
         overwrite: Whether an older checkpoint may stand there.
+        resumed: Whether the save's own manifest may: another process has begun this save, and died.
 
     Returns:
         The directories that this call has made, outermost first: for `remove_made`, if the save comes to nothing.
@@ -38,7 +39,7 @@ def prepare_directory(
     try:
         _make(path, made, files, MODE_DIRECTORY & ~umask, fsync=fsync)
         standing = refuse_standing(path, save_id, files, overwrite=overwrite)
-        if standing is not None and standing.save_id == save_id:
+        if standing is not None and standing.save_id == save_id and not resumed:
             raise exists(path, save_id, standing, overwrite=overwrite)
     except BaseException:
         remove_made(made, files)
