@@ -98,6 +98,8 @@ class ChangeBook:
 
     def _contributions(self, run: Run, save: Save) -> dict[int, bytes]:
         """Return what the ranks of a save contribute, unless they will say it again, better."""
+        if any(entry.resumed for entry in save.ranks.values()):
+            return {}  # news by what the worker before had published, and this one knows nothing of
         sequence = SaveId.parse(save.save_id).sequence
         requests = {rank: save.ranks[rank].request for rank in sorted(save.ranks)}
         found = {rank: r.contribution for rank, r in requests.items() if r is not None and r.contribution}

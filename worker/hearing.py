@@ -25,6 +25,7 @@ from asyncckpt.protocol.relay import (
     Sealed,
 )
 from asyncckpt.protocol.request import decode_request
+from asyncckpt_worker.consents import ConsentBook
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.intake import Intake
 from asyncckpt_worker.lineages import LineageBook
@@ -120,7 +121,7 @@ class Hearing:
                 self._intake.withdraw(session, message)
             case Consented():
                 granted = Consent(id=0, save_id=record.save_id, granted=record.granted, reason=record.reason)
-                self._saves.consent(session, granted)
+                ConsentBook(self._t, self._saves).consent(session, granted)
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from asyncckpt.format.names import SaveId
-from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, FAILED
+from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, FAILED
 from asyncckpt.protocol.messages import Begin, Withdraw
 from asyncckpt.protocol.relay import Declined
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.agreement import disagreement, own_contradiction, unequal_samples
 from asyncckpt_worker.changes import ChangeBook
-from asyncckpt_worker.entries import entry_of_begin, entry_of_request
+from asyncckpt_worker.entries import entry_of_begin, entry_of_request, steps_to_durable
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.order import rival, same_call
 from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
@@ -82,6 +82,7 @@ class Intake:
             return False  # it has ended, or the same snapshot came twice
         self.supersede(slot, save.save_id)
         entry.slot, entry.generation, entry.request = slot.number, generation, request
+        entry.resumed = generation <= slot.adopted
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
         slot.key = (save.save_id, entry.rank)
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
@@ -161,6 +162,10 @@ class Intake:
         """Add a rank; it ends with a save that another rank has ended already, or that never can be."""
         save.ranks[entry.rank] = entry
         self._t.touched[(save.save_id, entry.rank)] = None
+        if save.outcome == COMMITTED and sealed and entry.resumed:  # by the worker before, as its other ranks have said
+            for step in (*steps_to_durable(entry), "commit"):
+                self._saves.move(save, entry, step)
+            return None
         if save.outcome is not None:
             error = save.error or failed(save, entry, "disagree", "it has ended before")
             return self._saves.move(save, entry, "fail", error)

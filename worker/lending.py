@@ -49,11 +49,7 @@ class Lending:
     def allocate(self, session: Session, m: Allocate) -> None:
         """Grant a slot; a repeated request gets the one that it got before."""
         if m.id in session.granted:
-            slot = self._t.slots.get(session.granted[m.id])
-            if slot is None or slot.closing:
-                self.refuse(session.peer, m.id, UnknownSaveError("that slot was released", detail="slot"))
-            elif slot.fd >= 0:
-                self._grant(session, slot)
+            self.grant_again(session, m.id)
         elif self._t.draining:
             self.refuse(session.peer, m.id, draining())
         elif len(session.slots) >= MAX_SLOTS_PER_SESSION:
@@ -72,8 +68,16 @@ class Lending:
             session.granted[m.id] = number
             self._t.actions.append(CreateSlot(slot=number, nbytes=m.nbytes, populate=m.populate))
 
+    def grant_again(self, session: Session, id: int) -> None:
+        """Answer a repeated Allocate or Adopt, unless the first one is still under way."""
+        slot = self._t.slots.get(session.granted[id])
+        if slot is None or slot.closing:
+            self.refuse(session.peer, id, UnknownSaveError("that slot was released", detail="slot"))
+        elif slot.fd >= 0:
+            self._grant(session, slot)
+
     def created(self, event: SlotCreated) -> None:
-        """Answer the Allocate."""
+        """Answer the Allocate or Adopt."""
         slot = self._t.slots.get(event.slot)
         if slot is None or slot.fd >= 0:
             return
@@ -89,6 +93,8 @@ class Lending:
                 self.refuse(session.peer, slot.allocate_id, from_wire(event.error))
             return
         slot.fd, slot.token = event.fd, event.token
+        if slot.adopted >= 0:
+            self._t.actions.append(ReadSlot(slot=slot.number))
         if session is not None and not slot.closing:
             self._grant(session, slot)
             self._t.log(

@@ -19,14 +19,14 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
 
 A slot's states:
 
-    creating   Allocate came; CreateSlot is under way
+    creating   Allocate or Adopt came; CreateSlot or AdoptSlot is under way
     lent       the session stages into it; only the session decides when it is used again
     closing    Release, Goodbye, or proof of death: it is read once more (a sealed snapshot is taken up, one that was
                begun and not sealed is abandoned), then freed when no save and no job needs it any more
 
-A slot is read when its doorbell (Submit) comes, when it is closing, and when a drain begins. `taken` holds the highest
-generation that was taken up: together with the save id it makes every message repeatable. Messages may be lost,
-repeated, or overtake each other; a message that makes no sense is refused and changes nothing.
+A slot is read when its doorbell (Submit) comes, when it was adopted, when it is closing, and when a drain begins.
+`taken` holds the highest generation that was taken up: together with the save id it makes every message repeatable.
+Messages may be lost, repeated, or overtake each other; a message that makes no sense is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, UnknownSaveError
 from asyncckpt.protocol.messages import (
+    Adopt,
     Allocate,
     Begin,
     Consent,
@@ -56,8 +57,10 @@ from asyncckpt.protocol.messages import (
     Withdraw,
 )
 from asyncckpt_worker.actions import Action, SendStatus
+from asyncckpt_worker.adoption import AdoptionBook
 from asyncckpt_worker.boards import BoardBook
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.consents import ConsentBook
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.ending import BrainConfig, Ending
 from asyncckpt_worker.events import (
@@ -102,7 +105,9 @@ class Brain:
         self._runs, changes = RunBook(self.tables), ChangeBook(self.tables)
         self._saves = SaveBook(self.tables, self._runs, changes)
         self._intake = Intake(self.tables, self._saves, self._runs, changes)
+        self._consents = ConsentBook(self.tables, self._saves)
         self._lending = Lending(self.tables, self._intake)
+        self._adoption = AdoptionBook(self.tables, self._lending)
         self._following = FollowBook(self.tables, self._runs, self._saves, self._lending)
         self._lineages = LineageBook(self.tables, self._runs, self._lending, self._following.lineage)
         self._boards = BoardBook(self.tables, changes)
@@ -208,6 +213,8 @@ class Brain:
                 self._lending.send(session.peer, states(self.tables, session, m))
             case Allocate():
                 self._lending.allocate(session, m)
+            case Adopt():
+                self._adoption.adopt(session, m)
             case Release():
                 self._lending.release(session, m)
             case Begin():
@@ -218,7 +225,7 @@ class Brain:
                 self._intake.withdraw(session, m)
                 self._lending.send(session.peer, Ok(id=m.id))
             case Consent():
-                self._saves.consent(session, m)
+                self._consents.consent(session, m)
                 self._lending.send(session.peer, Ok(id=m.id))
             case Share():
                 self._answer(session, m.id, self._boards.share(session, m))
