@@ -52,7 +52,9 @@ class CheckpointerConfig:
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
         slot_timeout_s: How long "wait" waits.
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
-        on_worker_loss: "fail": saves that were pending when the worker died fail with `WorkerUnavailableError`.
+        on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
+            committed, and the same futures complete; where the ranks have several workers, and after a worker that
+            hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
         overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
@@ -89,7 +91,7 @@ class CheckpointerConfig:
     on_busy: str = "wait"
     slot_timeout_s: float = 600.0
     arena_limit_bytes: int | None = None
-    on_worker_loss: str = "fail"
+    on_worker_loss: str = "resubmit"
     on_error: str = "warn"
     overwrite: bool = False
     fsync: bool = True
@@ -212,7 +214,7 @@ _CHOICES = {
     "staging": ("auto", "blocking", "overlap"),
     "overlap_check": ("off", "hash"),
     "on_busy": ("wait", "skip", "error"),
-    "on_worker_loss": ("fail",),
+    "on_worker_loss": ("resubmit", "fail"),
     "on_error": ("warn", "raise"),
     "replicated": ("check", "assume"),
     "layout": ("safetensors", "dcp"),

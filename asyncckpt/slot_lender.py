@@ -21,13 +21,23 @@ class SlotLender:
 
     Args:
         connect: Returns the live session, opening one when there is none.
+        current: Returns the last session.
         send: As `Send` says.
         endpoint: For messages.
         timeout_s: For an allocation.
     """
 
-    def __init__(self, connect: Callable[[], Session], send: Send, endpoint: str, *, timeout_s: float) -> None:
-        self._connect, self._send, self._endpoint, self._timeout_s = connect, send, endpoint, timeout_s
+    def __init__(
+        self,
+        connect: Callable[[], Session],
+        current: Callable[[], Session | None],
+        send: Send,
+        endpoint: str,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._connect, self._current, self._send = connect, current, send
+        self._endpoint, self._timeout_s = endpoint, timeout_s
 
     def allocate(self, nbytes: int) -> LentSlot:
         """Return a new slot of `nbytes`. Blocks until the worker has made it.
@@ -54,3 +64,9 @@ class SlotLender:
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""
         self._send(lambda n: messages.Release(id=n, slot=number))
+
+    def give_back(self, slot: LentSlot) -> None:
+        """As `release`; a slot of a session that is over is nobody's, and its number another one's by now."""
+        session = self._current()
+        if session is not None and session.name == slot.session:
+            self.release(slot.number)

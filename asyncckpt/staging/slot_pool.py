@@ -36,11 +36,11 @@ class SlotPool:
     Args:
         config: For `slots`, `arena_limit_bytes`, `on_busy` and `slot_timeout_s`.
         allocate: Asks the worker for a slot of so many bytes. Blocks; raises typed errors.
-        release: Tells the worker that a slot, by number, is given back.
+        release: Tells the worker that has lent a slot that it is given back.
     """
 
     def __init__(
-        self, config: CheckpointerConfig, allocate: Callable[[int], LentSlot], release: Callable[[int], None]
+        self, config: CheckpointerConfig, allocate: Callable[[int], LentSlot], release: Callable[[LentSlot], None]
     ) -> None:
         self._config, self._allocate, self._release = config, allocate, release
         self._slots: list[LentSlot] = []
@@ -197,7 +197,7 @@ class SlotPool:
         """The save has ended: its slot may be used again. Unknown ids are ignored."""
         with self._changed:
             for slot in [s for s in self._slots if s.user == save_id]:
-                slot.user, slot.staging = None, False
+                slot.user, slot.staging, slot.handovers = None, False, 0
                 if slot.orphaned or (not slot.free and slot.lost):
                     self._drop(slot, tell=not slot.orphaned)
             self._changed.notify_all()
@@ -212,18 +212,33 @@ class SlotPool:
 
     def orphan_all(self) -> None:
         """The worker is lost: close every slot but one that the training thread is copying into."""
+        for slot in self.held():
+            self.orphan(slot)
+
+    def orphan(self, slot: LentSlot) -> None:
+        """Close a slot that no worker has; one that the training thread is copying into when that has ended."""
         with self._changed:
-            for slot in list(self._slots):
-                slot.orphaned = True
-                if not slot.staging:
-                    self._drop(slot, tell=False)
+            slot.orphaned = True
+            if not slot.staging and slot in self._slots:
+                self._drop(slot, tell=False)
             self._changed.notify_all()
+
+    def held(self) -> list[LentSlot]:
+        """Return the slots that are not given up."""
+        with self._changed:
+            return [slot for slot in self._slots if not slot.orphaned]
+
+    def adopted(self, slot: LentSlot, number: int, session: str) -> bool:
+        """Another worker has taken a slot over, as `number`; says whether it is still held here."""
+        with self._changed:
+            slot.number, slot.session = number, session
+            return slot in self._slots and not slot.orphaned
 
     def _drop(self, slot: LentSlot, *, tell: bool) -> None:
         self._slots.remove(slot)
         slot.close()
         if tell:
-            self._release(slot.number)
+            self._release(slot)
 
     def close(self) -> None:
         """Unmap and close every slot; a waiting `acquire` fails. Twice is fine."""
