@@ -1,4 +1,4 @@
-"""What follows the proved death of a worker: another one is found or started, and gets the memory that the dead one had.
+"""What follows the proved death of a worker: another one is found or started, and gets the memory that it had.
 
 What lies sealed in a slot is all that a worker needs, so that the same futures complete. A worker that only hangs is
 none of this: two workers must never have one save.

@@ -7,6 +7,7 @@ byte the one that the image leads to, the shards are durable. The small files ar
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -15,7 +16,15 @@ from concurrent.futures import Executor
 
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES
-from asyncckpt.format.names import DCP, SaveId, index_name, items_name, objects_name
+from asyncckpt.format.names import (
+    DCP,
+    SaveId,
+    index_name,
+    items_name,
+    objects_name,
+    temporary_dcp_metadata_name,
+    temporary_manifest_name,
+)
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, fsync_directory, fsync_file, opened, read_small_file
 from asyncckpt.storage.image import Image
@@ -28,7 +37,7 @@ _logger = logging.getLogger("asyncckpt.storage")
 
 
 def is_committed(path: str, save_id: SaveId, *, files: Files) -> bool:
-    """Whether the save has been committed, by whoever died afterwards; then its name is flushed once more.
+    """Whether the save was committed, by whoever died afterwards; then that is flushed, and what it left is removed.
 
     Raises:
         OSError: It has, and whether that survives a power cut cannot be known.
@@ -39,6 +48,9 @@ def is_committed(path: str, save_id: SaveId, *, files: Files) -> bool:
     if standing.fsync:
         # IMPORTANT: who put the manifest may have died before the directory was flushed.
         fsync_directory(files, path)
+    for name in (temporary_manifest_name(save_id), temporary_dcp_metadata_name(save_id)):
+        with contextlib.suppress(OSError):
+            files.unlink(os.path.join(path, name))
     return True
 
 
