@@ -90,7 +90,7 @@ class Changes:
         links = self._run.links
         if self._run.alone or not leader:
             return
-        if not links.follows and leader != links.leader:
+        if not links.follows and links.leader not in ("", leader):
             return  # another worker of ours, which the training thread has not met yet: it may be planning a save
         self._decides(leader)
         taken = self._taken.get(leader, 0)

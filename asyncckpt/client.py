@@ -175,6 +175,7 @@ class WorkerProcess(Submitting):
         self._send(lambda n: messages.Consent(id=n, save_id=save, granted=veto is None, reason=reason))
 
     def _committed(self, snapshot: StagedSnapshot) -> None:
+        self.pool.committed(snapshot.save_id)
         self.hooks.after(snapshot.path, snapshot.extra)
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:

@@ -55,6 +55,9 @@ class CheckpointerConfig:
         on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
             committed, and the same futures complete; where the ranks have several workers, and after a worker that
             hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.
+        keep_in_memory: "latest" never lets go of the newest committed snapshot while the next one is staged and
+            written, so that a copy or a save that fails costs nothing that was in memory. It takes room for two
+            snapshots at least. "none": a slot may be used again as soon as its save has ended.
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
         overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
@@ -92,6 +95,7 @@ class CheckpointerConfig:
     slot_timeout_s: float = 600.0
     arena_limit_bytes: int | None = None
     on_worker_loss: str = "resubmit"
+    keep_in_memory: str = "none"
     on_error: str = "warn"
     overwrite: bool = False
     fsync: bool = True
@@ -132,6 +136,8 @@ class CheckpointerConfig:
             value = getattr(self, name)
             fits = value is None if name in _OPTIONAL and value is None else type(value) is int and low <= value <= high
             _require(fits, name, value, f"an integer from {low} to {high}" + (" or None" if name in _OPTIONAL else ""))
+        enough = self.slots >= 2 or self.keep_in_memory == "none"
+        _require(enough, "keep_in_memory", self.keep_in_memory, "'none' with slots=1: it takes two")
         for name in _SECONDS:
             value = getattr(self, name)
             _require(type(value) in (int, float) and 0 < value <= _MAX_SECONDS, name, value, "seconds, above 0")
@@ -215,6 +221,7 @@ _CHOICES = {
     "overlap_check": ("off", "hash"),
     "on_busy": ("wait", "skip", "error"),
     "on_worker_loss": ("resubmit", "fail"),
+    "keep_in_memory": ("none", "latest"),
     "on_error": ("warn", "raise"),
     "replicated": ("check", "assume"),
     "layout": ("safetensors", "dcp"),

@@ -73,8 +73,8 @@ class Takeover:
             return self._give_up(
                 slot,
                 WorkerUnavailableError(
-                    f"save {slot.user} was handed to {slot.handovers + 1} workers in turn, and each of them has died "
-                    "before it had ended; it is not handed to another one",
+                    f"the memory of save {slot.user} was handed to {slot.handovers + 1} workers in turn, and each of "
+                    "them has died before that had ended; it is not handed to another one",
                     endpoint=self._endpoint,
                     detail=f"handovers={slot.handovers}",
                 ),

@@ -1,4 +1,4 @@
-"""Kill -9 of the worker: another one gets the same memory, and the same futures complete."""
+"""Kill -9 of the worker, `on_worker_loss="resubmit"`: another one gets the memory, and the same futures complete."""
 
 from __future__ import annotations
 
