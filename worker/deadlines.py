@@ -10,7 +10,7 @@ from asyncckpt_worker.records import RankSave, Save, Tables
 def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
     since = save.sealed_since
-    if save.outcome is not None or save.committing or since is None or t.is_followed(save.save_id):
+    if save.outcome is not None or save.committing or save.doubtful or since is None or t.is_followed(save.save_id):
         return float("inf"), None
     found: tuple[float, RankSave | None] = (float("inf"), None)
     if save.missing:

@@ -15,7 +15,7 @@ from asyncckpt_worker.order import rival, same_call
 from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
-from asyncckpt_worker.verdicts import disagree, failed, mismatch, other_world, withdrawn
+from asyncckpt_worker.verdicts import disagree, failed, mismatch, other_world, path_in_use, withdrawn
 
 
 class Intake:
@@ -73,7 +73,8 @@ class Intake:
         if entry is None:
             entry = entry_of_request(slot, generation, request, self._t.now)
             self._add(save, entry, sealed=True)
-            self._refuse_rival(save, entry)
+            if not entry.resumed:
+                self._refuse_rival(save, entry)
         if entry.session != slot.session:
             text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
             self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
@@ -82,7 +83,6 @@ class Intake:
             return False  # it has ended, or the same snapshot came twice
         self.supersede(slot, save.save_id)
         entry.slot, entry.generation, entry.request = slot.number, generation, request
-        entry.resumed = generation <= slot.adopted
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
         slot.key = (save.save_id, entry.rank)
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
@@ -91,7 +91,7 @@ class Intake:
         problem = self._problem(save, entry, slot)
         if problem is not None:
             self._saves.end(save, FAILED, problem)
-        elif (verdict := self._runs.verdict(save)) is not None:
+        elif not entry.resumed and (verdict := self._runs.verdict(save)) is not None:
             self._saves.end(save, ABANDONED, verdict)
         elif entry.prepared:
             self._saves.write(save, entry)
@@ -186,7 +186,7 @@ class Intake:
         other = None if entry.ended else rival(entry.path, save.save_id, self._t.saves)
         if other is None:
             return None
-        error = failed(save, entry, "path_in_use", f"save {other.save_id} to the same path has not ended; wait for it")
+        error = path_in_use(save, entry, other.save_id)
         self._saves.end(save, FAILED, error)
         return error
 

@@ -188,6 +188,11 @@ class Save:
         return [rank for rank in range(self.world_size) if not self.has_sealed(rank)]
 
     @property
+    def doubtful(self) -> bool:
+        """Whether it may have been committed by a worker that is dead: until that is known, nothing ends it."""
+        return any(r.resumed and r.preparing for r in self.ranks.values())
+
+    @property
     def timeout_s(self) -> float:
         """How long its ranks may take: the smallest that one of them has named."""
         return min(r.commit_timeout_s for r in self.ranks.values())

@@ -30,11 +30,11 @@ from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of, steps_to_durable
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
-from asyncckpt_worker.order import has_elder
+from asyncckpt_worker.order import has_elder, rival
 from asyncckpt_worker.records import RankSave, Save, Tables
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
-from asyncckpt_worker.verdicts import failed, timed_out
+from asyncckpt_worker.verdicts import failed, path_in_use, timed_out
 
 _OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
 """Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
@@ -61,6 +61,8 @@ class SaveBook:
             self.end(save, FAILED, event.error)
         elif event.committed and not save.committing:
             self._was_committed(save)
+        elif entry.resumed and (refusal := self._late_refusal(save, entry)) is not None:
+            self.end(save, *refusal)
         elif entry.phase == SUBMITTED and not save.given_up:
             self.write(save, entry)
 
@@ -126,6 +128,14 @@ class SaveBook:
                 self.move(save, entry, step)
         self.committed(save, {})
 
+    def _late_refusal(self, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
+        """Return how a save ends that is not committed after all, and could not be taken up but for that doubt."""
+        verdict = self._runs.verdict(save)
+        if verdict is not None:
+            return ABANDONED, verdict
+        other = rival(entry.path, save.save_id, self._t.saves)
+        return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
+
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
         if save is not None:
@@ -138,7 +148,7 @@ class SaveBook:
         if run.followed:
             return self._t.told.append((run.run_id, Left(rank=rank, why=run.gone[rank][:MAX_TEXT_CHARS])))
         for save in [s for s in self._t.saves.values() if s.save_id.endswith(run.run_id)]:
-            if save.outcome is not None or save.committing:
+            if save.outcome is not None or save.committing or save.doubtful:
                 continue
             verdict, entry = self._runs.verdict(save), save.ranks.get(rank)
             if verdict is not None:

@@ -41,6 +41,11 @@ def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
     )
 
 
+def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
+    """An earlier save has the path."""
+    return failed(save, entry, "path_in_use", f"save {other} to the same path has not ended; wait for it")
+
+
 def not_sealed(save_id: str, rank: int, detail: str) -> Wire:
     """A rank is gone that has not sealed."""
     return to_wire(
