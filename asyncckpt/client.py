@@ -26,10 +26,10 @@ from asyncckpt.pending import PendingSaves, StagedSnapshot
 from asyncckpt.protocol import lifecycle, messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.session_thread import DIED
-from asyncckpt.slot_lender import SlotLender
+from asyncckpt.slot_lender import SlotLender, while_workers_die
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.submitting import SUBMIT_TIMEOUT_S, Submitting
-from asyncckpt.takeover import Takeover
+from asyncckpt.takeover import MAX_HANDOVERS, Takeover
 from asyncckpt.withdrawals import Withdrawals
 
 MAX_FAILED = 16
@@ -79,12 +79,14 @@ class WorkerProcess(Submitting):
         )
         self.connect_soon = self._connection.connect_soon
         self.lineage = Lineage(self._ask_epoch)
+        self._attempts = 1 + MAX_HANDOVERS if config.on_worker_loss == "resubmit" else 1
         lender = SlotLender(
             self.connect,
             lambda: self._connection.session,
             self._send,
             endpoint,
             timeout_s=2 * config.worker_timeout_s,
+            attempts=self._attempts,
         )
         self.pool = SlotPool(config, lender.allocate, lender.give_back)
         self._pending = PendingSaves(
@@ -143,7 +145,8 @@ class WorkerProcess(Submitting):
 
     def _ask_epoch(self, path: str, run: str, brief: bool) -> int:
         timeout_s = BRIEF_S if brief else self.config.worker_timeout_s
-        reply = self.call(lambda n: messages.Lineage(id=n, run=run, path=path), timeout_s)
+        build: Callable[[int], messages.Message] = lambda n: messages.Lineage(id=n, run=run, path=path)  # noqa: E731
+        reply = while_workers_die(self.connect, lambda session: session.call(build, timeout_s), self._attempts)
         assert isinstance(reply, messages.LineageFound)
         return reply.epoch
 

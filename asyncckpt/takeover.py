@@ -106,6 +106,8 @@ class Takeover:
             found = self._pending.unended(slot.user, handed_over=True)
             if found is not None:
                 self._announce(session, found, slot)
+            else:
+                slot.handovers -= 1  # taken over alive: what nobody does anything with kills no worker from here on
         return None
 
     def _give_up(self, slot: LentSlot, error: AsyncCkptError) -> None:

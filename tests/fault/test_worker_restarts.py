@@ -7,6 +7,7 @@ threads, mappings and memory of the trainer stay as they were; no worker is left
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import random
@@ -39,7 +40,8 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def held() -> dict[str, int]:
-    """What this process holds."""
+    """What this process holds, garbage apart."""
+    gc.collect()
     maps = pathlib.Path("/proc/self/maps").read_text()
     process = psutil.Process()
     return {

@@ -305,3 +305,17 @@ def test_losses_in_turn_leak_neither_fds_nor_mappings_nor_threads(
 
 def takeovers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "asyncckpt-takeover"]
+
+
+def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_next_worker(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        with worker_of(checkpointer).frozen():  # the first save keeps its slot, so that the second needs another
+            first = checkpointer.save(STATE, tmp_path / "1")
+            session = checkpointer._process._connection.session  # type: ignore[attr-defined]
+            os.kill(session.worker.pid, 9)
+            second = checkpointer.save(STATE, tmp_path / "2")
+        for handle in (first, second):
+            handle.written.result(DEADLINE_S)

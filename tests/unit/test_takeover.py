@@ -169,6 +169,26 @@ def test_a_slot_is_handed_over_so_often_and_no_more_until_a_save_has_ended(parts
     assert f"{MAX_HANDOVERS + 1} workers" in str(error)
 
 
+def test_a_slot_that_no_save_uses_is_handed_over_any_number_of_times(parts: Parts) -> None:
+    parts.begin()
+    parts.seal()
+    parts.end()
+    for n in range(2 * MAX_HANDOVERS):
+        session: Any = FakeSession(f"{n:016x}")
+        parts.takeover.hand_over(session)
+        assert len(session.said) == 1
+
+
+def test_a_slot_that_kills_each_worker_as_it_is_handed_over_is_given_up(parts: Parts) -> None:
+    for n in range(MAX_HANDOVERS):
+        session: Any = FakeSession(f"{n:016x}")
+        session.refuses = session.error = DIED
+        with pytest.raises(WorkerUnavailableError):
+            parts.takeover.hand_over(session)
+    parts.takeover.hand_over(FakeSession())  # type: ignore[arg-type]
+    assert parts.pool.held() == []
+
+
 def test_the_end_of_a_save_makes_the_count_begin_anew(parts: Parts) -> None:
     for n in range(2 * MAX_HANDOVERS):
         parts.begin()
