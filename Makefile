@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench clean
+.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench bench-quick bench-gpu bench-compare clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -20,6 +20,9 @@ help:
 	@echo "make test-nodes    workers in network namespaces, as root"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
+	@echo "make bench-quick   the main ratios beside those of the last result file"
+	@echo "make bench-compare ours and the peers, side by side"
+	@echo "make bench-gpu     the tests and measurements that need a GPU"
 
 # Two levels, so that the demo waits for no tool that it does not use. .dev includes .core.
 .venv/.core: $(INPUTS)
@@ -74,6 +77,19 @@ wheel-check: .venv/.dev
 
 bench: .venv/.dev
 	.venv/bin/python -m benchmarks
+
+bench-quick: .venv/.dev
+	.venv/bin/python -m benchmarks.quick
+
+bench-compare: .venv/.dev
+	.venv/bin/$(PIP) -e '.[dev,peers]'
+	for state in gpt small large; do .venv/bin/python -m benchmarks.compare --state $$state; done
+	.venv/bin/python -m benchmarks.chart
+	.venv/bin/python -m benchmarks.table
+
+bench-gpu: .venv/.dev
+	.venv/bin/python -m pytest -m "gpu or not gpu" tests/gpu
+	.venv/bin/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .venv-core build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

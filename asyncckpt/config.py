@@ -44,7 +44,9 @@ class CheckpointerConfig:
     Attributes:
         staging: "blocking" copies everything before `save()` returns; "overlap" copies what attached optimizers own
             behind forward and backward, and, without any attached, everything: then the caller changes no tensor
-            before `fence()` or `staged`; "auto" is "overlap" once an optimizer is attached, else "blocking".
+            before `fence()` or `staged`; "auto" is "overlap" once an optimizer is attached, else "blocking". "device"
+            copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
+            has no room for that, and for what lies in host memory, it is "auto".
         overlap_check: "hash" digests whatever is copied behind the training, at `save()`, after the copy and in the
             slot: for tests, since it finds writes that no version counter sees; "off" trusts hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
@@ -121,13 +123,6 @@ class CheckpointerConfig:
         Raises:
             ConfigError: Naming field, value and what is allowed.
         """
-        if self.staging == "device":
-            raise ConfigError(
-                "staging='device': expected 'auto', 'blocking' or 'overlap'; a copy on the GPU, from which the one "
-                "to the host is made, does not exist yet",
-                field="staging",
-                value=repr(self.staging),
-            )
         for name, allowed in _CHOICES.items():
             _require(
                 getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}"
@@ -217,7 +212,7 @@ def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str |
 
 _MAX_SECONDS = 10_000_000.0
 _CHOICES = {
-    "staging": ("auto", "blocking", "overlap"),
+    "staging": ("auto", "blocking", "overlap", "device"),
     "overlap_check": ("off", "hash"),
     "on_busy": ("wait", "skip", "error"),
     "on_worker_loss": ("resubmit", "fail"),

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import asyncckpt
-from benchmarks import machine, overlap, states
+from benchmarks import machine, states, training
 
 RESULTS = Path(__file__).parent / "results"
 QUIET_STEPS = 20
 SAVES_PER_ROUND = 3
 BATCH, LENGTH = 8, 512
-KINDS = ("overlap", "blocking", "dcp")
+KINDS = ("overlap", "device", "blocking", "dcp")
 DEADLINE_S = 600.0
 
 
@@ -44,8 +44,8 @@ class Loop:
 
     def __init__(self) -> None:
         with torch.device("cuda"):
-            self.model: nn.Module = overlap.GPT()
-            self.tokens = torch.randint(0, overlap.VOCABULARY, (BATCH, LENGTH))
+            self.model: nn.Module = training.GPT()
+            self.tokens = torch.randint(0, training.VOCABULARY, (BATCH, LENGTH))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.step()
         torch.cuda.synchronize()
@@ -103,12 +103,17 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
     loop = Loop()
     nbytes = states.nbytes(loop.state())
     limit = [_pinned_copy_s(nbytes) for _ in range(5)]
-    with asyncckpt.AsyncCheckpointer() as behind, asyncckpt.AsyncCheckpointer(staging="blocking") as before:
+    with (
+        asyncckpt.AsyncCheckpointer() as behind,
+        asyncckpt.AsyncCheckpointer(staging="device") as apart,
+        asyncckpt.AsyncCheckpointer(staging="blocking") as before,
+    ):
         behind.attach(loop.optimizer)
-        for checkpointer in (behind, before):
+        for checkpointer in (behind, apart, before):
             checkpointer.prepare(loop.state())
         saves: dict[str, Callable[[Path], Callable[[], Any]]] = {
             "overlap": lambda path: _ours(behind, loop, path),
+            "device": lambda path: _ours(apart, loop, path),
             "blocking": lambda path: _ours(before, loop, path),
             "dcp": lambda path: _dcp(loop, path),
         }

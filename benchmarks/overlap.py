@@ -21,89 +21,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn import functional
-
 import asyncckpt
 from asyncckpt.staging import deferred
 from asyncckpt.staging.moving import Pace
-from benchmarks import machine, states
+from benchmarks import machine, states, training
+from benchmarks.training import Loop
 
 SAVES_PER_ROUND = 6
 QUIET_STEPS = 8
 KINDS = ("overlap", "blocking")
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {"stall, overlap, ms": 10.0}
-VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 50304, 768, 12, 12, 1024, 2
-LENGTH = 64
-"""Tokens of a sequence: short, so that a step takes about as long as a save on few cores."""
-
-
-class Block(nn.Module):
-    """One pre-norm transformer layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length, width) to the same shape."""
-        batch, length, _ = x.shape
-        q, k, v = self.attention(self.ln_1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
-
-
-class GPT(nn.Module):
-    """A GPT-2 without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of predicting each next token."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-        logits = self.norm(self.blocks(x)) @ self.token.weight.t()
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Loop:
-    """A training loop that knows how long its steps take, and how long each waits for copies.
-
-    Args:
-        checkpointer: What its optimizer is attached to.
-    """
-
-    def __init__(self, checkpointer: asyncckpt.AsyncCheckpointer) -> None:
-        self.model = GPT()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
-        self.waited_s = 0.0
-        self.optimizer.register_step_pre_hook(lambda *_: self._note(-time.perf_counter()))
-        checkpointer.attach(self.optimizer)
-        self.optimizer.register_step_pre_hook(lambda *_: self._note(time.perf_counter()))
-        self.step()
-
-    def _note(self, seconds: float) -> None:
-        self.waited_s += seconds
-
-    def step(self) -> float:
-        """Make one step; returns how long it took."""
-        began = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.model(self.tokens).backward()
-        self.optimizer.step()
-        return time.perf_counter() - began
-
-    def state(self) -> dict[str, Any]:
-        """Return what is saved."""
-        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
 
 
 def main() -> None:
@@ -137,7 +65,9 @@ def _pace(text: str) -> Pace:
 def measure(directory: Path, rounds: int) -> dict[str, Any]:
     """Return every round's figures."""
     with asyncckpt.AsyncCheckpointer() as overlap, asyncckpt.AsyncCheckpointer(staging="blocking") as blocking:
-        loop = Loop(overlap)
+        loop = training.make("gpt")
+        loop.attach(overlap.attach)
+        loop.step()
         checkpointers = {"overlap": overlap, "blocking": blocking}
         began = time.perf_counter()
         for checkpointer in checkpointers.values():

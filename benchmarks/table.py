@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import overlap
+from benchmarks import compare, overlap
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
 README = Path(__file__).parents[1] / "README.md"
@@ -80,6 +80,53 @@ def overlap_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+COLUMNS = {
+    "stall": "stall",
+    "lost cold": "lost, first save",
+    "lost warm": "lost",
+    "durable cold": "on disk, first save",
+    "durable warm": "on disk",
+    "memory": "memory x state",
+    "load cold": "load, cold",
+    "load warm": "load, warm",
+}
+
+
+def compare_table(result: dict[str, Any]) -> str:
+    """Return the medians of `benchmarks.compare` as Markdown, with the quartiles of the two that matter most."""
+    lines = ["| seconds | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    unsafe: set[str] = set()
+    for name in compare.names(result):
+        found = compare.values(result, name)
+        if isinstance(found, str):
+            lines.append(f"| {name} | fails: {found.splitlines()[0][:80]} |" + " |" * (len(COLUMNS) - 1))
+            continue
+        fsyncs = next(r["contenders"][name]["fsyncs"] for r in result["rounds"])
+        mark = "" if fsyncs else "*"
+        unsafe.update(mark)
+        cells = []
+        for measure in COLUMNS:
+            median = statistics.median(found[measure])
+            low, high = compare.interval(found[measure])
+            spread = f" ({low:.2f} to {high:.2f})" if measure in ("lost warm", "durable warm") else ""
+            cells.append(f"{median:.2f}{mark if measure.startswith('durable') else ''}{spread}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    limits = compare.limits(result)
+    nbytes = compare.NBYTES[result["state"]]
+    saves = 1 + max(len(one["warm"]) for row in result["rounds"] for one in row["contenders"].values() if "warm" in one)
+    lines += [
+        "",
+        *(["`*`: it does not fsync; the benchmark did.", ""] if unsafe else []),
+        f"The machine's limits in the same rounds: O_DIRECT write {limits['write_s']:.2f} s, read "
+        f"{limits['read_s']:.2f} s, copy into warm shared memory {limits['copy_s']:.2f} s. In brackets: quartiles.",
+        "",
+        *_where(
+            result | {"nbytes": nbytes}, f"{len(result['rounds'])} rounds of {saves} saves each", result["machine"]
+        ),
+    ]
+    return "\n".join(lines)
+
+
 def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list[str]:
     ram = f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
     return [
@@ -90,7 +137,11 @@ def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list
     ]
 
 
-TABLES = {"save_load": ("save_load-gpt.json", save_load_table), "overlap": ("overlap-gpt.json", overlap_table)}
+TABLES = {
+    "save_load": ("save_load-gpt.json", save_load_table),
+    "overlap": ("overlap-gpt.json", overlap_table),
+    "compare": ("compare-gpt.json", compare_table),
+}
 """Marker in the README -> result file, and what makes a table of it."""
 
 
@@ -98,6 +149,8 @@ def rendered(text: str) -> str:
     """Return the README with its tables made anew."""
     for name, (file, table) in TABLES.items():
         head, begin, rest = text.partition(f"<!-- {name} -->\n")
+        if not begin:
+            continue
         _, _, tail = rest.partition(END)
         text = head + begin + table(json.loads((RESULTS / file).read_text())) + END + tail
     return text

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncckpt.staging.device import SUCCESS
+from asyncckpt.staging.device import SUCCESS, DeviceMemory
 
 DEADLINE_S = 20.0
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
@@ -89,6 +89,7 @@ class SimulatedDevice:
         violations: What was done that a real device would answer with wrong bytes or a crash.
         frozen: Nothing runs while it is True.
         registered: Pinned memory: address to length.
+        memory_of: What `memory` answers, for every device.
         ignored: Calls of `wait` for which this says True do nothing: mutation tests.
         failing: (name, n): how the nth call of that name fails from now on; see `fail`.
     """
@@ -109,6 +110,7 @@ class SimulatedDevice:
         self.registered: dict[int, int] = {}
         self.ignored: Callable[[Stream, Event], bool] = lambda stream, event: False
         self.captured = False
+        self.memory_of = DeviceMemory(free=80 << 30, reserved=0, allocated=0, peak=0)
 
     # -- for tests
 
@@ -292,6 +294,11 @@ class SimulatedDevice:
             self._count("idle", stream)
             self.some()
             return not stream.queue
+
+    def memory(self, index: int) -> DeviceMemory:
+        with self._lock:
+            self._inside("memory", index)
+            return self.memory_of
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
         with self._lock:

@@ -61,6 +61,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         while_pid=options.while_pid,
         drain_timeout_s=options.drain_timeout_s,
         threads=options.threads,
+        max_write_bandwidth=options.max_write_bandwidth,
         advertise=options.advertise or os.environ.get(ADVERTISE_VARIABLE) or LOOPBACK,
         port=options.port,
         log_format=options.log_format,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.fields import address, port
-from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, IDLE_EXIT_S, LOG_FORMATS, LOOPBACK
+from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, IDLE_EXIT_S, LOG_FORMATS, LOOPBACK, MIN_BANDWIDTH
 
 MAX_THREADS = 256
 
@@ -26,6 +26,7 @@ class WorkerConfig:
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
         threads: Threads that write one save, unless it asks for a number; 0 takes `rank_files.DEFAULT_THREADS`.
+        max_write_bandwidth: Bytes per second that are written, of all saves together; 0: as fast as it goes.
         heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
         advertise, port: Where the workers of other nodes reach this one, when it leads them; 0: any port.
         log_format, log_file: "human" or "json"; None writes to stderr.
@@ -41,6 +42,7 @@ class WorkerConfig:
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     staging_grace_s: float = 10.0
     threads: int = 0
+    max_write_bandwidth: int = 0
     heartbeat_s: float = 0.5
     advertise: str = LOOPBACK
     port: int = 0
@@ -58,6 +60,13 @@ class WorkerConfig:
                 f"threads is {self.threads!r}; expected 2 to {MAX_THREADS}, or 0 for the default",
                 field="threads",
                 value=self.threads,
+            )
+        rate = self.max_write_bandwidth
+        if type(rate) is not int or (rate and rate < MIN_BANDWIDTH):
+            raise ConfigError(
+                f"max_write_bandwidth is {rate!r}; expected {MIN_BANDWIDTH} or more bytes per second, or 0: no limit",
+                field="max_write_bandwidth",
+                value=rate,
             )
         if type(self.while_pid) is not int or self.while_pid < 0:
             raise ConfigError(

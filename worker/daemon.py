@@ -23,6 +23,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
+from asyncckpt_worker.bandwidth import files_for
 from asyncckpt_worker.blame import concerned
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.ending import BrainConfig
@@ -72,7 +73,7 @@ class Daemon:
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
         self._keeper = Keeper(config.while_pid)
-        self._writer = Writer(files or Files(), self._slots, config.roots, config.threads)
+        self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None

@@ -26,6 +26,27 @@ def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None
         parser.add_argument(name, **{**settings, "help": helps.get(name, settings["help"])})
 
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+MIN_BANDWIDTH = 1 << 20
+"""Bytes per second."""
+
+
+def bandwidth(text: str) -> int:
+    """Return bytes per second: a number, with K, M or G for powers of 1000.
+
+    Raises:
+        argparse.ArgumentTypeError: No such number, or too few.
+    """
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        rate = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; expected 800M or 2.5G, say") from None
+    if rate < MIN_BANDWIDTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a MiB per second")
+    return rate
+
+
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--endpoint": {
         "help": "ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)"
@@ -59,6 +80,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "default": 0,
         "metavar": "N",
         "help": "threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
+    },
+    "--max-write-bandwidth": {
+        "type": bandwidth,
+        "default": 0,
+        "metavar": "RATE",
+        "help": "write at most so many bytes per second, all saves together: 800M, 2.5G (default: no limit)",
     },
     "--advertise": {
         "metavar": "HOST",
@@ -98,6 +125,8 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         arguments.append(f"--endpoint={options.endpoint}")
     if options.advertise:
         arguments.append(f"--advertise={options.advertise}")
+    if options.max_write_bandwidth:
+        arguments.append(f"--max-write-bandwidth={options.max_write_bandwidth}")
     if options.while_pid:
         arguments.append(f"--while-pid={options.while_pid}")
     if options.log_file:

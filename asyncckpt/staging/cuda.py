@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.staging.device import Event, Stream
+from asyncckpt.staging.device import DeviceMemory, Event, Stream
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device, not only the current one (CUDA runtime API, memory management)."""
@@ -82,6 +82,16 @@ class CudaDevice:
     def idle(self, stream: Stream) -> bool:
         """Ask without waiting: cudaStreamQuery."""
         return bool(stream.query())
+
+    def memory(self, index: int) -> DeviceMemory:
+        """Ask driver and allocator. torch's peak is `reset_peak_memory_stats`'s to reset."""
+        free, _ = torch.cuda.mem_get_info(index)
+        return DeviceMemory(
+            free,
+            torch.cuda.memory_reserved(index),
+            torch.cuda.memory_allocated(index),
+            torch.cuda.max_memory_allocated(index),
+        )
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
         """Return bytes of torch's allocator, in the current stream."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,17 @@ Event = Any
 SUCCESS = 0
 UNLOADING = 4
 """cudaErrorCudartUnloading: the process ends, and the runtime has taken everything back by itself."""
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device: free by its driver; torch's allocator holds `reserved`, of which `allocated` are in use and
+    `peak` have been since the process began, or since its statistics were last reset.
+    """
+
+    free: int
+    reserved: int
+    allocated: int
+    peak: int
 
 
 class Device(Protocol):
@@ -76,6 +87,9 @@ class Device(Protocol):
 
     def idle(self, stream: Stream) -> bool:
         """Whether everything in `stream` has run."""
+
+    def memory(self, index: int) -> DeviceMemory:
+        """Return what is free and in use on device `index`."""
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
         """Return bytes on device `index`, for use in its current stream. Raises where there is no room."""

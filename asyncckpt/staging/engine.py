@@ -17,6 +17,7 @@ from asyncckpt.staging.cuda import CudaDevice
 from asyncckpt.staging.device import Device
 from asyncckpt.staging.pinning import Pin
 from asyncckpt.staging.room import Room
+from asyncckpt.staging.snapshots import Need, Snapshot, SnapshotRoom
 from asyncckpt.staging.transfer import OnDevice, Transfer
 
 FEW_NBYTES = 1 << 20
@@ -50,6 +51,7 @@ class Engine:
         # IMPORTANT: gone with the image. They are views of memory that is unmapped after it.
         self._known: weakref.WeakKeyDictionary[SlotImage, _Known] = weakref.WeakKeyDictionary()
         self._warned = False
+        self._room = SnapshotRoom(self._device)
 
     def is_apart(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies on a device."""
@@ -81,6 +83,27 @@ class Engine:
                 )
         return room.pin is not None and room.pin.held
 
+    def snapshot(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Snapshot | None:
+        """Return room on the devices for copies of all tensors that lie there.
+
+        None where none does, or one has no room, which is logged once.
+        """
+        places = self._places(tensors)
+        apart = frozenset(n for n, place in enumerate(places) if place is not None)
+        if not apart:
+            return None
+        needs: dict[int, Need] = {}
+        numbers = [box.number for box in image.plan.boxes]
+        boxes = [n for n, number in enumerate(numbers) if number in apart]
+        for n, source in zip(boxes, image.sources(tensors, boxes), strict=True):
+            place = places[numbers[n]]
+            assert place is not None
+            if source.numel():
+                need = needs.setdefault(place, {})
+                need[source.dtype] = need.get(source.dtype, 0) + source.numel()
+        buffers = self._room.take(needs)
+        return None if buffers is None else Snapshot(apart, buffers)
+
     def copy(
         self,
         room: Room,
@@ -89,6 +112,7 @@ class Engine:
         save_id: SaveId,
         shares: tuple[Share, Share],
         windows: Sequence[torch.Tensor] = (),
+        snapshot: Snapshot | None = None,
         *,
         overlapped: bool,
     ) -> tuple[Share, Transfer | None]:
@@ -101,6 +125,7 @@ class Engine:
             save_id: Of the save.
             shares: What must be copied, and the rest, as `SlotImage.split` gives them.
             windows: Bytes of tensors on devices, for which `is_apart` holds: the result's `fetch` returns them.
+            snapshot: Of `snapshot`; then all tensors on devices are in the rest.
             overlapped: False waits for all copies.
 
         Returns:
@@ -126,7 +151,7 @@ class Engine:
                 for n in known.held:
                     kept[n] = kept[n].detach()
         apart = [(place, w) for w in windows if (place := self._device.device_of(w)) is not None]
-        transfer = Transfer(self._device, image, known.boxes, kept, apart, pinned=pinned)
+        transfer = Transfer(self._device, image, known.boxes, kept, apart, snapshot, pinned=pinned)
         room.in_flight = transfer  # IMPORTANT: first, so that nobody gets the room before its copies have ended
         transfer.start()
         image.fill(tensors, save_id, known.host[0])

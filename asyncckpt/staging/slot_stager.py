@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,13 @@ from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.protocol.request import encode_request
+from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import DeferredCopy
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.requests import News, Requests, seal_with
+from asyncckpt.staging.snapshots import Snapshot
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import image_of, warm
@@ -117,17 +119,18 @@ class SlotStager(CheckpointStager):
             )
             slot.memory.control.open(slot.generation)
             image = image_of(slot, plan)
-            later, owners = self.overlap.later(flat.tensors)
+            later, owners, snapshot = self._later(image, flat.tensors)
+            watched = later if snapshot is None else later - snapshot.numbers
             with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
                 for n in later:
                     flat.tensors[n] = flat.tensors[n].detach()
             now, rest = image.split(later)
-            watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
+            watch = SourceWatch(flat, watched, owners, save_id=save_id, step=step, path=path)
             if self._config.overlap_check == "hash":
-                watch.digest(image.pairs(flat.tensors, rest))
+                watch.digest([pair for pair in image.pairs(flat.tensors, rest) if pair[0] in watched])
             windows = [window for _, window in news.samples.apart]
             left, transfer = self._engine.copy(
-                slot, image, flat.tensors, save_id, (now, rest), windows, overlapped=bool(later)
+                slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
             )
             copied = time.perf_counter()
             seal = partial(slot.memory.control.seal, request, image.body_end)
@@ -171,6 +174,16 @@ class SlotStager(CheckpointStager):
             extra={name: value for name, value in kw.items() if name not in _OURS},
             rest=partial(self.overlap.copier.take, deferred) if later else None,
         )
+
+    def _later(
+        self, image: SlotImage, tensors: Sequence[torch.Tensor]
+    ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
+        """Return what is copied later and who else owns it, as `Overlap.later`; and room for copies on the devices."""
+        later, owners = self.overlap.later(tensors)
+        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
+        if snapshot is None:
+            return later, owners, None
+        return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot
 
     def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
         """Take a save back whose copy has failed and moves no more; returns the error for its futures."""

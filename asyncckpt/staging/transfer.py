@@ -1,8 +1,10 @@
 """The copies of one save's tensors from devices into a slot: enqueued, waited for, or ordered before what comes next.
 
-training thread   |  record on the producing stream; side stream waits for it; [copies; record: done]
+training thread   |  [snapshot]; record on the producing stream; side stream waits for it; [copies; record: done]
 a hook before     |  the stream that the step goes to waits for `done`; the CPU does not
 copier's thread   |  until `done` has come to pass; then the sources are checked and the slot is sealed
+
+With a snapshot, which the producing stream makes on the device, nothing that comes next need wait for anything.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from asyncckpt.errors import StagingError
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.copy_cuda import DeviceBoxes
 from asyncckpt.staging.device import Device, Event
+from asyncckpt.staging.snapshots import Snapshot
 
 TRANSFER_TIMEOUT_S = 600.0
 """For what devices had to do before the copies, and the copies. Chosen: no queue of kernels is so long, unless one of
@@ -47,6 +50,7 @@ class Transfer:
         boxes: By device.
         tensors: The state's, by number; detached, so that nothing frees what they hold.
         windows: Bytes that `fetch` returns, as they are at `start`: (device, uint8).
+        snapshot: Room on the devices for copies of the sources: then `boxes` has everything in `rest`.
         pinned: The slot is pinned, and copies need not be waited for one by one.
     """
 
@@ -57,11 +61,13 @@ class Transfer:
         boxes: Mapping[int, OnDevice],
         tensors: Sequence[torch.Tensor],
         windows: Sequence[tuple[int, torch.Tensor]] = (),
+        snapshot: Snapshot | None = None,
         *,
         pinned: bool,
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
         self._windows, self._gathered = windows, dict[int, torch.Tensor]()
+        self._snapshot, self._kept = snapshot, dict[int, list[torch.Tensor]]()
         self._sizes = [(index, window.numel()) for index, window in windows]
         self._touched: dict[int, Event | None] = {}
         self._owner_pid = os.getpid()
@@ -69,7 +75,7 @@ class Transfer:
     @property
     def orders(self) -> bool:
         """Whether `order` is enough for changing the sources: everything is in a stream when `start` returns."""
-        return self._pinned
+        return self._pinned or self._snapshot is not None
 
     def start(self) -> None:
         """Enqueue what can be, behind what the calling thread's current streams hold now.
@@ -83,11 +89,14 @@ class Transfer:
         for index in sorted({*self._boxes, *(index for index, _ in self._windows)}):
             with self._device.on(index):
                 current, side = self._device.current_stream(index), self._device.side_stream(index)
+                boxes = self._boxes.get(index)
+                if self._snapshot is not None and boxes is not None and boxes.rest:
+                    buffers = self._snapshot.buffers[index]
+                    self._kept[index] = boxes.rest.keep(self._image, self._tensors, buffers)
                 # IMPORTANT: the values at `save()` may still be in the making, in a stream of their own.
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._touched[index] = None
-                boxes = self._boxes.get(index)
                 if boxes is not None and boxes.now:
                     boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
                 gathered = self._gather(index)
@@ -96,7 +105,7 @@ class Transfer:
                 if gathered or (self._pinned and boxes is not None and boxes.now):
                     self._device.wait(current, self._device.record(side))
                 if self._pinned and boxes is not None and boxes.rest:
-                    boxes.rest.copy(self._image, self._tensors, non_blocking=True)
+                    boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=True)
                 self._touched[index] = self._device.record(side)
 
     def _gather(self, index: int) -> bool:
@@ -135,6 +144,8 @@ class Transfer:
         Raises:
             RuntimeError: From a device; what is in no stream cannot be ordered.
         """
+        if self._snapshot is not None:  # it is in the streams that made the sources
+            return
         for index, event in self._touched.items():
             with self._device.on(index):
                 # What is captured now runs when the graph is launched: no hook sees that, nor can one event order it.
@@ -154,7 +165,7 @@ class Transfer:
                     side = self._device.side_stream(index)
                     with self._device.on_stream(side):
                         self._touched[index] = None
-                        boxes.rest.copy(self._image, self._tensors, non_blocking=False)
+                        boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=False)
                         self._touched[index] = self._device.record(side)
         deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
         while not self.ended() and not given_up():
@@ -199,6 +210,8 @@ class Transfer:
     def _let_go(self) -> None:
         """Drop the sources. IMPORTANT: only when the copies have ended."""
         self._tensors = self._windows = ()
+        self._snapshot = None if self._snapshot is None else self._snapshot._replace(buffers={})
+        self._kept.clear()
 
     def ended(self) -> bool:
         """Whether no copy that was enqueued runs any more. Does not wait.

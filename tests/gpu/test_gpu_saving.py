@@ -23,6 +23,8 @@ MODES: list[dict[str, Any]] = [
     {"use_pinned_memory": False},
     {"use_non_blocking_copy": False},
     {"staging": "blocking", "use_non_blocking_copy": False},
+    {"staging": "device"},
+    {"staging": "device", "use_pinned_memory": False},
 ]
 
 
@@ -114,6 +116,22 @@ def test_save_and_step_do_not_wait_for_the_gpu(worker: RealWorker, tmp_path: pat
         assert not torch.cuda.current_stream().query() and not handle.staged.done()
         handle.written.result(DEADLINE_S)
     training.check(tmp_path / "second", 0)
+
+
+def test_from_a_copy_on_the_gpu_nothing_need_wait_and_everything_may_change(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    training = Training(["cuda:0"])
+    with AsyncCheckpointer(endpoint=worker.endpoint, staging="device") as checkpointer:
+        checkpointer.save(training.state(), tmp_path / "first").written.result(DEADLINE_S)
+        for n in range(500):
+            training.keep_busy()
+            training.step()
+            checkpointer.save(training.state(), tmp_path / str(n))
+            training.step()
+        checkpointer.wait(10 * DEADLINE_S)
+    for n in range(500):
+        training.check(tmp_path / str(n), 2 * n + 1)
 
 
 def test_the_slot_is_pinned_and_across_its_pieces_too(worker: RealWorker, tmp_path: pathlib.Path) -> None:

@@ -61,7 +61,9 @@ class Loop:
         return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state().items()}
 
 
-@pytest.mark.parametrize("fields", [{}, {"use_pinned_memory": False}, {"use_non_blocking_copy": False}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_pinned_memory": False}, {"use_non_blocking_copy": False}, {"staging": "device"}]
+)
 def test_a_training_that_goes_on_is_loaded_back_as_it_was(
     shared_worker: RealWorker, device: SimulatedDevice, tmp_path: pathlib.Path, fields: dict[str, Any]
 ) -> None:

@@ -18,7 +18,7 @@ from asyncckpt.errors import ConfigError
 
 SECONDS = [f.name for f in dataclasses.fields(CheckpointerConfig) if f.name.endswith("_s")]
 IMPOSSIBLE: dict[str, list[Any]] = {
-    "staging": ["device", "", None, 1],
+    "staging": ["gpu", "", None, 1],
     "overlap_check": ["on", "", None, True],
     "slots": [0, 17, -1, 1.0, True, None, "2"],
     "on_busy": ["Wait", None, ""],

@@ -34,6 +34,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 FIELDS = {
     "staging": "integration/test_overlap.py::test_blocking_stays_blocking_with_an_optimizer_attached, "
+    "unit/test_staging_snapshots.py::test_everything_may_change_as_soon_as_save_has_returned, "
     "integration/test_overlap.py::test_auto_copies_behind_the_training_once_an_optimizer_is_attached, "
     "integration/test_overlap.py::test_overlap_by_name_copies_everything_later_and_the_fence_says_when",
     "overlap_check": "integration/test_overlap_ends.py::test_hashes_find_writes_that_no_counter_sees",

@@ -123,7 +123,7 @@ def save_and_go_on(saver: Saver, training: Training, rng: random.Random) -> tupl
     return handle, expected
 
 
-@pytest.mark.parametrize("mode", ["auto", "blocking", "overlap"])
+@pytest.mark.parametrize("mode", ["auto", "blocking", "overlap", "device"])
 @pytest.mark.parametrize("case", range(34))
 def test_random_states_are_saved_as_they_were(
     device: SimulatedDevice, rng: random.Random, small_pieces: None, mode: str, case: int

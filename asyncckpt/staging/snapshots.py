@@ -1,0 +1,121 @@
+"""Copies of tensors on their own device, from which the copy to the host is made: `staging="device"`.
+
+The training may change everything as soon as its stream has come past them, which at the bandwidth of the device's own
+memory is some milliseconds; the CPU waits for nothing. The price is memory of the device, from `save()` until the
+copies to the host have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from asyncckpt.staging.device import Device
+
+RESERVE_NBYTES = 512 << 20
+"""Left free on a device: what fragments, and what other libraries take. Chosen, not measured."""
+
+Need = dict[torch.dtype, int]
+"""Elements of each dtype."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+class Snapshot(NamedTuple):
+    """Room on devices for one save's copies.
+
+    `numbers`: of the state's tensors that lie on devices. `buffers`: by device, one for each dtype.
+    """
+
+    numbers: frozenset[int]
+    buffers: dict[int, dict[torch.dtype, torch.Tensor]]
+
+
+class SnapshotRoom:
+    """Finds room for copies on devices, without taking it from the training.
+
+    Args:
+        device: The seam.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._first_peaks: dict[int, int] = {}
+        self._largest: dict[int, int] = {}
+        self._warned = False
+
+    def take(self, needs: Mapping[int, Need]) -> dict[int, dict[torch.dtype, torch.Tensor]] | None:
+        """Return memory for so much on each device, for use in its current stream; None where one has no room.
+
+        What a step of the training needs at its peak counts as taken, though it is free while `save()` runs.
+        """
+        found: dict[int, dict[torch.dtype, torch.Tensor]] = {}
+        for index, need in needs.items():
+            nbytes = sum(elements * dtype.itemsize for dtype, elements in need.items())
+            with self._device.on(index):
+                free = self._free_nbytes(index)
+                if nbytes > free:
+                    self._refused(f"{nbytes} bytes are needed on device {index}, and {free} are free")
+                    return None
+                try:
+                    found[index] = {
+                        dtype: self._device.allocate(elements * dtype.itemsize, index).view(dtype)
+                        for dtype, elements in need.items()
+                    }
+                except RuntimeError as error:  # no memory after all: it is in too many pieces
+                    self._refused(f"device {index} refuses {nbytes} bytes: {error}")
+                    return None
+                self._largest[index] = max(nbytes, self._largest.get(index, 0))
+        return found
+
+    def _free_nbytes(self, index: int) -> int:
+        memory = self._device.memory(index)
+        first = self._first_peaks.setdefault(index, memory.peak)
+        # A peak since then may have been reached beside a copy of ours: then that much of it was not the training's.
+        peak = max(first, memory.peak - self._largest.get(index, 0), memory.allocated)
+        return memory.free + memory.reserved - peak - RESERVE_NBYTES
+
+    def _refused(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "staging='device': there is no room for a copy of the state on the device (%s), with what a step of "
+                "the training needs and a reserve of %d bytes; this save, and others until there is, are staged as "
+                "with staging='auto'",
+                why,
+                RESERVE_NBYTES,
+            )
+
+
+def copy_into(
+    device: Device, sources: Sequence[torch.Tensor], buffers: Mapping[torch.dtype, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Put copies of `sources` into the current stream of their device.
+
+    Args:
+        device: The seam.
+        sources: All on one device.
+        buffers: For each dtype, as many elements as its sources have together.
+
+    Returns:
+        The copies, row-major, in the order of `sources`: views of `buffers`.
+
+    Raises:
+        RuntimeError: From the device.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for dtype, buffer in buffers.items():
+        positions = [n for n, source in enumerate(sources) if source.dtype is dtype]
+        mine = [sources[n] for n in positions]
+        views = torch._C._nn.unflatten_dense_tensors(buffer, mine) if mine else []
+        made.update(zip(positions, views, strict=True))
+    odd = [n for n, source in enumerate(sources) if not source.is_contiguous()]
+    even = [n for n, source in enumerate(sources) if source.is_contiguous()]
+    for some in (even, odd):  # apart: one that is not contiguous would make every one a kernel of its own
+        some = [n for n in some if sources[n].numel()]
+        if some:
+            device.copy([made[n] for n in some], [sources[n] for n in some], non_blocking=True)
+    return [made[n] for n in range(len(sources))]

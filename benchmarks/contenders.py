@@ -1,0 +1,312 @@
+"""Ways to checkpoint a training loop, ours and others', each as its documentation says it is used.
+
+What does not fsync by itself is given one by `benchmarks.contest`, in a thread beside the training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.training import Loop
+
+
+class Saved(NamedTuple):
+    """A save that has begun: `staged` is done when the state may change, `written` when its files are written."""
+
+    staged: Future[Any]
+    written: Future[Any]
+
+
+class Contender:
+    """One way. Made once in a process, before the loop's first save.
+
+    Attributes:
+        fsyncs: Whether what it reports as written has been flushed to the disk.
+        verifies: Whether a load would notice a changed byte.
+        outlives: Whether a save that has begun is finished when the trainer is killed.
+        loads_only: Other ways to load what another contender has saved.
+    """
+
+    fsyncs = verifies = outlives = False
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+
+    def save(self, path: Path) -> Saved:
+        """Begin to save the loop's state."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> None:
+        """Load into the loop's model and optimizer."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what it has started."""
+
+
+class Ours(Contender):
+    """`AsyncCheckpointer`, its copies behind the training."""
+
+    fsyncs = verifies = outlives = True
+
+    def __init__(self, loop: Loop, **options: Any) -> None:
+        super().__init__(loop)
+        from asyncckpt import AsyncCheckpointer
+
+        self.checkpointer = AsyncCheckpointer(**options)
+        loop.attach(self.checkpointer.attach)
+
+    def save(self, path: Path) -> Saved:
+        handle = self.checkpointer.save(self.loop.state(), path)
+        return Saved(_done(), handle.written)  # the hook makes the step wait
+
+    def load(self, path: Path) -> None:
+        import asyncckpt
+
+        state = self.loop.state()
+        asyncckpt.load(path, state, strict=True)
+        self.loop.steps = int(state["step"])
+        torch.set_rng_state(state["rng"])
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+class OursBlocking(Ours):
+    """`AsyncCheckpointer`, `save()` returning when the copy is done."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop, staging="blocking")
+
+
+class TorchSave(Contender):
+    """`torch.save`."""
+
+    mmap = False
+
+    def save(self, path: Path) -> Saved:
+        path.mkdir()
+        torch.save(self.loop.state(), path / "state.pt")
+        return Saved(_done(), _done())
+
+    def load(self, path: Path) -> None:
+        self.loop.take(torch.load(path / "state.pt", weights_only=True, mmap=self.mmap))
+
+
+class TorchLoadMmap(TorchSave):
+    """`torch.save`, loaded with `mmap=True`."""
+
+    mmap = True
+
+
+class Safetensors(Contender):
+    """`safetensors.torch.save_file`; what is no tensor goes into a file beside it."""
+
+    def save(self, path: Path) -> Saved:
+        from safetensors.torch import save_file
+
+        path.mkdir()
+        tensors: dict[str, torch.Tensor] = {}
+        rest = _flatten(self.loop.state(), "", tensors)
+        save_file(tensors, path / "state.safetensors")
+        torch.save(rest, path / "rest.pt")
+        return Saved(_done(), _done())
+
+    def load(self, path: Path) -> None:
+        from safetensors.torch import load_file
+
+        tensors = load_file(path / "state.safetensors")
+        self.loop.take(_nested(torch.load(path / "rest.pt", weights_only=True), "", tensors))
+
+
+class Dcp(Contender):
+    """`torch.distributed.checkpoint.save`."""
+
+    fsyncs = True
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
+
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+    def save(self, path: Path) -> Saved:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self.loop.state(), storage_writer=FileSystemWriter(path, thread_count=2))
+        return Saved(_done(), _done())
+
+    def load(self, path: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = self.loop.state()
+        load(state, checkpoint_id=path)
+        self.loop.take(state)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+class DcpAsync(Dcp):
+    """`torch.distributed.checkpoint.async_save` with a thread, a stager that keeps its memory, and its own thread."""
+
+    process = False
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=self.process,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+        )
+
+    def save(self, path: Path) -> Saved:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+
+        response = async_save(
+            self.loop.state(),
+            storage_writer=FileSystemWriter(path, thread_count=2),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD,
+            async_stager=self.stager,
+        )
+        assert isinstance(response, AsyncSaveResponse)
+        return Saved(response.staging_completion, response.upload_completion)
+
+    def close(self) -> None:
+        self.stager.close()
+        super().close()
+
+
+class DcpAsyncProcess(DcpAsync):
+    """The same with a process."""
+
+    process = True
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+
+
+class TorchExperimental(Contender):
+    """The asynchronous checkpointer of `torch.distributed.checkpoint._experimental`."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        from torch.distributed.checkpoint import _experimental as experimental
+
+        config = experimental.CheckpointerConfig(
+            staging_config=experimental.CheckpointStagerConfig(
+                use_pinned_memory=False,
+                use_shared_memory=True,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+        )
+        self.checkpointer = experimental.make_async_checkpointer(config)
+
+    def save(self, path: Path) -> Saved:
+        saved = self.checkpointer.save(str(path), self.loop.state())
+        assert saved is not None
+        return Saved(*saved)
+
+    def load(self, path: Path) -> None:
+        self.loop.take(self.checkpointer.load(str(path), self.loop.state()))
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+class TorchCheckpointing(Contender):
+    """The package `torch_checkpointing`, as its troubleshooting page says for machines without CUDA.
+
+    Without direct I/O, with which its version 0.1.1 fails (EINVAL: what it writes is not aligned).
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        from torch_checkpointing import CheckpointManager, config, staging
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        saving = config.AsyncCheckpointSaverConfig(
+            staging_config=staging.CheckpointStagerConfig(
+                use_pinned_memory=False,
+                use_shared_memory=True,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+        )
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self.manager = CheckpointManager(CheckpointManager.Config(save=saving, storage_config=storage))
+
+    def save(self, path: Path) -> Saved:
+        written = self.manager.save(str(path), self.loop.state())
+        return Saved(self.manager._staging_future or _done(), written)
+
+    def load(self, path: Path) -> None:
+        self.loop.take(self.manager.load(str(path), into=self.loop.state()))
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+CONTENDERS: dict[str, Callable[[Loop], Contender]] = {
+    "asyncckpt": Ours,
+    "asyncckpt, blocking": OursBlocking,
+    "torch.save": TorchSave,
+    "torch.save, mmap": TorchLoadMmap,
+    "safetensors": Safetensors,
+    "dcp.save": Dcp,
+    "dcp.async_save, thread": DcpAsync,
+    "dcp.async_save, process": DcpAsyncProcess,
+    "torch _experimental": TorchExperimental,
+    "torch_checkpointing": TorchCheckpointing,
+}
+
+
+def _done() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(None)
+    return future
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Take the tensors out of a nested state; returns the rest, with None in their places."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach()
+        return None
+    if isinstance(value, dict):
+        return {k: _flatten(v, f"{name}.{k}", tensors) for k, v in value.items()}
+    return value
+
+
+def _nested(rest: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Put the tensors back."""
+    if isinstance(rest, dict):
+        return {k: _nested(v, f"{name}.{k}", tensors) for k, v in rest.items()}
+    return tensors.get(name, rest)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, whatever it is made of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shutil.rmtree(path, ignore_errors=True)

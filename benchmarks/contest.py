@@ -1,0 +1,214 @@
+"""One contender in one process: saves beside a training loop, then loads. Part of `benchmarks.compare`.
+
+    python -m benchmarks.contest NAME --state gpt --saves 6 --dir D
+
+Prints one line of JSON: what it measured, or the error that ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import statistics
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import states, training
+from benchmarks.contenders import CONTENDERS, Contender, Saved, remove
+
+QUIET_STEPS = 6
+SAVE_S = 120.0
+"""A save that takes longer is an error of the contender."""
+
+SAMPLE_S = 0.05
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=CONTENDERS)
+    parser.add_argument("--state", default="gpt")
+    parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--dir", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        found = measure(args.name, args.state, args.saves, args.dir)
+    except Exception as error:  # the peer's, whatever it is: it goes into the table
+        found = {"error": f"{type(error).__name__}: {error}"[:300]}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # whatever a peer has left running
+
+
+def measure(name: str, state: str, saves: int, directory: Path) -> dict[str, Any]:
+    """Return every figure of one contender."""
+    loop = training.make(state)
+    loop.step()
+    contender = CONTENDERS[name](loop)
+    nbytes = states.nbytes(loop.state())
+    quiet = [loop.step() for _ in range(QUIET_STEPS)]
+    before = _pss()
+    rows = []
+    for number in range(saves):
+        path = directory / f"{number}"
+        rows.append(_save(contender, path))
+        remove(path)
+    quiet += [loop.step() for _ in range(QUIET_STEPS)]
+    peak = _peak_of_a_save(contender, directory / "kept")
+    load_cold_s = _load(contender, directory / "kept", cold=True)
+    _read(directory / "kept")
+    load_warm_s = _load(contender, directory / "kept", cold=False)
+    contender.close()
+    remove(directory / "kept")
+    quiet_s = statistics.median(quiet)
+    for row in rows:
+        row["lost_s"] = row.pop("until_s") - row["steps"] * quiet_s
+    return {
+        "nbytes": nbytes,
+        "fsyncs": contender.fsyncs,
+        "verifies": contender.verifies,
+        "outlives": contender.outlives,
+        "quiet_step_s": quiet,
+        "cold": rows[0],
+        "warm": rows[1:],
+        "memory_over_state": (peak - before) / nbytes,
+        "load_cold_s": load_cold_s,
+        "load_warm_s": load_warm_s,
+    }
+
+
+def _save(contender: Contender, path: Path) -> dict[str, Any]:
+    """Save, and train until everything is on the disk."""
+    loop = contender.loop
+    loop.waited_s, steps = 0.0, 0
+    began = time.perf_counter()
+    saved = contender.save(path)
+    stall_s = time.perf_counter() - began
+    on_disk = _on_disk(contender, saved, path, began)
+    loop.before_step = lambda: _wait(saved.staged)
+    try:
+        while not on_disk.done():
+            loop.step()
+            steps += 1
+            if time.perf_counter() - began > SAVE_S:
+                raise TimeoutError(f"a save took longer than {SAVE_S:.0f} s")
+    finally:
+        loop.before_step = lambda: None
+    until_s = time.perf_counter() - began
+    return {"stall_s": stall_s + loop.waited_s, "durable_s": on_disk.result(), "until_s": until_s, "steps": steps}
+
+
+def _wait(staged: Future[Any]) -> None:
+    concurrent.futures.wait([staged], SAVE_S)
+
+
+def _on_disk(contender: Contender, saved: Saved, path: Path, began: float) -> Future[float]:
+    """Return a future of the seconds until the checkpoint is flushed, by the contender or, where it does not, by us."""
+    found: Future[float] = Future()
+
+    def end() -> None:
+        try:
+            saved.written.result(SAVE_S)
+            if not contender.fsyncs:
+                _fsync(path)
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(time.perf_counter() - began)
+
+    if saved.written.done():  # it has kept the training waiting; so does what is missing
+        end()
+    else:
+        threading.Thread(target=end, daemon=True).start()
+    return found
+
+
+def _fsync(path: Path) -> None:
+    """Flush everything below `path`, and the directories."""
+    for place, _, files in os.walk(path):
+        for name in (*files, "."):
+            fd = os.open(os.path.join(place, name), os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+
+def _load(contender: Contender, path: Path, *, cold: bool) -> float:
+    if cold:
+        for place, _, files in os.walk(path):
+            for name in files:
+                with open(os.path.join(place, name), "rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    contender.load(path)
+    return time.perf_counter() - began
+
+
+def _read(path: Path) -> None:
+    for place, _, files in os.walk(path):
+        for name in files:
+            with open(os.path.join(place, name), "rb") as opened:
+                while opened.read(16 << 20):
+                    pass
+
+
+def _peak_of_a_save(contender: Contender, path: Path) -> int:
+    """Return the most memory that is in use while a save runs and nothing else."""
+    peak, stop = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not stop.wait(SAMPLE_S):
+            peak = max(peak, _pss())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    saved = contender.save(path)
+    _on_disk(contender, saved, path, began).result(SAVE_S)
+    stop.set()
+    watcher.join()
+    return max(peak, _pss())
+
+
+def _pss() -> int:
+    """Return what this process, its children and our worker hold: memory that is shared counts once."""
+    me = psutil.Process()
+    others = [*me.children(recursive=True), *_workers()]
+    total = 0
+    for process in {p.pid: p for p in (me, *others)}.values():
+        try:
+            total += _pss_of(process.pid)
+        except (OSError, psutil.NoSuchProcess):
+            continue
+    return total
+
+
+def _pss_of(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _workers() -> list[psutil.Process]:
+    job = os.environ.get("ASYNCCKPT_JOB", "")
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if any("asyncckpt_worker" in part for part in line):
+            try:
+                if process.environ().get("ASYNCCKPT_JOB") == job:
+                    found.append(process)
+            except psutil.Error:
+                continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

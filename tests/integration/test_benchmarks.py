@@ -1,0 +1,79 @@
+"""The benchmarks themselves, with a model that is as good as nothing: every contender's save can be loaded again."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import states
+import torch
+from real_worker import RealWorker
+
+from benchmarks import compare, contest, quick, table, training
+from benchmarks.contenders import CONTENDERS
+
+HERE = ["asyncckpt", "asyncckpt, blocking", "torch.save", "torch.save, mmap", "safetensors"]
+"""Those that need no process group of their own and no other package."""
+
+
+@pytest.fixture
+def _endpoint(shared_worker: RealWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", shared_worker.endpoint)
+
+
+@pytest.mark.usefixtures("_endpoint")
+@pytest.mark.parametrize("name", HERE)
+def test_what_a_contender_saves_it_loads_into_a_loop_that_has_gone_on(name: str, tmp_path: pathlib.Path) -> None:
+    loop = training.make("tiny")
+    loop.step()
+    contender = CONTENDERS[name](loop)
+    try:
+        expected = {key: value for key, value in _flat(loop.state()).items()}
+        saved = contender.save(tmp_path / "a")
+        saved.written.result(60)
+        loop.step()
+        assert any(not torch.equal(v, expected[k]) for k, v in _flat(loop.state()).items())
+        contender.load(tmp_path / "a")
+        states.assert_same(_flat(loop.state()), expected)
+    finally:
+        contender.close()
+
+
+def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {name: value.clone()}
+    members = value.items() if isinstance(value, dict) else ()
+    return {k: t for key, member in members for k, t in _flat(member, f"{name}.{key}").items()}
+
+
+@pytest.mark.usefixtures("_endpoint")
+def test_a_contest_measures_everything_that_the_table_shows(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "QUIET_STEPS", 1)
+    one = json.loads(json.dumps(contest.measure("asyncckpt", "tiny", 2, tmp_path)))
+    assert one["fsyncs"] and one["cold"]["durable_s"] > 0 and len(one["warm"]) == 1
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    limits = {"write_s": 0.5, "read_s": 0.25, "copy_s": 0.125}
+    machine = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())["machine"]
+    broken = {"error": "OSError: it does not work here\nTraceback"}
+    contenders = {"asyncckpt": one, "torch.save": one | {"fsyncs": False}, "safetensors": broken}
+    result = {"state": "gpt", "machine": machine, "rounds": [{"limits": limits, "contenders": contenders}]}
+    assert compare.limits(result) == limits and compare.names(result) == ["asyncckpt", "torch.save", "safetensors"]
+    shown = table.compare_table(result)
+    assert "| safetensors | fails: OSError: it does not work here |" in shown
+    assert "does not fsync; the benchmark did" in shown and "O_DIRECT write 0.50 s" in shown
+    (mine,) = [line for line in shown.splitlines() if line.startswith("| torch.save |")]
+    assert f"{one['cold']['durable_s']:.2f}*" in mine
+
+
+def test_the_quick_table_compares_with_the_last_result() -> None:
+    last = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())
+    now = json.loads(json.dumps(last))
+    for row in now["rounds"]:
+        for save in row["saves"]:
+            save["written_s"] *= 2
+    shown = {line[:26].strip(): line.split() for line in quick.lines(now, last)}
+    assert shown["written / write limit"][-1] == "100%" and shown["stall / warm copy"][-1] == "0%"
