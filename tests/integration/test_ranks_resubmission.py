@@ -59,7 +59,7 @@ def saves(rank: int, root: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("kill", "kept"),
     [
-        pytest.param("pwrite:1:9:1", {False}, id="while it writes"),
+        pytest.param("pwrite:1:9:1", {False}, id="while it writes", marks=pytest.mark.soak),
         pytest.param("close:10:9:1", {False, True}, id="while some files are durable"),
         pytest.param("link:1:9:0", {True}, id="before the manifest stands"),
         pytest.param("link:1:9:1", {None}, id="after the manifest stands"),

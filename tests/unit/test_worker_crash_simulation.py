@@ -19,7 +19,7 @@ from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.state import Brain
 
-SCHEDULES = 10
+SCHEDULES = 6
 STEPS = 1500
 
 
