@@ -223,12 +223,15 @@ class WorkerProcess(Submitting):
                 block, are not run.
         """
         deadline = time.monotonic() + timeout_s
-        if self._connection.close(timeout_s):
+        self._takeover.join(timeout_s / 2)  # what is staged, and no worker has yet, would be lost
+        if self._connection.close(max(0.0, deadline - time.monotonic())):
             self._takeover.join(max(0.0, deadline - time.monotonic()))
             self._end(complete=not at_exit)
 
     def abandon(self) -> None:
         """As `close`, from a destructor: waits for nothing; the session's thread says goodbye and frees everything."""
+        if self._takeover.afterwards(self.abandon):
+            return
         if self._connection.abandon(self._end):
             self._end()
 

@@ -55,6 +55,7 @@ class Takeover:
         self._starting = threading.RLock()  # a signal handler may save in the middle of a save
         self._thread: threading.Thread | None = None
         self._wanted = False
+        self._after: Callable[[], None] | None = None
 
     # ---- the memory -------------------------------------------------------------------------------------------------
 
@@ -133,16 +134,25 @@ class Takeover:
     def _run(self, connection: Connection) -> None:
         while True:
             with self._starting:
-                if not self._wanted:
-                    self._thread = None
-                    return
-                self._wanted = False
+                wanted, self._wanted = self._wanted, False
+                if not wanted:
+                    self._thread, after = None, self._after
+                    break
             try:
                 connection.connect()
             except CheckpointerClosedError:
                 continue
             except Exception as error:
                 self._nobody(connection, error)
+        if after is not None:
+            after()
+
+    def afterwards(self, call: Callable[[], None]) -> bool:
+        """Let `call` be called once nothing is under way, in the thread of that; False: nothing is."""
+        with self._starting:
+            if self._thread is not None:
+                self._after = call
+            return self._thread is not None
 
     def _nobody(self, connection: Connection, error: Exception) -> None:
         """There is no worker: fail what none has, unless another thread has found one meanwhile."""

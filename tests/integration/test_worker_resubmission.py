@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import pathlib
@@ -265,8 +266,9 @@ def test_a_hook_speaks_once_although_two_workers_ask(default_dir: pathlib.Path, 
         assert said == ["pre 1", "post 1"]
 
 
-def test_a_checkpointer_that_is_left_at_once_still_hands_over_what_was_staged(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
+@pytest.mark.parametrize("end", ["leave", pytest.param("close", marks=pytest.mark.soak), "drop"])
+def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(
+    end: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     with own_worker() as other:  # its worker outlives the first checkpointer
         checkpointer = AsyncCheckpointer()
@@ -275,7 +277,14 @@ def test_a_checkpointer_that_is_left_at_once_still_hands_over_what_was_staged(
         with worker.frozen():
             checkpointer.save(STATE, tmp_path / "1")
             lose(checkpointer)
-        checkpointer.leave()
+        if end == "leave":
+            checkpointer.leave()
+        elif end == "close":
+            checkpointer.close(0.0)
+        else:
+            with pytest.warns(ResourceWarning, match="dropped"):
+                del checkpointer
+                gc.collect()
         wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
         states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
         other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)

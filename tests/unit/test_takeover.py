@@ -255,3 +255,16 @@ def test_saves_that_another_thread_has_handed_over_meanwhile_are_not_given_up(pa
     parts.takeover.join(10.0)
     assert parts.given_up == [([], parts.given_up[0][1])]
     assert parts.pool.held() == [parts.slot]
+
+
+def test_what_comes_afterwards_waits_for_what_is_under_way(parts: Parts) -> None:
+    go_on, called = threading.Event(), threading.Event()
+    connection: Any = FakeConnection()
+    connection.connect = lambda: go_on.wait(10.0)
+    assert not parts.takeover.afterwards(called.set)
+    parts.takeover.begin(connection)
+    assert parts.takeover.afterwards(called.set)
+    assert not called.is_set()
+    go_on.set()
+    assert called.wait(10.0)
+    parts.takeover.join(10.0)
