@@ -20,6 +20,7 @@ from asyncckpt.changes import NOT_AGREED, Changes, Run
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
+from asyncckpt.format.names import SaveId
 from asyncckpt.hooks import HookRunner
 from asyncckpt.lineage import BRIEF_S, Lineage
 from asyncckpt.pending import PendingSaves, StagedSnapshot
@@ -157,13 +158,14 @@ class WorkerProcess(Submitting):
         return self._pending.names()
 
     def _on_saves(self, reply: messages.Saves) -> None:
+        # The rows last: whoever waits for a save that has failed may begin the next one at once.
+        self._changes.seen(reply.changes, reply.leader)
         for row in reply.saves:
+            if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
+                self.run.forget(SaveId.parse(row["save_id"]).sequence)
             if row["phase"] in (lifecycle.FAILED, lifecycle.ABANDONED) and row["save_id"] not in self._failed:
                 self._failed.append(row["save_id"])
             self._pending.news(row)
-            if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
-                self.run.forget()
-        self._changes.seen(reply.changes, reply.leader)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:
         if not self.hooks.asks:

@@ -40,7 +40,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("protocol", "format", "memory", "storage", "foreign", "cli"),
+    *("protocol", "format", "memory", "storage", "foreign", "cli", "doctor"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 
