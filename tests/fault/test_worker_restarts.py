@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.soak, pytest.mark.timeout(900)]
 
 KILLS = int(os.environ.get("ASYNCCKPT_TEST_RESTARTS", "100"))
 SAVE_DEADLINE_S = 60.0
-RSS_SLACK_NBYTES = 16 << 20
-"""Over all kills. The state is much larger, so that one slot that is not given back shows."""
+RSS_SLACK_NBYTES = 128 << 20
+"""Over all kills: three states, since pytest keeps some of what was compared. One slot a kill would be 4 GB."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -86,6 +86,7 @@ def test_a_trainer_outlives_a_hundred_workers(
         try:
             for step in range(4):
                 checkpointer.save(state_of(step), tmp_path / str(step)).written.result(SAVE_DEADLINE_S)
+                states.assert_same(asyncckpt.load(tmp_path / str(step)), state_of(step))  # as below, before measuring
             before, killer = held(), Killer(process, rng)
             killer.start()
             while killer.is_alive():
