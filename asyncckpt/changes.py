@@ -90,8 +90,11 @@ class Changes:
 
     def seen(self, changes: int, leader: str) -> None:
         """The worker `leader` has published so many changes of this run."""
+        links = self._run.links
         if self._run.alone or not leader:
             return
+        if not links.follows and links.leader not in ("", leader):
+            return  # another worker of ours, which the training thread has not met yet: it may be planning a save
         self._decides(leader)
         taken = self._taken.get(leader, 0)
         self._run.expect_changes(leader, changes)

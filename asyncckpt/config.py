@@ -54,7 +54,12 @@ class CheckpointerConfig:
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
         slot_timeout_s: How long "wait" waits.
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
-        on_worker_loss: "fail": saves that were pending when the worker died fail with `WorkerUnavailableError`.
+        on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
+            committed, and the same futures complete; where the ranks have several workers, and after a worker that
+            hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.
+        keep_in_memory: "latest" never lets go of the newest committed snapshot while the next one is staged and
+            written, so that a copy or a save that fails costs nothing that was in memory. It takes room for two
+            snapshots at least. "none": a slot may be used again as soon as its save has ended.
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
         overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
@@ -92,7 +97,8 @@ class CheckpointerConfig:
     on_busy: str = "wait"
     slot_timeout_s: float = 600.0
     arena_limit_bytes: int | None = None
-    on_worker_loss: str = "fail"
+    on_worker_loss: str = "resubmit"
+    keep_in_memory: str = "none"
     on_error: str = "warn"
     overwrite: bool = False
     fsync: bool = True
@@ -126,6 +132,8 @@ class CheckpointerConfig:
             value = getattr(self, name)
             fits = value is None if name in _OPTIONAL and value is None else type(value) is int and low <= value <= high
             _require(fits, name, value, f"an integer from {low} to {high}" + (" or None" if name in _OPTIONAL else ""))
+        enough = self.slots >= 2 or self.keep_in_memory == "none"
+        _require(enough, "keep_in_memory", self.keep_in_memory, "'none' with slots=1: it takes two")
         for name in _SECONDS:
             value = getattr(self, name)
             _require(type(value) in (int, float) and 0 < value <= _MAX_SECONDS, name, value, "seconds, above 0")
@@ -211,7 +219,8 @@ _CHOICES = {
     "staging": ("auto", "blocking", "overlap", "device"),
     "overlap_check": ("off", "hash"),
     "on_busy": ("wait", "skip", "error"),
-    "on_worker_loss": ("fail",),
+    "on_worker_loss": ("resubmit", "fail"),
+    "keep_in_memory": ("none", "latest"),
     "on_error": ("warn", "raise"),
     "replicated": ("check", "assume"),
     "layout": ("safetensors", "dcp"),

@@ -37,7 +37,13 @@ class Connection:
         named: The user named the endpoint.
         config: For the timeouts.
         greet: From the name of the session that is replaced, or "", to what builds a Hello.
-        pending, on_saves, on_lost: As `Session` has them.
+        pending, on_saves: As `Session` has them.
+        on_open: Called with each new session before anybody else gets it; raises when that is lost again.
+        on_lost: Called with each session that is lost, in its thread, and why.
+
+    Attributes:
+        session: The last one, or None.
+        settled: `on_open` has returned for it.
     """
 
     def __init__(
@@ -49,10 +55,13 @@ class Connection:
         greet: Callable[[str], Callable[[int, str], messages.Hello]],
         pending: Callable[[], Sequence[str]],
         on_saves: Callable[[messages.Saves], None],
-        on_lost: Callable[[WorkerUnavailableError], None],
+        on_open: Callable[[Session], None],
+        on_lost: Callable[[Session, WorkerUnavailableError], None],
     ) -> None:
         self.endpoint = endpoint
         self.session: Session | None = None
+        self.settled = True
+        self._on_open = on_open
         self._named, self._config, self._greet = named, config, greet
         self._pending, self._on_saves, self._report_loss = pending, on_saves, on_lost
         self._opening = threading.RLock()  # a signal handler may save or close in the middle of a save
@@ -73,34 +82,50 @@ class Connection:
         with self._opening:
             self._check_open()
             session = self.session
-            if session is not None and session.error is None:
+            if session is not None and session.error is None and self.settled:
                 return session
-            if session is not None:
-                session.close()
-            session = Session(
-                self.endpoint,
-                hello=self._greet(self._last_name),
-                worker_timeout_s=self._config.worker_timeout_s,
-                pending=self._pending,
-                on_saves=self._on_saves,
-                on_lost=self._on_lost,
-            )
-            grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
             budget_s = self._config.worker_start_timeout_s
             deadline = time.monotonic() + (min(RETRY_BUDGET_S, budget_s) if self._unreachable else budget_s)
-            self._opening_session = session
-            try:
-                self._check_open()  # `close` sets the flag before it looks for a session to give up
-                session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
-            except BaseException as error:
-                self._unreachable = self._unreachable or isinstance(error, AsyncCkptError)
-                session.close()
-                raise
-            finally:
-                self._opening_session = None
-            self.session, self._had_session, self._unreachable = session, True, False
-            self._last_name = session.name
-            return session
+            while True:
+                session = self._open(deadline, start=start)
+                try:
+                    self._on_open(session)
+                except BaseException as error:
+                    # Lost again, perhaps by what it was told: that is bounded, and so is the time.
+                    lost = isinstance(error, AsyncCkptError) and session.error is not None
+                    if lost and not self._closed and time.monotonic() < deadline:
+                        continue
+                    session.close()
+                    raise
+                self.settled = True
+                return session
+
+    def _open(self, deadline: float, *, start: bool) -> Session:
+        if self.session is not None:
+            self.session.close()
+        session = Session(
+            self.endpoint,
+            hello=self._greet(self._last_name),
+            worker_timeout_s=self._config.worker_timeout_s,
+            pending=self._pending,
+            on_saves=self._on_saves,
+            on_lost=lambda error: self._on_lost(session, error),
+        )
+        grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
+        self._opening_session = session
+        try:
+            self._check_open()  # `close` sets the flag before it looks for a session to give up
+            session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
+        except BaseException as error:
+            self._unreachable = self._unreachable or isinstance(error, AsyncCkptError)
+            session.close()
+            raise
+        finally:
+            self._opening_session = None
+        self.settled = False
+        self.session, self._had_session, self._unreachable = session, True, False
+        self._last_name = session.name
+        return session
 
     def _check_open(self) -> None:
         if self._closed:
@@ -116,10 +141,10 @@ class Connection:
         self._connecting = threading.Thread(target=run, name="asyncckpt-connect", daemon=True)
         self._connecting.start()
 
-    def _on_lost(self, error: WorkerUnavailableError) -> None:
+    def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
         if error.facts().get("detail") == "silent":
             self._unreachable = True  # it may hang for long, and holds the endpoint
-        self._report_loss(error)
+        self._report_loss(session, error)
 
     def close(self, timeout_s: float) -> bool:
         """Say goodbye and end the session; a connection in the making is given up.
@@ -140,7 +165,7 @@ class Connection:
         opening = self._opening_session
         if opening is not None:
             opening.close(left())
-        if self._opening.acquire(timeout=left()):
+        if self._opening.acquire(timeout=left() / 2):  # the rest is for the goodbye of a session that is not settled
             self._opening.release()
         session, self.session = self.session, None
         if session is not None:

@@ -63,6 +63,11 @@ class Links:
         self._attempts = itertools.count(1)
         self._keys: dict[str, tuple[str, str]] = {}
 
+    @property
+    def several(self) -> bool:
+        """Whether the run's ranks have several workers."""
+        return self._again is not None
+
     def instance(self) -> str:
         """Return what tells this rank's worker from others; "" while none can be reached."""
         return self._worker.instance()

@@ -8,19 +8,35 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveReport
-from asyncckpt.protocol import lifecycle
+from asyncckpt.protocol import lifecycle, messages
 from asyncckpt.staging.lent_slot import LentSlot
 
 Rest = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
 """Begins to copy what `save()` has left for later: (the future that then completes, called at the end: with None when
 the slot is sealed, else with the error of a save that has been withdrawn)."""
+
+
+Announcement = Callable[[int, int], messages.Message]
+"""Makes the Begin of a save from a request id and the slot's number."""
+
+
+class Unended(NamedTuple):
+    """A save that a worker has not reported as ended: the generation of its slot, and its messages.
+
+    `snapshot`: None while it is being staged.
+    """
+
+    save_id: str
+    generation: int
+    announcement: Announcement | None
+    snapshot: StagedSnapshot | None
 
 
 class WriteFuture(Future[SaveReport]):
@@ -41,9 +57,10 @@ class StagedSnapshot:
     """The default stager's result: a sealed slot, or one that is sealed once `rest` was called and has ended.
 
     `began`: `time.perf_counter()` at the start of `save()`. `extra`: the arguments of `save()` that are the hooks'.
+    `resubmitted`: to how many workers, after the first, it was handed.
     """
 
-    __slots__ = ("began", "extra", "nbytes", "path", "rest", "save_id", "seconds", "slot", "step")
+    __slots__ = ("began", "extra", "nbytes", "path", "rest", "resubmitted", "save_id", "seconds", "slot", "step")
 
     def __init__(
         self,
@@ -61,11 +78,14 @@ class StagedSnapshot:
         self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
         self.nbytes, self.seconds, self.began = nbytes, seconds, began
         self.extra, self.rest = extra, rest
+        self.resubmitted = 0
 
     def report(self, facts: Mapping[str, Any] | None) -> SaveReport:
         """Return what is known of the save, `facts` from the worker added."""
         rest = dict(facts or {})
         seconds = {k.removeprefix("seconds_"): rest.pop(k) for k in list(rest) if k.startswith("seconds_")}
+        if self.resubmitted:
+            rest["resubmitted"] = self.resubmitted
         return SaveReport(
             save_id=str(self.save_id),
             nbytes=int(rest.pop("nbytes", self.nbytes)),
@@ -75,9 +95,10 @@ class StagedSnapshot:
 
 
 class _Row:
-    __slots__ = ("deadline", "early_error", "future", "missing", "snapshot")
+    __slots__ = ("announcement", "deadline", "early_error", "future", "generation", "is_asked", "missing", "snapshot")
 
-    def __init__(self) -> None:
+    def __init__(self, announcement: Announcement | None, generation: int) -> None:
+        self.announcement, self.generation, self.is_asked = announcement, generation, False
         self.deadline = float("inf")
         self.missing: list[int] = []
         self.snapshot: StagedSnapshot | None = None
@@ -92,7 +113,8 @@ class PendingSaves:
         commit_timeout_s: So long after it was staged, an uncommitted save's futures fail.
         free: Gives a save's slot back to the pool.
         verdict_s: How long the worker's own word on a save that took too long, which names the missing ranks, may take.
-        on_durable: Called when this rank's files are, once per save; `on_committed`: before `written` completes.
+        on_durable: Called when this rank's files are, once per save and worker.
+        on_committed: Called before the slot is freed and `written` completes.
     """
 
     def __init__(
@@ -109,10 +131,10 @@ class PendingSaves:
         self._lock = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._rows: dict[str, _Row] = {}
 
-    def begin(self, save_id: SaveId) -> None:
-        """Staging begins."""
+    def begin(self, save_id: SaveId, announcement: Announcement | None = None, generation: int = 0) -> None:
+        """Staging begins, into the `generation` of a slot."""
         with self._lock:
-            self._rows[str(save_id)] = _Row()
+            self._rows[str(save_id)] = _Row(announcement, generation)
 
     def withdraw(self, save_id: SaveId) -> None:
         """Staging failed: the save will never be sealed."""
@@ -167,9 +189,12 @@ class PendingSaves:
             if found is None or found.future is None or found.snapshot is None:
                 return
             found.missing = list(row.get("missing") or ())
-            if phase == lifecycle.DURABLE and not found.future.durable.done():
-                found.future.durable.set_result(found.snapshot.report(row.get("report")))
-                self._on_durable(found.snapshot)
+            if phase == lifecycle.DURABLE:
+                if not found.future.durable.done():
+                    found.future.durable.set_result(found.snapshot.report(row.get("report")))
+                if not found.is_asked:
+                    found.is_asked = True
+                    self._on_durable(found.snapshot)
 
     def end(self, name: str, error: AsyncCkptError | None, facts: Mapping[str, Any] | None) -> None:
         """The save has ended; unknown names are ignored, since news may come twice."""
@@ -181,20 +206,41 @@ class PendingSaves:
                 row.early_error = error
                 return
             del self._rows[name]
-        self._free(row.snapshot.save_id)
         if error is not None:
+            self._free(row.snapshot.save_id)
             row.future.fail(error)
             return
         self._on_committed(row.snapshot)
+        self._free(row.snapshot.save_id)
         report = row.snapshot.report(facts)
         for future in (row.future.durable, row.future):
             if not future.done():
                 future.set_result(report)
 
+    def unended(self, save_id: SaveId | None, *, handed_over: bool = False) -> Unended | None:
+        """Return what another worker must know of a save; None: nothing, since it has ended.
+
+        Args:
+            save_id: Of the save, or None.
+            handed_over: It is being told.
+        """
+        with self._lock:
+            row = self._rows.get(str(save_id))
+            if row is None or row.early_error is not None:
+                return None
+            if handed_over and row.snapshot is not None:
+                row.snapshot.resubmitted += 1
+                row.is_asked = False
+            return Unended(str(save_id), row.generation, row.announcement, row.snapshot)
+
     def lose_all(self, error: AsyncCkptError) -> None:
         """The worker is lost: every save that it had fails. The pool has orphaned the slots already."""
+        self.lose(self.names(), error)
+
+    def lose(self, names: Sequence[str], error: AsyncCkptError) -> None:
+        """As `lose_all`, of these saves."""
         with self._lock:
-            rows = dict(self._rows)
+            rows = {name: row for name in names if (row := self._rows.get(name)) is not None}
             for name, row in rows.items():
                 if row.future is None:
                     row.early_error = error

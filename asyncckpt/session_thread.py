@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import threading
 import time
 from collections import deque
@@ -26,6 +27,9 @@ POLL_S = 0.2
 LAST_WORDS_MS = 50
 LATE_TURN_S = 1.0
 """A turn of the loop takes `POLL_S`; one that took so much longer says something about us, not about the worker."""
+
+DIED = "died"
+"""Detail of the error of a loss that is proved: by the worker's pidfd, which the kernel makes readable at its end."""
 
 LEAVE_S = 3.0
 GOODBYE_LINGER_MS = 200
@@ -117,7 +121,8 @@ class SessionThread:
             with contextlib.closing(_Wire(self.endpoint, self.name)) as wire:
                 self._loop(wire)
         except WorkerUnavailableError as caught:
-            error, lost = caught, True
+            # Whatever else was noticed first: what may be done now depends on whether the worker is dead.
+            error, lost = self._gone() if self._has_died() else caught, True
         except Exception as caught:
             _log.exception("the client thread failed")
             error, lost = WorkerUnavailableError(f"the client thread failed: {caught!r}", endpoint=self.endpoint), True
@@ -176,15 +181,21 @@ class SessionThread:
                 # A drained worker's last words, "committed" say, may still be on their way through the socket.
                 while socket.poll(LAST_WORDS_MS):
                     self._receive(socket.recv_multipart())
-                raise WorkerUnavailableError(
-                    f"the worker (pid {self.worker.pid}) at {self.endpoint} is gone: it has died, or was told to end; "
-                    "the next save starts another",
-                    endpoint=self.endpoint,
-                    detail="died",
-                )
+                raise self._gone()
             if greeted:
                 self._beat(socket)
                 self._flush(socket)
+
+    def _has_died(self) -> bool:
+        if self._pidfd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _gone(self) -> WorkerUnavailableError:
+        text = f"the worker (pid {self.worker.pid}) at {self.endpoint} is gone: it has died, or was told to end"
+        return WorkerUnavailableError(text, endpoint=self.endpoint, detail=DIED)
 
     def _forgive_if_late(self, now: float) -> None:
         """Were we stopped, or starved, ourselves, the answer may be waiting: ask again, and judge by that."""

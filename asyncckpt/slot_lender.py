@@ -4,16 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.session import Session
+from asyncckpt.session_thread import DIED
 from asyncckpt.staging.lent_slot import LentSlot
 
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
 """Sends a request, made from its id, to the worker that there is; None when there is none."""
+
+
+T = TypeVar("T")
+
+
+def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T], attempts: int) -> T:
+    """Return what `ask` returns, of another worker where one dies over it.
+
+    Raises:
+        WorkerUnavailableError: `attempts` workers in turn have died, or there is none, or it hangs.
+        AsyncCkptError: What `ask` raises else.
+    """
+    while True:
+        attempts -= 1
+        try:
+            return ask(connect())
+        except WorkerUnavailableError as error:
+            if attempts <= 0 or error.facts().get("detail") != DIED:
+                raise
 
 
 class SlotLender:
@@ -21,13 +43,25 @@ class SlotLender:
 
     Args:
         connect: Returns the live session, opening one when there is none.
+        current: Returns the last session.
         send: As `Send` says.
         endpoint: For messages.
         timeout_s: For an allocation.
+        attempts: How many workers in turn are asked, while each dies over it.
     """
 
-    def __init__(self, connect: Callable[[], Session], send: Send, endpoint: str, *, timeout_s: float) -> None:
-        self._connect, self._send, self._endpoint, self._timeout_s = connect, send, endpoint, timeout_s
+    def __init__(
+        self,
+        connect: Callable[[], Session],
+        current: Callable[[], Session | None],
+        send: Send,
+        endpoint: str,
+        *,
+        timeout_s: float,
+        attempts: int,
+    ) -> None:
+        self._connect, self._current, self._send = connect, current, send
+        self._endpoint, self._timeout_s, self._attempts = endpoint, timeout_s, attempts
 
     def allocate(self, nbytes: int) -> LentSlot:
         """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
@@ -36,18 +70,21 @@ class SlotLender:
             WorkerUnavailableError: It cannot be reached, or its memory cannot be opened.
             InsufficientMemoryError: The machine has no room for it.
         """
-        session = self._connect()
+        return while_workers_die(self._connect, lambda session: self._allocate(session, nbytes), self._attempts)
+
+    def _allocate(self, session: Session, nbytes: int) -> LentSlot:
         reply = session.call(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), self._timeout_s)
         assert isinstance(reply, messages.Granted)
         try:
             memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
         except (SlotError, OSError) as error:
             self.release(reply.slot)
+            lives = start_ticks(session.worker.pid) == session.worker.pid_start
             raise WorkerUnavailableError(
                 f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and "
                 "trainer must run as the same user and share a PID namespace",
                 endpoint=self._endpoint,
-                detail="slot",
+                detail="slot" if lives else DIED,
             ) from error
         # One that was lent before, and is warm, goes on from the generation that it holds.
         generation = memory.control.generation
@@ -56,3 +93,9 @@ class SlotLender:
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""
         self._send(lambda n: messages.Release(id=n, slot=number))
+
+    def give_back(self, slot: LentSlot) -> None:
+        """As `release`; a slot of a session that is over is nobody's, and its number another one's by now."""
+        session = self._current()
+        if session is not None and session.name == slot.session:
+            self.release(slot.number)

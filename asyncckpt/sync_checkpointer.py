@@ -28,6 +28,7 @@ _WORKER_FIELDS = frozenset(
         "slot_timeout_s",
         "hook_timeout_s",
         "on_worker_loss",
+        "keep_in_memory",
         "on_error",
         "worker_timeout_s",
         "worker_start_timeout_s",

@@ -54,6 +54,17 @@ class CreateSlot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptSlot:
+    """Open a slot that lies with a trainer, whose worker is dead. Job; answered by SlotCreated."""
+
+    slot: int
+    nbytes: int
+    pid: int
+    fd: int
+    token: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSlot:
     """Unmap and close: nobody reads or writes this slot any more. Job; answered by SlotFreed."""
 
@@ -69,7 +80,10 @@ class ReadSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepare:
-    """Make the directory and look for what would make the save fail. Job; answered by Prepared."""
+    """Make the directory and look for what would make the save fail. Job; answered by Prepared.
+
+    `resumed`: another worker may have begun to write, or have committed it, and is dead.
+    """
 
     key: SaveKey
     path: str
@@ -78,16 +92,18 @@ class Prepare:
     umask: int
     fsync: bool
     overwrite: bool
+    resumed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Write one rank's files. Job; answered by Written."""
+    """Write one rank's files. Job; answered by Written. `resumed`: as of Prepare."""
 
     key: SaveKey
     slot: int
     generation: int
     request: SaveRequest
+    resumed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +196,7 @@ Action = (
     | Watch
     | Unwatch
     | CreateSlot
+    | AdoptSlot
     | FreeSlot
     | ReadSlot
     | Prepare

@@ -9,7 +9,8 @@ from asyncckpt.protocol.fields import MAX_PIECE_NBYTES, MAX_TABLE
 from asyncckpt.protocol.messages import Fetch, Fetched, Message, Ok, Share
 from asyncckpt.protocol.request import MAX_CONTRIBUTION_NBYTES
 from asyncckpt_worker.changes import PREFIX, ChangeBook
-from asyncckpt_worker.records import Session, Tables
+from asyncckpt_worker.records import Session
+from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import other_world
 
 MAX_BOARDS = 64

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import msgpack
 
 from asyncckpt.format.names import SaveId
-from asyncckpt_worker.records import Save, Tables
+from asyncckpt_worker.records import Save
 from asyncckpt_worker.run_record import Run
+from asyncckpt_worker.tables import Tables
 
 PREFIX = "change-"
 MAX_CHANGES = 256
@@ -100,6 +101,8 @@ class ChangeBook:
 
     def _contributions(self, run: Run, save: Save) -> dict[int, bytes]:
         """Return what the ranks of a save contribute, unless they will say it again, better."""
+        if any(entry.resumed for entry in save.ranks.values()):
+            return {}  # news by what the worker before had published, and this one knows nothing of
         sequence = SaveId.parse(save.save_id).sequence
         requests = {rank: save.ranks[rank].request for rank in sorted(save.ranks)}
         found = {rank: r.contribution for rank, r in requests.items() if r is not None and r.contribution}

@@ -7,7 +7,8 @@ from typing import Any
 
 from asyncckpt.format.names import SaveId
 from asyncckpt_worker.freshness import Committed, Contents, unchanged
-from asyncckpt_worker.records import Save, Tables
+from asyncckpt_worker.records import Save
+from asyncckpt_worker.tables import Tables
 
 
 def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from asyncckpt.protocol.lifecycle import SUBMITTED, WRITING
 from asyncckpt_worker.order import has_elder
-from asyncckpt_worker.records import RankSave, Save, Tables
+from asyncckpt_worker.records import RankSave, Save
+from asyncckpt_worker.tables import Tables
 
 
 def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
     since = save.sealed_since
-    if save.outcome is not None or save.committing or since is None or t.is_followed(save.save_id):
+    if save.outcome is not None or save.committing or save.doubtful or since is None or t.is_followed(save.save_id):
         return float("inf"), None
     found: tuple[float, RankSave | None] = (float("inf"), None)
     if save.missing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncckpt.protocol.lifecycle import BEGUN
 from asyncckpt_worker.actions import Exit
 from asyncckpt_worker.lending import Lending
-from asyncckpt_worker.records import Tables
+from asyncckpt_worker.tables import Tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

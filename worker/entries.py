@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from asyncckpt.protocol.lifecycle import BEGUN, SUBMITTED, WRITING
 from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import Prepare
 from asyncckpt_worker.records import RankSave, Session, Slot
+
+_TO_DURABLE = {BEGUN: ("submit", "write", "finish"), SUBMITTED: ("write", "finish"), WRITING: ("finish",)}
 
 
 def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
@@ -43,6 +48,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         commit_timeout_s=request.commit_timeout_s,
         link=slot.link,
         prepared=bool(slot.link),
+        resumed=generation <= slot.adopted,
     )
 
 
@@ -56,4 +62,10 @@ def prepare_of(save_id: str, entry: RankSave, *, fsync: bool) -> Prepare:
         umask=entry.umask,
         fsync=fsync,
         overwrite=entry.overwrite,
+        resumed=entry.resumed,
     )
+
+
+def steps_to_durable(entry: RankSave) -> Iterator[str]:
+    """Yield what has happened to a sealed rank of a save whose manifest stands, put by another worker."""
+    yield from _TO_DURABLE.get(entry.phase, ())

@@ -48,7 +48,7 @@ class Died:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCreated:
-    """The answer to CreateSlot: the memfd's number and token, or the error."""
+    """The answer to CreateSlot and AdoptSlot: the memfd's number and token, or the error."""
 
     now: float
     slot: int
@@ -80,11 +80,12 @@ class SlotRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The answer to Prepare."""
+    """The answer to Prepare. `committed`: the save's own manifest stands; there is nothing to write."""
 
     now: float
     key: SaveKey
     error: Wire | None = None
+    committed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

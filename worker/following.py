@@ -23,11 +23,12 @@ from asyncckpt_worker.events import Relayed, Unconnected
 from asyncckpt_worker.followed import Followed, heard, unreachable
 from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.progress import asked, packed, told_of
-from asyncckpt_worker.records import RankSave, Save, Session, Tables
+from asyncckpt_worker.records import RankSave, Save, Session
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import BEAT_S, Stream
+from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import failed, leader_lost, other_world
 
 MAX_FOLLOWED = 64

@@ -25,14 +25,16 @@ from asyncckpt.protocol.relay import (
     Sealed,
 )
 from asyncckpt.protocol.request import decode_request
+from asyncckpt_worker.consents import ConsentBook
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.intake import Intake
 from asyncckpt_worker.lineages import LineageBook
-from asyncckpt_worker.records import Session, Slot, Tables
+from asyncckpt_worker.records import Session, Slot
 from asyncckpt_worker.results import unpack_result
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import Stream
+from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import not_taken, worker_lost
 
 _ANY_OFFSET = 1 << 62
@@ -120,7 +122,7 @@ class Hearing:
                 self._intake.withdraw(session, message)
             case Consented():
                 granted = Consent(id=0, save_id=record.save_id, granted=record.granted, reason=record.reason)
-                self._saves.consent(session, granted)
+                ConsentBook(self._t, self._saves).consent(session, granted)
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 

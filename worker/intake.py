@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from asyncckpt.format.names import SaveId
-from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, FAILED
+from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, FAILED
 from asyncckpt.protocol.messages import Begin, Withdraw
 from asyncckpt.protocol.relay import Declined
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.agreement import disagreement, own_contradiction, unequal_samples
 from asyncckpt_worker.changes import ChangeBook
-from asyncckpt_worker.entries import entry_of_begin, entry_of_request
+from asyncckpt_worker.entries import entry_of_begin, entry_of_request, steps_to_durable
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.order import rival, same_call
-from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
+from asyncckpt_worker.records import RankSave, Save, Session, Slot
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
-from asyncckpt_worker.verdicts import disagree, failed, mismatch, other_world, withdrawn
+from asyncckpt_worker.tables import Tables
+from asyncckpt_worker.verdicts import disagree, failed, mismatch, other_world, path_in_use, withdrawn
 
 
 class Intake:
@@ -73,7 +74,8 @@ class Intake:
         if entry is None:
             entry = entry_of_request(slot, generation, request, self._t.now)
             self._add(save, entry, sealed=True)
-            self._refuse_rival(save, entry)
+            if not entry.resumed:
+                self._refuse_rival(save, entry)
         if entry.session != slot.session:
             text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
             self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
@@ -90,7 +92,7 @@ class Intake:
         problem = self._problem(save, entry, slot)
         if problem is not None:
             self._saves.end(save, FAILED, problem)
-        elif (verdict := self._runs.verdict(save)) is not None:
+        elif not entry.resumed and (verdict := self._runs.verdict(save)) is not None:
             self._saves.end(save, ABANDONED, verdict)
         else:
             save.complete = not save.missing
@@ -163,6 +165,10 @@ class Intake:
         """Add a rank; it ends with a save that another rank has ended already, or that never can be."""
         save.ranks[entry.rank] = entry
         self._t.touched[(save.save_id, entry.rank)] = None
+        if save.outcome == COMMITTED and sealed and entry.resumed:  # by the worker before, as its other ranks have said
+            for step in (*steps_to_durable(entry), "commit"):
+                self._saves.move(save, entry, step)
+            return None
         if save.outcome is not None:
             error = save.error or failed(save, entry, "disagree", "it has ended before")
             return self._saves.move(save, entry, "fail", error)
@@ -183,7 +189,7 @@ class Intake:
         other = None if entry.ended else rival(entry.path, save.save_id, self._t.saves)
         if other is None:
             return None
-        error = failed(save, entry, "path_in_use", f"save {other.save_id} to the same path has not ended; wait for it")
+        error = path_in_use(save, entry, other.save_id)
         self._saves.end(save, FAILED, error)
         return error
 

@@ -44,6 +44,8 @@ class Jobs:
         match action:
             case ac.ReadSlot():
                 self._scheduler.submit("memory", lambda: self._read_slot(action.slot))
+            case ac.AdoptSlot():
+                self._scheduler.submit("memory", lambda: self._adopt(action))
             case ac.FreeSlot():
                 self._scheduler.submit("free", lambda: self._free(action.slot))
             case ac.Prepare():
@@ -76,6 +78,15 @@ class Jobs:
             return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
         return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
 
+    def _adopt(self, action: ac.AdoptSlot) -> ev.SlotCreated:
+        try:
+            memory = self._slots.adopt(action.slot, action.nbytes, action.pid, action.fd, action.token)
+        except Exception as error:
+            text = f"the worker cannot open fd {action.fd} of process {action.pid}: {error}"
+            wire = to_wire(SaveFailedError(text, code="slot", detail=str(error)))
+            return ev.SlotCreated(now=time.monotonic(), slot=action.slot, error=wire)
+        return ev.SlotCreated(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
+
     def _free(self, number: int) -> ev.SlotFreed:
         error = _error_of(lambda: self._slots.free(number))
         if error is not None:
@@ -91,14 +102,18 @@ class Jobs:
             logs.write("warning", f"cannot fault in the pages of slot {number}: {error}")
 
     def _prepare(self, action: ac.Prepare) -> ev.Prepared:
-        error = _error_of(lambda: self._writer.prepare(action))
-        return ev.Prepared(now=time.monotonic(), key=action.key, error=None if error is None else to_wire(error))
+        try:
+            committed = self._writer.prepare(action)
+        except BaseException as error:
+            return ev.Prepared(now=time.monotonic(), key=action.key, error=to_wire(error))
+        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed)
 
     def _write(self, action: ac.Write) -> ev.Written:
         begun = time.perf_counter()
         try:
             tally = self._prover.check(action.request)
-            result = replace(self._writer.write(action), tally=tally)
+            written, kept = self._writer.write(action)
+            result = replace(written, tally=tally)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
         report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
@@ -107,7 +122,9 @@ class Jobs:
             "nbytes": result.nbytes,
             "direct": result.direct,
         }
-        self._metrics.count("written_nbytes", result.nbytes)
+        if action.resumed:
+            report["kept"] = kept
+        self._metrics.count("written_nbytes", 0 if kept else result.nbytes)
         return ev.Written(now=time.monotonic(), key=action.key, result=result, report=report)
 
     def _commit(self, action: ac.Commit) -> ev.Published:
@@ -151,7 +168,7 @@ def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
             return ev.SlotRead(now=now, slot=action.slot, reason=f"the worker failed: {error!r}")
         case ac.FreeSlot():
             return ev.SlotFreed(now=now, slot=action.slot)
-        case ac.CreateSlot():
+        case ac.CreateSlot() | ac.AdoptSlot():
             return ev.SlotCreated(now=now, slot=action.slot, error=wire)
         case ac.Prepare():
             return ev.Prepared(now=now, key=action.key, error=wire)

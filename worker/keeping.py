@@ -17,7 +17,8 @@ from asyncckpt.protocol.lifecycle import BEGUN, COMMITTED, IN_FLIGHT
 from asyncckpt.protocol.messages import Allocate, Recall, Recalled
 from asyncckpt_worker.actions import Send, Unwatch
 from asyncckpt_worker.events import Wire
-from asyncckpt_worker.records import RankSave, Save, Session, Slot, Tables
+from asyncckpt_worker.records import RankSave, Save, Session, Slot
+from asyncckpt_worker.tables import Tables
 
 MAX_KEPT_SAVES = 4
 """Saves of which slots are kept, whatever number of directories they go to. Chosen, not measured."""

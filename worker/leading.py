@@ -19,11 +19,12 @@ from asyncckpt_worker.intake import Intake
 from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.lineages import LineageBook
 from asyncckpt_worker.progress import packed
-from asyncckpt_worker.records import Save, Session, Tables
+from asyncckpt_worker.records import Save, Session
 from asyncckpt_worker.rows import missing_of
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import BEAT_S, Stream
+from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import leads_not, other_world
 
 MAX_LED = 64

@@ -23,7 +23,8 @@ from asyncckpt_worker.actions import CreateSlot, FreeSlot, ReadSlot, Send
 from asyncckpt_worker.events import Peer, SlotCreated, SlotRead
 from asyncckpt_worker.intake import Intake
 from asyncckpt_worker.keeping import KeepBook, is_in_flight
-from asyncckpt_worker.records import MAX_JOBS, MAX_SLOTS_PER_SESSION, Session, Slot, Tables, Waiter
+from asyncckpt_worker.records import MAX_JOBS, MAX_SLOTS_PER_SESSION, Session, Slot, Waiter
+from asyncckpt_worker.tables import Tables
 
 MAX_WAITERS = 16
 """Repeats of one Submit that are all answered; a trainer repeats it a few times at most."""
@@ -50,11 +51,7 @@ class Lending:
     def allocate(self, session: Session, m: Allocate) -> None:
         """Grant a slot; a repeated request gets the one that it got before."""
         if m.id in session.granted:
-            slot = self._t.slots.get(session.granted[m.id])
-            if slot is None or slot.closing:
-                self.refuse(session.peer, m.id, UnknownSaveError("that slot was released", detail="slot"))
-            elif slot.fd >= 0:
-                self._grant(session, slot)
+            self.grant_again(session, m.id)
         elif self._t.draining:
             self.refuse(session.peer, m.id, draining())
         elif len(session.slots) >= MAX_SLOTS_PER_SESSION:
@@ -63,7 +60,7 @@ class Lending:
         elif self._t.jobs >= MAX_JOBS:
             self.refuse(session.peer, m.id, busy())
         elif (kept := self._keeping.lend_again(session, m)) is not None:
-            self._is_of(session, kept)
+            self.is_of(session, kept)
             self._grant(session, kept)
         else:
             number = self._t.next_slot
@@ -71,17 +68,26 @@ class Lending:
             slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id, populate=m.populate)
             slot.process = (session.pid, session.pid_start)
             self._t.slots[number] = slot
-            self._is_of(session, slot)
+            self.is_of(session, slot)
             self._t.actions.append(CreateSlot(slot=number, nbytes=m.nbytes, populate=m.populate))
 
-    def _is_of(self, session: Session, slot: Slot) -> None:
+    def is_of(self, session: Session, slot: Slot) -> None:
+        """Note whose slot it is, and which request it answers."""
         session.slots.add(slot.number)
         for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
             del session.granted[old]
         session.granted[slot.allocate_id] = slot.number
 
+    def grant_again(self, session: Session, id: int) -> None:
+        """Answer a repeated Allocate or Adopt, unless the first one is still under way."""
+        slot = self._t.slots.get(session.granted[id])
+        if slot is None or slot.closing:
+            self.refuse(session.peer, id, UnknownSaveError("that slot was released", detail="slot"))
+        elif slot.fd >= 0:
+            self._grant(session, slot)
+
     def created(self, event: SlotCreated) -> None:
-        """Answer the Allocate."""
+        """Answer the Allocate or Adopt."""
         slot = self._t.slots.get(event.slot)
         if slot is None or slot.fd >= 0:
             return
@@ -98,6 +104,8 @@ class Lending:
                 self.refuse(session.peer, slot.allocate_id, from_wire(event.error))
             return
         slot.fd, slot.token = event.fd, event.token
+        if slot.adopted >= 0:
+            self._t.actions.append(ReadSlot(slot=slot.number))
         if session is not None and not slot.closing:
             self._grant(session, slot)
             self._t.log(

@@ -12,9 +12,10 @@ from asyncckpt.storage.catalog import check_epoch
 from asyncckpt_worker.actions import ScanLineage
 from asyncckpt_worker.events import LineageScanned, Peer, Wire
 from asyncckpt_worker.lending import Lending, busy
-from asyncckpt_worker.records import MAX_JOBS, Session, Tables
+from asyncckpt_worker.records import MAX_JOBS, Session
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
+from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import other_world
 
 

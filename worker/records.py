@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT
-from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.actions import Action, Log
 from asyncckpt_worker.events import Peer, SaveKey, Wire
-from asyncckpt_worker.run_record import Run
 
 MAX_SESSIONS = 4096
 MAX_SLOTS_PER_SESSION = 64
@@ -92,6 +88,9 @@ class Slot:
 
     populate: bool = False
 
+    adopted: int = -1
+    """The generation that it held when it was taken over from a dead worker, which may have written that; else -1."""
+
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
     link: str = ""
@@ -153,6 +152,9 @@ class RankSave:
     told: int = 0
     """How far the leader has been told of it: begun, sealed, delivered."""
 
+    resumed: bool = False
+    """A worker that is dead may have written its files, or some."""
+
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
@@ -207,6 +209,11 @@ class Save:
         return [rank for rank in range(self.world_size) if not self.has_sealed(rank)]
 
     @property
+    def doubtful(self) -> bool:
+        """Whether it may have been committed by a worker that is dead: until that is known, nothing ends it."""
+        return any(r.resumed and r.preparing for r in self.ranks.values())
+
+    @property
     def timeout_s(self) -> float:
         """How long its ranks may take: the smallest that one of them has named."""
         return min(r.commit_timeout_s for r in self.ranks.values())
@@ -220,84 +227,3 @@ class Save:
     def unfinished(self) -> bool:
         """Whether the save has been submitted by some rank, and not ended; or has a job outstanding."""
         return self.busy or (self.outcome is None and any(r.phase in IN_FLIGHT for r in self.ranks.values()))
-
-
-@dataclass(slots=True)
-class Tables:
-    """All that the brain knows, and the actions that the current event has led to so far."""
-
-    now: float = 0.0
-    draining: bool = False
-    begins_until: float = float("inf")
-    """When a drain stops to let known sessions begin saves: one may be copying already, its Begin under way."""
-
-    actions: list[Action] = field(default_factory=list)
-    sessions: dict[str, Session] = field(default_factory=dict)
-    peers: dict[Peer, str] = field(default_factory=dict)
-    slots: dict[int, Slot] = field(default_factory=dict)
-    freeing: set[int] = field(default_factory=set)
-    """Slots that nobody has any more and whose memory is not back yet."""
-
-    saves: dict[str, Save] = field(default_factory=dict)
-    changed: dict[SaveKey, None] = field(default_factory=dict)
-    """Ranks whose phase became durable or ended in this event, in order."""
-
-    runs: dict[str, Run] = field(default_factory=dict)
-    announced: dict[str, None] = field(default_factory=dict)
-    """Runs that got a change in this event."""
-
-    parting: set[str] = field(default_factory=set)
-    """Sessions that have said goodbye, and whose processes are watched until their slots are gone."""
-
-    lineage_scans: int = 0
-    next_slot: int = 1
-    instance: str = ""
-    touched: dict[SaveKey, None] = field(default_factory=dict)
-    """Ranks whose phase has changed, or that have come, in this event."""
-
-    told: list[tuple[str, Message]] = field(default_factory=list)
-    """Run and record: what its leader is to hear, besides what was touched."""
-
-    failures: dict[str, int] = field(default_factory=dict)
-    """Kind of error (`verdicts.kind_of`) -> how many saves have ended with it."""
-
-    heard: dict[str, float] = field(default_factory=dict)
-    """Stream of a follower -> when it was heard last."""
-
-    def log(
-        self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any
-    ) -> None:
-        """Add a Log action; `rest` are facts, but for `count`."""
-        count = rest.pop("count", None)
-        self.actions.append(Log(level=level, text=text, save_id=save_id, session=session, count=count, facts=rest))
-
-    def entry(self, key: SaveKey | None) -> RankSave | None:
-        """Return one rank's part in a save, or None."""
-        save = self.saves.get(key[0]) if key else None
-        return save.ranks.get(key[1]) if save and key else None
-
-    def entries(self) -> Iterable[tuple[Save, RankSave]]:
-        """Yield every rank of every save."""
-        return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
-
-    def is_followed(self, save_id: str) -> bool:
-        """Whether another worker decides on this save."""
-        run = self.runs.get(save_id[-12:])
-        return run is not None and run.followed
-
-    @property
-    def jobs(self) -> int:
-        """How many jobs are outstanding."""
-        jobs = self.lineage_scans + len(self.freeing) + sum(s.reading for s in self.slots.values())
-        for save in self.saves.values():
-            jobs += save.committing + save.removing + sum(r.writing + r.preparing for r in save.ranks.values())
-        return jobs
-
-    def forget_old_saves(self) -> None:
-        """Drop the oldest ended saves beyond `MAX_HISTORY`."""
-        excess = len(self.saves) - MAX_HISTORY
-        if excess > 0:
-            in_use = {s.key[0] for s in self.slots.values() if s.key}
-            old = [s.save_id for s in self.saves.values() if s.outcome and not s.busy and s.save_id not in in_use]
-            for save_id in old[:excess]:
-                del self.saves[save_id]

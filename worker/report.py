@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, DURABLE, SUBMITTED, WRITING
-from asyncckpt_worker.records import Save, Tables
+from asyncckpt_worker.records import Save
+from asyncckpt_worker.tables import Tables
 
 MAX_ROWS = 100
 """Newest saves, sessions and slots in a status report: it must fit into one frame."""

@@ -9,7 +9,8 @@ from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.lifecycle import SUBMITTED, TRANSITIONS, WRITING
 from asyncckpt.protocol.messages import Heartbeat, Saves
 from asyncckpt_worker.actions import Send
-from asyncckpt_worker.records import RankSave, Save, Session, Tables
+from asyncckpt_worker.records import RankSave, Save, Session
+from asyncckpt_worker.tables import Tables
 
 
 def row_of(save: Save, entry: RankSave) -> Mapping[str, Any]:

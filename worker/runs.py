@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from asyncckpt.format.names import SaveId
 from asyncckpt_worker.events import Wire
-from asyncckpt_worker.records import Save, Session, Slot, Tables
+from asyncckpt_worker.records import Save, Session, Slot
 from asyncckpt_worker.run_record import Run
+from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import not_sealed
 
 MAX_RUNS = 1024

@@ -18,28 +18,26 @@ from asyncckpt.protocol.lifecycle import (
     DURABLE,
     ENDED,
     FAILED,
+    IN_FLIGHT,
     SUBMITTED,
     UNKNOWN,
     WRITING,
     advance,
 )
-from asyncckpt.protocol.messages import Consent
-from asyncckpt.protocol.relay import Consented, GaveUp, Left
+from asyncckpt.protocol.relay import GaveUp, Left
 from asyncckpt_worker.actions import Commit, Remove, Write
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
-from asyncckpt_worker.entries import prepare_of
+from asyncckpt_worker.entries import prepare_of, steps_to_durable
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.keeping import speaks_against
-from asyncckpt_worker.order import has_elder
-from asyncckpt_worker.records import RankSave, Save, Session, Tables
+from asyncckpt_worker.order import has_elder, rival
+from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
-from asyncckpt_worker.verdicts import count, failed, timed_out
-
-_OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
-"""Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
+from asyncckpt_worker.tables import Tables
+from asyncckpt_worker.verdicts import OUTCOME_EVENTS, count, failed, path_in_use, timed_out
 
 
 class SaveBook:
@@ -61,6 +59,10 @@ class SaveBook:
             return
         if event.error is not None:
             self.end(save, FAILED, event.error)
+        elif event.committed and not save.committing:
+            self._was_committed(save)
+        elif entry.resumed and (refusal := self._late_refusal(save, entry)) is not None:
+            self.end(save, *refusal)
         elif entry.phase == SUBMITTED and not save.given_up:
             self.write(save, entry)
 
@@ -93,7 +95,7 @@ class SaveBook:
         self.move(save, entry, "finish")
         entry.durable_at = self._t.now
         save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
-        self._commit_when_complete(save)
+        self.commit_when_complete(save)
 
     def published(self, event: Published) -> None:
         save = self._t.saves.get(event.save_id)
@@ -122,40 +124,34 @@ class SaveBook:
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
         self._commit_next(save)
 
+    def _was_committed(self, save: Save) -> None:
+        """Another worker has put the manifest, and died: all ranks were durable then."""
+        for entry in save.ranks.values():
+            for step in steps_to_durable(entry) if entry.phase in IN_FLIGHT else ():
+                self.move(save, entry, step)
+        self.committed(save, {})
+
+    def _late_refusal(self, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
+        """Return how a save ends that is not committed after all, and could not be taken up but for that doubt."""
+        verdict = self._runs.verdict(save)
+        if verdict is not None:
+            return ABANDONED, verdict
+        other = rival(entry.path, save.save_id, self._t.saves)
+        return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
+
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
         if save is not None:
             save.removing = False
 
-    # ---- consent and time -------------------------------------------------------------------------------------------
-
-    def consent(self, session: Session, m: Consent) -> None:
-        """A rank's hook has spoken. Its first word counts; one for no such save, or too late, changes nothing."""
-        run = self._t.runs.get(m.save_id[-12:])
-        if run is not None and run.members.get(session.rank) == session.name:
-            run.spoke[session.rank] = self._t.now
-            if run.followed:
-                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
-                    mine.consented = m.granted
-                record = Consented(save_id=m.save_id, rank=session.rank, granted=m.granted, reason=m.reason)
-                return self._t.told.append((run.run_id, record))
-        save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
-        if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:
-            return
-        if entry.session != session.name and entry.session in self._t.sessions:
-            return
-        if not m.granted and entry.needs_consent:
-            self.end(save, FAILED, failed(save, entry, "vetoed", f"its pre_commit hook refused: {m.reason}"))
-        elif m.granted and entry.needs_consent:
-            entry.consented = True
-            self._commit_when_complete(save)
+    # ---- gone ranks, and time ---------------------------------------------------------------------------------------
 
     def gone(self, run: Run, rank: int) -> None:
         """A rank of the run will say nothing more: end the saves that need it."""
         if run.followed:
             return self._t.told.append((run.run_id, Left(rank=rank, why=run.gone[rank][:MAX_TEXT_CHARS])))
         for save in [s for s in self._t.saves.values() if s.save_id.endswith(run.run_id)]:
-            if save.outcome is not None or save.committing:
+            if save.outcome is not None or save.committing or save.doubtful:
                 continue
             verdict, entry = self._runs.verdict(save), save.ranks.get(rank)
             if verdict is not None:
@@ -171,7 +167,7 @@ class SaveBook:
             until, silent = deadline(self._t, save)
             if self._t.now < until:
                 if save.outcome is None and not save.committing and save.waiting_since is not None:
-                    self._commit_when_complete(save)
+                    self.commit_when_complete(save)
             elif silent is not None and silent.request is not None:
                 detail = f"its pre_commit hook said nothing for {silent.request.hook_timeout_s:g} s"
                 self.end(save, FAILED, failed(save, silent, "vetoed", detail))
@@ -196,7 +192,7 @@ class SaveBook:
         """As `end`, also where another worker decides: it has."""
         self._changes.publish(save, complete=False)
         save.outcome, save.error, save.objected = outcome, error, speaks_against(error)
-        at_begun, at_durable = _OUTCOME_EVENTS[outcome]
+        at_begun, at_durable = OUTCOME_EVENTS[outcome]
         for entry in save.ranks.values():
             event = at_begun if entry.phase == BEGUN else at_durable if entry.phase == DURABLE else "fail"
             self.move(save, entry, event, error)
@@ -231,7 +227,14 @@ class SaveBook:
         entry.writing = True
         key = (save.save_id, entry.rank)
         self._t.slots[entry.slot].writes.add(key)
-        self._t.actions.append(Write(key=key, slot=entry.slot, generation=entry.generation, request=entry.request))
+        write = Write(
+            key=key,
+            slot=entry.slot,
+            generation=entry.generation,
+            request=entry.request,
+            resumed=entry.resumed,
+        )
+        self._t.actions.append(write)
 
     def _commit_next(self, ended: Save) -> None:
         """A save has ended: those that were held back for it may be due."""
@@ -247,9 +250,9 @@ class SaveBook:
         self._held_back = False
         for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
             if save.outcome is None and not save.committing and save.waiting_since is not None:
-                self._commit_when_complete(save)
+                self.commit_when_complete(save)
 
-    def _commit_when_complete(self, save: Save) -> bool:
+    def commit_when_complete(self, save: Save) -> bool:
         """Commit when every rank is durable and consents, and no earlier save of the run is in flight or time is up.
 
         Returns:

@@ -11,8 +11,9 @@ from asyncckpt_worker.boards import BoardBook
 from asyncckpt_worker.events import Died, Peer, Watched
 from asyncckpt_worker.keeping import KeepBook
 from asyncckpt_worker.lending import Lending
-from asyncckpt_worker.records import MAX_SESSIONS, Session, Tables
+from asyncckpt_worker.records import MAX_SESSIONS, Session
 from asyncckpt_worker.runs import RunBook
+from asyncckpt_worker.tables import Tables
 
 
 class SessionBook:

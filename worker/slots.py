@@ -40,7 +40,18 @@ class SlotStore:
             SlotError: An impossible size.
             OSError: The kernel refused.
         """
-        memory = SlotMemory.create(nbytes)
+        return self._hold(number, SlotMemory.create(nbytes))
+
+    def adopt(self, number: int, nbytes: int, pid: int, fd: int, token: bytes) -> SlotMemory:
+        """Open what is slot `number` from now on, and lies with another process.
+
+        Raises:
+            SlotError: It is not the slot that was promised.
+            OSError: It cannot be opened.
+        """
+        return self._hold(number, SlotMemory.attach(pid, fd, nbytes, token))
+
+    def _hold(self, number: int, memory: SlotMemory) -> SlotMemory:
         with self._lock:
             assert number not in self._held
             self._held[number] = _Held(memory)

@@ -19,15 +19,15 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
 
 A slot's states:
 
-    creating   Allocate came; CreateSlot is under way
+    creating   Allocate or Adopt came; CreateSlot or AdoptSlot is under way
     lent       the session stages into it; only the session decides when it is used again
     closing    Release, Goodbye, or proof of death: it is read once more (a sealed snapshot is taken up, one that was
                begun and not sealed is abandoned), then freed when no save and no job needs it any more
     kept       its session has ended, and what it holds may be loaded (`keeping`): freed or lent again later
 
-A slot is read when its doorbell (Submit) comes, when it is closing, and when a drain begins. `taken` holds the highest
-generation that was taken up: together with the save id it makes every message repeatable. Messages may be lost,
-repeated, or overtake each other; a message that makes no sense is refused and changes nothing.
+A slot is read when its doorbell (Submit) comes, when it was adopted, when it is closing, and when a drain begins.
+`taken` holds the highest generation that was taken up: together with the save id it makes every message repeatable.
+Messages may be lost, repeated, or overtake each other; a message that makes no sense is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, UnknownSaveError
 from asyncckpt.protocol.messages import (
+    Adopt,
     Allocate,
     Begin,
     Consent,
@@ -58,8 +59,10 @@ from asyncckpt.protocol.messages import (
     Withdraw,
 )
 from asyncckpt_worker.actions import Action, SendStatus
+from asyncckpt_worker.adoption import AdoptionBook
 from asyncckpt_worker.boards import BoardBook
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.consents import ConsentBook
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.ending import BrainConfig, Ending
 from asyncckpt_worker.events import (
@@ -88,12 +91,13 @@ from asyncckpt_worker.keeping import KeepBook
 from asyncckpt_worker.leading import LeadBook
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.lineages import LineageBook
-from asyncckpt_worker.records import Session, Tables
+from asyncckpt_worker.records import Session
 from asyncckpt_worker.report import MAX_ROWS, report
 from asyncckpt_worker.rows import news, states
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.sessions import SessionBook
+from asyncckpt_worker.tables import Tables
 
 
 class Brain:
@@ -105,8 +109,10 @@ class Brain:
         self._runs, changes = RunBook(self.tables), ChangeBook(self.tables)
         self._saves = SaveBook(self.tables, self._runs, changes)
         self._intake = Intake(self.tables, self._saves, self._runs, changes)
+        self._consents = ConsentBook(self.tables, self._saves)
         self.keeping = KeepBook(self.tables, config.keep_snapshots_s)
         self._lending = Lending(self.tables, self._intake, self.keeping)
+        self._adoption = AdoptionBook(self.tables, self._lending)
         self._following = FollowBook(self.tables, self._runs, self._saves, self._lending)
         self._lineages = LineageBook(self.tables, self._runs, self._lending, self._following.lineage)
         self._boards = BoardBook(self.tables, changes)
@@ -215,6 +221,8 @@ class Brain:
                 self._lending.send(session.peer, states(self.tables, session, m))
             case Allocate():
                 self._lending.allocate(session, m)
+            case Adopt():
+                self._adoption.adopt(session, m)
             case Release():
                 self._lending.release(session, m)
             case Begin():
@@ -225,7 +233,7 @@ class Brain:
                 self._intake.withdraw(session, m)
                 self._lending.send(session.peer, Ok(id=m.id))
             case Consent():
-                self._saves.consent(session, m)
+                self._consents.consent(session, m)
                 self._lending.send(session.peer, Ok(id=m.id))
             case Share():
                 self._answer(session, m.id, self._boards.share(session, m))

@@ -15,6 +15,7 @@ from asyncckpt.errors import (
     SaveSkippedError,
     to_wire,
 )
+from asyncckpt.protocol.lifecycle import ABANDONED, FAILED, UNKNOWN
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save
 
@@ -28,6 +29,9 @@ MAX_KINDS = 200
 
 SHOWN = 20
 """Ranks that a text names at most; the error's field has more."""
+
+OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
+"""Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
 
 
 def kind_of(error: Wire) -> str:
@@ -59,6 +63,11 @@ def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
             step=entry.step,
         )
     )
+
+
+def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
+    """An earlier save has the path."""
+    return failed(save, entry, "path_in_use", f"save {other} to the same path has not ended; wait for it")
 
 
 def not_sealed(save_id: str, rank: int, detail: str) -> Wire:

@@ -26,6 +26,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
+from asyncckpt.storage.resuming import is_committed, resume_rank_files
 from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
@@ -59,8 +60,11 @@ class Writer:
         n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, 4))
         self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
 
-    def prepare(self, job: Prepare) -> None:
+    def prepare(self, job: Prepare) -> bool:
         """Make the directory and look for what would make the save fail.
+
+        Returns:
+            Whether the save has been committed already: by the worker before, which is dead.
 
         Raises:
             CheckpointExistsError: A manifest is there that is not to be replaced, or above it.
@@ -68,9 +72,12 @@ class Writer:
         """
         save_id, rank = job.key
 
-        def run() -> None:
+        def run() -> bool:
             reach("worker: preparing")
             check_root(job.path, self._roots)
+            if job.resumed and is_committed(job.path, SaveId.parse(save_id), files=self._files):
+                remove_leftovers(job.path, SaveId.parse(save_id), files=self._files)
+                return True
             made = prepare_directory(
                 job.path,
                 save_id=SaveId.parse(save_id),
@@ -78,24 +85,30 @@ class Writer:
                 umask=job.umask,
                 fsync=job.fsync,
                 overwrite=job.overwrite,
+                resumed=job.resumed,
             )
             try:
-                check_disk(job.path, job.nbytes, self._files)
+                if not job.resumed:  # its files may have taken the room that they need
+                    check_disk(job.path, job.nbytes, self._files)
             except OSError:
                 remove_made(made, self._files)
                 raise
+            return False
 
-        self._wrapped(run, save_id, rank, job.step, job.path)
+        return self._wrapped(run, save_id, rank, job.step, job.path)
 
-    def write(self, job: Write) -> RankResult:
-        """Write one rank's files from its slot.
+    def write(self, job: Write) -> tuple[RankResult, bool]:
+        """Write one rank's files from its slot; those that the worker before has made durable are kept.
+
+        Returns:
+            The result, and whether the shards were kept.
 
         Raises:
             SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank are removed.
         """
         request = job.request
 
-        def run() -> RankResult:
+        def run() -> tuple[RankResult, bool]:
             reach("worker: writing")
             with self._slots.use(job.slot) as memory:
 
@@ -103,14 +116,18 @@ class Writer:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
-                view = memory.mapping.view()
+                view, rank_job = memory.mapping.view(), self._rank_job(request)
                 try:
-                    result = write_rank_files(
-                        self._rank_job(request), view, files=self._files, pool=self._pool, check=check
-                    )
+                    if job.resumed:
+                        result, kept = resume_rank_files(
+                            rank_job, view, files=self._files, pool=self._pool, check=check
+                        )
+                    else:
+                        result = write_rank_files(rank_job, view, files=self._files, pool=self._pool, check=check)
+                        kept = False
                 finally:
                     view.release()
-            return replace(result, rest_print=rest_print(request))
+            return replace(result, rest_print=rest_print(request)), kept
 
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 

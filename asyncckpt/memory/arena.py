@@ -66,14 +66,19 @@ class SlotMemory:
             writable: False maps it for reading only.
 
         Raises:
-            SlotError: It is not that slot: no memfd, or other size, seals or token.
+            SlotError: It is not that slot: another user's, no memfd, or other size, seals or token.
             OSError: It cannot be opened.
         """
         _check_size(nbytes)
-        fd = os.open(f"/proc/{pid}/fd/{fd_number}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        # Whatever else it is, a FIFO say, is not waited for.
+        fd = os.open(f"/proc/{pid}/fd/{fd_number}", mode | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            if os.fstat(fd).st_size != nbytes:
-                raise SlotError(f"the slot has {os.fstat(fd).st_size} bytes, promised were {nbytes}")
+            found = os.fstat(fd)
+            if found.st_uid != os.geteuid():
+                raise SlotError(f"the slot belongs to user {found.st_uid}")
+            if found.st_size != nbytes:
+                raise SlotError(f"the slot has {found.st_size} bytes, promised were {nbytes}")
             if _seals(fd) & SEALS != SEALS:
                 raise SlotError("the slot is not sealed against resizing")
             slot = cls(fd, nbytes, token, writable=writable)

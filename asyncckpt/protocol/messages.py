@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from asyncckpt.protocol import fields as check
+from asyncckpt.protocol.adopting import Adopt
 from asyncckpt.protocol.answers import Granted, LineageFound, Ok, Refused, Saves, StatusReport, Welcome
 from asyncckpt.protocol.fields import Check
 from asyncckpt.protocol.linking import Follow, Following, Lead, Leading
@@ -23,6 +24,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "REPLIES",
     "REQUESTS",
+    "Adopt",
     "Allocate",
     "Begin",
     "Consent",
@@ -242,7 +244,7 @@ class Drain(Message):
 
 
 _REQUESTS = (
-    *(Hello, Allocate, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch, Recall),
+    *(Hello, Allocate, Adopt, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch, Recall),
     *(Heartbeat, Goodbye, Status, Drain),
 )
 _REPLIES = (Welcome, Granted, Leading, Following, LineageFound, Fetched, Recalled, Ok, Refused, Saves, StatusReport)

@@ -18,12 +18,13 @@ class LentSlot(Room):
     Attributes:
         number: The worker's name for it.
         memory: Its mapping.
-        session: The session that it was lent to; with another one it is worth nothing.
+        session: The session that it was lent to, or handed to.
         generation: Of the snapshot that it holds or receives.
         user: The save that uses it, or None.
         used: Grows with every use of a slot of this pool.
         staging: The training thread is copying into it; nobody else unmaps it.
-        orphaned: Its worker is gone; it is closed instead of reused.
+        orphaned: Its worker is gone, and no other one takes it over; it is closed instead of reused.
+        handovers: To how many workers in turn it was handed since a save in it has ended.
     """
 
     number: int
@@ -34,6 +35,7 @@ class LentSlot(Room):
     used: int = 0
     staging: bool = False
     orphaned: bool = False
+    handovers: int = 0
 
     def knows(self, plan: SavePlan) -> bool:
         """Whether there are views for `plan`, or for one of the same layout."""

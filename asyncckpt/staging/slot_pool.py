@@ -21,6 +21,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.keeping import Keeping
 from asyncckpt.staging.lent_slot import LentSlot
 
 WAIT_STEP_S = 1.0
@@ -34,16 +35,17 @@ class SlotPool:
     """See the module.
 
     Args:
-        config: For `slots`, `arena_limit_bytes`, `on_busy` and `slot_timeout_s`.
+        config: For `slots`, `arena_limit_bytes`, `keep_in_memory`, `on_busy` and `slot_timeout_s`.
         allocate: Asks the worker for a slot of so many bytes. Blocks; raises typed errors.
-        release: Tells the worker that a slot, by number, is given back.
+        release: Tells the worker that has lent a slot that it is given back.
     """
 
     def __init__(
-        self, config: CheckpointerConfig, allocate: Callable[[int], LentSlot], release: Callable[[int], None]
+        self, config: CheckpointerConfig, allocate: Callable[[int], LentSlot], release: Callable[[LentSlot], None]
     ) -> None:
         self._config, self._allocate, self._release = config, allocate, release
         self._slots: list[LentSlot] = []
+        self._keeping = Keeping(wanted=config.keep_in_memory == "latest")
         self._changed = threading.Condition()
         self._closed = False
         self._apart = self._uses = 0
@@ -67,19 +69,20 @@ class SlotPool:
             WorkerUnavailableError: The worker cannot be reached.
             CheckpointerClosedError: The pool was closed.
         """
-        limit = self._config.arena_limit_bytes
-        if limit is not None and nbytes > limit:
+        limit, several = self._config.arena_limit_bytes, 2 if self._keeping.wanted else 1
+        if limit is not None and several * nbytes > limit:
+            slots = "two slots, since keep_in_memory='latest', each" if self._keeping.wanted else "a slot"
             raise InsufficientMemoryError(
-                f"step {step}: the snapshot needs a slot of {nbytes} bytes, "
+                f"step {step}: the snapshot needs {slots} of {nbytes} bytes, "
                 f"arena_limit_bytes is {limit}; raise the limit",
-                nbytes=nbytes,
+                nbytes=several * nbytes,
                 limit=limit,
             )
         # With the spare room only where a slot is made: a slot that has used it up is still large enough.
         wanted = (
             nbytes + spare_nbytes
             if limit is None
-            else max(nbytes, min(nbytes + spare_nbytes, limit - limit % PAGE_NBYTES))
+            else max(nbytes, min(nbytes + spare_nbytes, _whole_pages(limit // several)))
         )
         deadline = time.monotonic() + self._config.slot_timeout_s
         while True:
@@ -113,8 +116,9 @@ class SlotPool:
         Returns:
             `slot`, which is free and large enough, or another such one in its place.
         """
-        spare = [s for s in self._slots if s.free and s is not slot]
-        if len(spare) < len(self._slots) - 1 or not spare:
+        others = [s for s in self._slots if s is not slot and s is not self._keeping.slot]
+        spare = [s for s in others if s.free]
+        if len(spare) < len(others) or not spare:
             self._apart = 0
             return slot
         self._apart += 1
@@ -131,7 +135,7 @@ class SlotPool:
             raise CheckpointerClosedError("the checkpointer was closed while a save waited for a slot")
 
     def _free_slot(self, nbytes: int, plan: SavePlan) -> LentSlot | None:
-        free = [s for s in self._slots if s.free and s.memory.nbytes >= nbytes]
+        free = [s for s in self._slots if self._keeping.is_idle(s) and s.memory.nbytes >= nbytes]
         return min(free, key=lambda s: (not s.knows(plan), s.memory.nbytes), default=None)
 
     def fits(self, nbytes: int) -> bool:
@@ -142,15 +146,16 @@ class SlotPool:
     def _make_room(self, nbytes: int) -> bool:
         """Give back free slots, which are all too small, and say whether one of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes
-        busy = [s for s in self._slots if not s.free]
+        busy = [s for s in self._slots if not self._keeping.is_idle(s)]
+        overlap = any(not s.free for s in self._slots)
         held = sum(s.memory.nbytes for s in busy) + nbytes
         if len(busy) >= self._config.slots or (limit is not None and held > limit):
             return False  # it must wait for one in use; smaller structures keep theirs
         # The least recently used go first. While saves do not overlap, all of them: then memory is one snapshot.
-        free = sorted((s for s in self._slots if s.free), key=lambda s: s.used)
+        free = sorted((s for s in self._slots if self._keeping.is_idle(s)), key=lambda s: s.used)
         left = sum(s.memory.nbytes for s in free)
         while free and (
-            not busy or len(self._slots) >= self._config.slots or (limit is not None and held + left > limit)
+            not overlap or len(self._slots) >= self._config.slots or (limit is not None and held + left > limit)
         ):
             left -= free[0].memory.nbytes
             self._drop(free.pop(0), tell=True)
@@ -162,8 +167,8 @@ class SlotPool:
                 return self._allocate(nbytes)
             except InsufficientMemoryError:
                 with self._changed:
-                    free = [s for s in self._slots if s.free]
-                    if len(free) == len(self._slots):
+                    free = [s for s in self._slots if self._keeping.is_idle(s)]
+                    if all(s.free for s in self._slots):
                         raise
                     for slot in free:
                         self._drop(slot, tell=True)
@@ -172,6 +177,12 @@ class SlotPool:
 
     def _wait(self, deadline: float, save_id: SaveId, step: int, path: str) -> None:
         facts = {"save_id": str(save_id), "step": step, "path": path}
+        if all(s.free for s in self._slots):
+            raise InsufficientMemoryError(
+                f"step {step}: the snapshot does not fit into arena_limit_bytes={self._config.arena_limit_bytes} "
+                f"beside the one of {self.nbytes} bytes that keep_in_memory='latest' keeps; raise the limit",
+                limit=self._config.arena_limit_bytes,
+            )
         users = ", ".join(str(s.user) for s in self._slots)
         if self._config.on_busy == "skip":
             raise SaveSkippedError(f"step {step} was not saved: every slot is in use (by {users})", **facts)
@@ -197,10 +208,18 @@ class SlotPool:
         """The save has ended: its slot may be used again. Unknown ids are ignored."""
         with self._changed:
             for slot in [s for s in self._slots if s.user == save_id]:
-                slot.user, slot.staging = None, False
+                slot.user, slot.staging, slot.handovers = None, False, 0
                 if slot.orphaned or (not slot.free and slot.lost):
                     self._drop(slot, tell=not slot.orphaned)
             self._changed.notify_all()
+
+    def committed(self, save_id: SaveId) -> None:
+        """The save is committed; called before `free`. Its worker has shown that it lives with what it was given."""
+        with self._changed:
+            for slot in self._slots:
+                slot.handovers = 0
+                if slot.user == save_id:
+                    self._keeping.committed(slot, save_id)
 
     def give_up(self, save_id: SaveId) -> None:
         """Staging has failed: what the save's slot holds is void, and the slot may be used again."""
@@ -212,18 +231,34 @@ class SlotPool:
 
     def orphan_all(self) -> None:
         """The worker is lost: close every slot but one that the training thread is copying into."""
+        for slot in self.held():
+            self.orphan(slot)
+
+    def orphan(self, slot: LentSlot) -> None:
+        """Close a slot that no worker has; one that the training thread is copying into when that has ended."""
         with self._changed:
-            for slot in list(self._slots):
-                slot.orphaned = True
-                if not slot.staging:
-                    self._drop(slot, tell=False)
+            slot.orphaned = True
+            if not slot.staging and slot in self._slots:
+                self._drop(slot, tell=False)
             self._changed.notify_all()
+
+    def held(self) -> list[LentSlot]:
+        """Return the slots that are not given up."""
+        with self._changed:
+            return [slot for slot in self._slots if not slot.orphaned]
+
+    def adopted(self, slot: LentSlot, number: int, session: str) -> bool:
+        """Another worker has taken a slot over, as `number`; says whether it is still held here."""
+        with self._changed:
+            slot.number, slot.session = number, session
+            return slot in self._slots and not slot.orphaned
 
     def _drop(self, slot: LentSlot, *, tell: bool) -> None:
         self._slots.remove(slot)
+        self._keeping.forget(slot)
         slot.close()
         if tell:
-            self._release(slot.number)
+            self._release(slot)
 
     def close(self) -> None:
         """Unmap and close every slot; a waiting `acquire` fails. Twice is fine."""
@@ -247,3 +282,7 @@ class SlotPool:
         """Bytes of all slots held."""
         with self._changed:
             return sum(s.memory.nbytes for s in self._slots)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return nbytes - nbytes % PAGE_NBYTES

@@ -16,7 +16,7 @@ from asyncckpt.storage.standing import exists, refuse_around, refuse_inside, ref
 
 
 def prepare_directory(
-    path: str, *, save_id: SaveId, files: Files, umask: int, fsync: bool, overwrite: bool = False
+    path: str, *, save_id: SaveId, files: Files, umask: int, fsync: bool, overwrite: bool = False, resumed: bool = False
 ) -> list[str]:
     """Make the checkpoint's directory and its missing parents, each name flushed.
 
@@ -27,6 +27,7 @@ def prepare_directory(
         umask: Of the directories' mode 0777.
         fsync: Whether to flush.
         overwrite: Whether an older checkpoint may stand there.
+        resumed: Whether the save's own manifest may: another process has begun this save, and died.
 
     Returns:
         The directories that this call has made, outermost first: for `remove_made`, if the save comes to nothing.
@@ -43,7 +44,7 @@ def prepare_directory(
         if not made:
             refuse_around(path, save_id, files)
         standing = refuse_standing(path, save_id, files, overwrite=overwrite)
-        if isinstance(standing, Manifest) and standing.save_id == save_id:
+        if isinstance(standing, Manifest) and standing.save_id == save_id and not resumed:
             raise exists(path, save_id, standing, overwrite=overwrite)
         reach("directory: made")
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pathlib
@@ -488,7 +489,7 @@ def test_a_worker_that_dies_under_a_copy_fails_that_save_and_the_next_one_works(
     worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
     model, optimizer = linear()
-    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+    with AsyncCheckpointer(endpoint=worker.endpoint, on_worker_loss="fail") as checkpointer:
         gate.open()
         checkpointer.attach(optimizer)
         written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
@@ -505,6 +506,27 @@ def test_a_worker_that_dies_under_a_copy_fails_that_save_and_the_next_one_works(
         optimizer.step()
         assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / "next")
     assert not (tmp_path / "lost" / "manifest.json").exists()
+
+
+def test_a_worker_that_dies_under_a_copy_is_replaced_and_gets_the_snapshot_when_it_is_sealed(
+    worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
+) -> None:
+    model, optimizer = linear()
+    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+        checkpointer.attach(optimizer)
+        state = state_of(model, optimizer)
+        expected = copy.deepcopy(state)
+        handle = checkpointer.save(state, tmp_path / "kept")
+        assert gate.reached.wait(DEADLINE_S)
+        (slot,) = slots_of(checkpointer)
+        session = slot.session
+        worker.kill()
+        wait_until(lambda: slot.session != session, "another worker has the slot")
+        assert handle.phase == "staging"
+        gate.open()
+        written(handle)
+        optimizer.step()
+        states.assert_same(asyncckpt.load(tmp_path / "kept"), expected)
 
 
 def test_a_checkpointer_dropped_under_a_copy_ends_when_it_has_ended(

@@ -583,10 +583,10 @@ def test_rank_info_for_rank_zero_saves_alone_whatever_the_environment_says(
 # ---- the worker dies
 
 
-def outlives_workers(rank: int, root: str) -> list[Any]:
+def outlives_workers(rank: int, root: str, on_worker_loss: str) -> list[Any]:
     outcome: list[Any] = []
     state = replicated()
-    with AsyncCheckpointer(commit_timeout_s=20) as checkpointer:
+    with AsyncCheckpointer(commit_timeout_s=20, on_worker_loss=on_worker_loss) as checkpointer:
         for step in range(4):
             if step == 1:
                 state["new"] = torch.ones(6)
@@ -611,11 +611,15 @@ def outlives_workers(rank: int, root: str) -> list[Any]:
     return outcome
 
 
-def test_a_worker_that_dies_costs_the_saves_in_flight_and_the_ranks_agree_with_the_next_one(
-    tmp_path: pathlib.Path, worker: real_worker.RealWorker
+@pytest.mark.parametrize(
+    ("on_worker_loss", "ends"),
+    [("fail", ("WorkerUnavailableError", "SaveFailedError")), ("resubmit", ("NoneType", "NoneType"))],
+)
+def test_a_worker_that_dies_between_the_stagings_of_two_ranks_and_the_ranks_agree_with_the_next_one(
+    on_worker_loss: str, ends: tuple[str, str], tmp_path: pathlib.Path, worker: real_worker.RealWorker
 ) -> None:
     environ = {"ASYNCCKPT_ENDPOINT": worker.endpoint}
-    with rank_processes.running(2, outlives_workers, str(tmp_path), environ=environ) as ranks:
+    with rank_processes.running(2, outlives_workers, str(tmp_path), on_worker_loss, environ=environ) as ranks:
         assert [ranks.receive(r) for r in (0, 1)] == ["saved", "saved"]
         with worker.frozen():
             for r in (0, 1):
@@ -625,5 +629,5 @@ def test_a_worker_that_dies_costs_the_saves_in_flight_and_the_ranks_agree_with_t
         with real_worker.running(worker.endpoint):
             for r in (0, 1):
                 ranks.send(r, "dead")
-            assert ranks.results() == [["WorkerUnavailableError", None, True], ["SaveFailedError", None, True]]
+            assert ranks.results() == [[end, None, True] for end in ends]
     assert asyncckpt.load(tmp_path / "again", keys=["step"])["step"] == 1

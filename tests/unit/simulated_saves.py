@@ -39,7 +39,7 @@ class Process(CheckpointProcess):
     def __init__(self, config: CheckpointerConfig) -> None:
         self.numbers = itertools.count(1)
         self.made: list[LentSlot] = []
-        self.pool = SlotPool(config, self._allocate, lambda number: None)
+        self.pool = SlotPool(config, self._allocate, lambda slot: None)
         self.lineage = SimpleNamespace(epoch_for=lambda path, run: 1)
         self.hooks = SimpleNamespace(asks=False)
         self.settled: list[int] = []

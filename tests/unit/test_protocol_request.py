@@ -15,6 +15,7 @@ from protocol_samples import BODY_END, REQUEST
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format import names
 from asyncckpt.protocol import fields, request
+from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.protocol.request import check_metadata, decode_request, encode_request
 from asyncckpt.protocol.samples import MAX_SAMPLES, MAX_SAMPLES_NBYTES, Sample, decode_samples, encode_samples
 
@@ -43,7 +44,7 @@ BAD = {
     "empty": b"",
     "no map": packed([]),
     "version missing": packed({k: v for k, v in msgpack.unpackb(_request()).items() if k != "v"}),
-    "another version": _request(v=99),
+    "a newer version": _request(v=PROTOCOL_VERSION + 1),
     "version as text": _request(v="1"),
     "rank outside its world": _request(rank=2),
     "world of none": _request(rank=0, world_size=0),

@@ -49,8 +49,8 @@ class Lender:
         self.made.append(LentSlot(number=len(self.made) + 1, memory=SlotMemory.create(nbytes)))
         return self.made[-1]
 
-    def release(self, number: int) -> None:
-        self.released.append(number)
+    def release(self, slot: LentSlot) -> None:
+        self.released.append(slot.number)
 
 
 Make = Callable[..., tuple[SlotPool, Lender]]

@@ -59,6 +59,7 @@ class Mob(Bench):
             "seconds": lambda: 1.0,
             "timeout": lambda: rng.choice((1e-3, 5.0, COMMIT_TIMEOUT_S)),
             "piece": lambda: rng.choice((b"", b"x", b"abcde")),
+            "token": lambda: b"t" * 16,
             "flag": lambda: rng.random() < 0.5,
             "curve_key": lambda: KEY,
             "curve_key_or_none": lambda: rng.choice(("", KEY)),
@@ -83,6 +84,8 @@ class Mob(Bench):
         if kind is m.Hello:
             body |= {"session": f"{int(peer) + 1:016x}", "rank": int(peer) % 3, "world_size": self.rng.choice((2, 3))}
             body |= {"pid": 7, "pid_start": 8}
+        if kind is m.Adopt and self.rng.random() < 0.8:
+            body |= {"nbytes": 12288, "generation": self.rng.randrange(3, 9), "ended": self.rng.randrange(4)}
         session = self.brain.tables.sessions.get(f"{int(peer) + 1:016x}")
         if session is not None and session.slots and "slot" in body and self.rng.random() < 0.8:
             body["slot"] = self.rng.choice(sorted(session.slots))
@@ -140,10 +143,14 @@ class Mob(Bench):
         match job:
             case ac.ReadSlot():
                 self.take(self.brain.handle(self.read_slot(job.slot)))
+            case ac.AdoptSlot():
+                opened = {"fd": job.slot + 100, "token": job.token} if rng.random() < 0.8 else {"error": ERROR}
+                self.take(self.brain.handle(ev.SlotCreated(now=now, slot=job.slot, **opened)))
             case ac.FreeSlot():
                 self.take(self.brain.handle(ev.SlotFreed(now=now, slot=job.slot)))
             case ac.Prepare():
-                self.take(self.brain.handle(ev.Prepared(now=now, key=job.key)))
+                committed = job.resumed and rng.random() < 0.3
+                self.take(self.brain.handle(ev.Prepared(now=now, key=job.key, committed=committed)))
             case ac.Write():
                 self.take(self.brain.handle(ev.Written(now=now, key=job.key, result=result_of(*job.key))))
             case ac.Commit():

@@ -176,7 +176,8 @@ class World:
         assert len(action.results) == world_size
         saves = self.brain.tables.saves
         others = [s for s in saves.values() if s.outcome is None and s.save_id != action.save_id]
-        rivals = [s.save_id for s in others for e in s.ranks.values() if e.path == action.requests[0].path]
+        path = action.requests[0].path
+        rivals = [s.save_id for s in others for e in s.ranks.values() if e.path == path and not s.doubtful]
         assert not rivals, f"{action.save_id} is committed while {rivals} use its path"
         elders = [s.save_id for s in others if s.save_id[16:] == action.save_id[16:] and s.save_id < action.save_id]
         since = saves[action.save_id].waiting_since
@@ -192,7 +193,9 @@ class World:
                 assert entry.slot in tables.slots and entry.slot in self.memory, f"{entry} lost its slot"
 
     def finish_job(self) -> None:
-        job = self.jobs.pop(self.random.randrange(len(self.jobs)))
+        self.do(self.jobs.pop(self.random.randrange(len(self.jobs))))
+
+    def do(self, job: Any) -> None:
         fails = self.luck(self.chaos / 3)
         match job:
             case ac.ReadSlot():
@@ -277,7 +280,9 @@ class World:
             self.heard.setdefault(save_id, set()).add(facts)
         elif row["phase"] == DURABLE and trainer.hooked and save_id not in trainer.answered:
             trainer.answered.add(save_id)
-            granted = not self.luck(0.05)
+            granted = (save_id, trainer.rank) in self.granted or not self.luck(0.05)
+            if granted and save_id in self.refused:
+                granted = (save_id, trainer.rank) in self.granted
             if granted:
                 self.granted.add((save_id, trainer.rank))
             else:

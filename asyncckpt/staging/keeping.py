@@ -1,0 +1,36 @@
+"""Which slot is not to be overwritten: the one with the newest committed snapshot, where the user wants that kept."""
+
+from __future__ import annotations
+
+from asyncckpt.format.names import SaveId
+from asyncckpt.staging.lent_slot import LentSlot
+
+
+class Keeping:
+    """One owner: the pool, under its lock.
+
+    Args:
+        wanted: `keep_in_memory="latest"`. Else nothing is ever kept.
+
+    Attributes:
+        slot: The slot, or None.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self.slot: LentSlot | None = None
+        self._sequence = -1
+
+    def committed(self, slot: LentSlot, save_id: SaveId) -> None:
+        """The snapshot in `slot` is committed: it is kept, unless a later one is."""
+        if self.wanted and save_id.sequence > self._sequence:
+            self.slot, self._sequence = slot, save_id.sequence
+
+    def forget(self, slot: LentSlot) -> None:
+        """The slot is closed."""
+        if slot is self.slot:
+            self.slot = None
+
+    def is_idle(self, slot: LentSlot) -> bool:
+        """Whether no save uses the slot, and none will need what it holds."""
+        return slot.free and slot is not self.slot

@@ -1,0 +1,205 @@
+"""What the training thread tells the worker of each save: it begins, it is sealed, or it will never be.
+
+None of it waits. Between the death of a worker and the takeover by another one there is nobody to tell: what is told
+then is remembered in the table of pending saves, and `takeover` says it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from asyncckpt.changes import NOT_AGREED, Run
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.connection import Connection
+from asyncckpt.errors import AsyncCkptError, ConfigError, WorkerUnavailableError
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import STATE_SEALED
+from asyncckpt.parts import CheckpointProcess
+from asyncckpt.pending import PendingSaves, StagedSnapshot, Unended, WriteFuture
+from asyncckpt.protocol import messages
+from asyncckpt.session import Session
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
+from asyncckpt.takeover import Takeover
+from asyncckpt.withdrawals import Withdrawals
+
+MAX_SETTLED = 64
+"""Saves of which it is remembered that somebody sees to their end. More than are in flight at once."""
+
+MAX_LOSSES = 16
+"""Lost sessions of which it is remembered whether their slots may be handed on. More than can be of use at once."""
+
+SUBMIT_TIMEOUT_S = 1e6
+"""A doorbell is repeated as long as the session lives; the session's own deadlines end it."""
+
+
+class Submitting(CheckpointProcess):
+    """The part of `WorkerProcess` that the training thread uses for each save; see the module."""
+
+    config: CheckpointerConfig
+    run: Run
+    endpoint: str
+    pool: SlotPool
+    _connection: Connection
+    _pending: PendingSaves
+    _takeover: Takeover
+    _withdrawals: Withdrawals
+
+    def __init__(self) -> None:
+        self.settled: deque[int] = deque(maxlen=MAX_SETTLED)  # sequences of saves that `decline` need not end
+        # Held while a slot goes from one session to another, and while somebody looks which one it has.
+        self._handing = threading.RLock()  # a signal handler may save or close in the middle of a save
+        self._losses: OrderedDict[str, bool] = OrderedDict()
+
+    def _note_loss(self, session: str, *, is_handed_on: bool) -> None:
+        """Remember what becomes of the slots of a lost session. Under the lock."""
+        self._losses[session] = is_handed_on
+        while len(self._losses) > MAX_LOSSES:
+            self._losses.popitem(last=False)
+
+    def _speaker(self, slot: LentSlot) -> Session | None:
+        """Return the session that has the slot; None between two workers: then whoever takes it over is told.
+
+        Raises:
+            WorkerUnavailableError: No worker will ever have it.
+        """
+        session = self._connection.session
+        lives = session is not None and session.error is None
+        if session is not None and lives and session.name == slot.session and not slot.orphaned:
+            return session
+        given_up = self._losses.get(slot.session) is False or (lives and self._connection.settled)
+        if slot.orphaned or given_up or session is None:
+            slot.orphaned = True  # it may have been lent by a session that was lost before the pool knew of it
+            raise (session.error if session is not None else None) or WorkerUnavailableError(
+                f"the worker at {self.endpoint} was lost while the state was being staged", endpoint=self.endpoint
+            )
+        self._takeover.begin(self._connection)
+        return None
+
+    # ---- what is told -----------------------------------------------------------------------------------------------
+
+    def begin(self, save_id: SaveId, slot: LentSlot, *, step: int, path: str, nbytes: int, umask: int) -> None:
+        """Announce a save whose staging begins now. Does not wait.
+
+        Raises:
+            WorkerUnavailableError: The worker was lost since the slot was acquired, and nobody takes it over.
+        """
+
+        def announcement(number: int, slot_number: int) -> messages.Message:
+            return messages.Begin(
+                id=number,
+                save_id=str(save_id),
+                step=step,
+                path=path,
+                slot=slot_number,
+                generation=slot.generation,
+                nbytes=nbytes,
+                umask=umask,
+                fsync=self.config.fsync,
+                overwrite=self.config.overwrite,
+                commit_timeout_s=self.config.commit_timeout_s,
+            )
+
+        with self._handing:
+            session = self._speaker(slot)
+            self._withdrawals.run_is_known(save_id.run_id)
+            self._pending.begin(save_id, announcement, slot.generation)
+            if session is not None:
+                self._say_begin(session, save_id, announcement, slot)
+
+    def _say_begin(self, session: Session, save_id: SaveId | str, announcement: Any, slot: LentSlot) -> None:
+        number = slot.number
+        begun = session.request(lambda n: announcement(n, number), SUBMIT_TIMEOUT_S)
+        begun.add_done_callback(lambda done: self._answered(str(save_id), done))
+
+    def _say_sealed(self, session: Session, snapshot: StagedSnapshot) -> None:
+        build = partial(_submit, str(snapshot.save_id), snapshot.slot.number, snapshot.slot.generation)
+        rung = session.request(build, SUBMIT_TIMEOUT_S)
+        rung.add_done_callback(lambda done: self._answered(str(snapshot.save_id), done))
+
+    def _say_again(self, session: Session, save: Unended, slot: LentSlot) -> None:
+        """Tell the worker that has taken a slot over of the save in it. Called under the lock."""
+        if save.snapshot is not None:
+            self._say_sealed(session, save.snapshot)
+        elif save.announcement is not None and slot.memory.control.state != STATE_SEALED:
+            # What was sealed when the worker before died, that one may have committed: the new one looks by itself.
+            self._say_begin(session, save.save_id, save.announcement, slot)
+
+    def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
+        """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
+        self.settled.append(save_id.sequence)
+        with self._handing:
+            self._withdrawals.add(str(save_id), reason, skipped=skipped)
+            self._pending.withdraw(save_id)
+            self.pool.give_up(save_id)
+
+    def decline(self, save_id: SaveId, reason: str) -> None:
+        """`save()` has failed: see to it that nothing of it stays, and that no other rank waits for this one.
+
+        Args:
+            save_id: As the checkpointer numbered it; its epoch, and the run of several ranks, need not be known.
+            reason: For the other ranks.
+        """
+        if save_id.sequence in self.settled:
+            return None  # withdrawn, or handed over, already
+        run = self.run
+        if not run.alone:
+            save_id = save_id._replace(run_id=run.run_id)
+        tail = f"-{save_id.sequence:08d}-{save_id.run_id}"
+        for name in self._pending.names():
+            if name.endswith(tail) and self._pending.is_staging(name):
+                return self.withdraw(SaveId.parse(name), reason)
+        if not run.alone and run.knows_run:
+            self.withdraw(save_id, reason if run.agreement is not None else NOT_AGREED + reason)
+        elif not run.alone:
+            self._withdrawals.before_the_run(save_id.sequence, reason)
+            run.refuse(save_id.sequence, reason)
+        return None
+
+    def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:
+        """Ring the doorbell for a sealed slot. Does not wait.
+
+        Raises:
+            ConfigError: The stager's result is no sealed slot.
+        """
+        if not isinstance(staging_result, StagedSnapshot):
+            raise ConfigError(
+                f"the worker writes sealed slots, but the stager returned a {type(staging_result).__name__}; an own "
+                "checkpoint_stager with other results needs its own checkpoint_process",
+                field="checkpoint_process",
+            )
+        snapshot, future = staging_result, WriteFuture()
+        self.settled.append(snapshot.save_id.sequence)
+        with self._handing:
+            session: Session | None = None
+            lost: AsyncCkptError | None = None
+            try:
+                session = self._speaker(snapshot.slot)
+            except WorkerUnavailableError as error:
+                lost = error
+            if (lost or self._pending.early_error(snapshot.save_id)) is not None:
+                # While the pool still counts it as being staged, nobody else unmaps it. Sealed, it would be taken up
+                # when this process dies, and a save that was reported as failed would be committed.
+                snapshot.slot.memory.control.discard()
+                self._withdrawals.add(str(snapshot.save_id), "the worker refused this rank's part of it, or was lost")
+            self.pool.staged(snapshot.slot)
+            if self._pending.staged(snapshot, future, lost) and session is not None:
+                self._say_sealed(session, snapshot)
+        return future
+
+    def _answered(self, save: str, done: Future[messages.Message]) -> None:
+        error, session = done.exception(), self._connection.session
+        lost = isinstance(error, WorkerUnavailableError) and (session is None or session.error is not None)
+        if error is None or lost:
+            return  # who is told of a lost session sees to its saves; a worker that drains refuses this one only
+        if not self.run.alone:
+            self._withdrawals.add(save, f"the worker refused this rank's part: {error}")
+        self._pending.end(save, error if isinstance(error, AsyncCkptError) else AsyncCkptError(repr(error)), None)
+
+
+def _submit(save: str, slot: int, generation: int, number: int) -> messages.Message:
+    return messages.Submit(id=number, save_id=save, slot=slot, generation=generation)

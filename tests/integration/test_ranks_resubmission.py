@@ -1,0 +1,78 @@
+"""Two ranks whose worker dies at a call of its storage: the next one gets the memory of both for one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rank_processes
+import states
+import torch
+from real_worker import DEADLINE_S, RealWorker, manifest_of, stop_whoever_serves
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.protocol.endpoint import default_endpoint, make_directory
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def dying_worker(directory: pathlib.Path, kill: str) -> Iterator[dict[str, str]]:
+    """A worker at the ranks' default endpoint that dies at a call (`killing_worker`); yields the ranks' environment."""
+    environ = {"XDG_RUNTIME_DIR": str(directory), "ASYNCCKPT_JOB": "dies"}
+    package, interpreter = asyncckpt.__version__, sys.prefix
+    endpoint = default_endpoint(os.environ | environ, uid=os.geteuid(), package=package, interpreter=interpreter)
+    make_directory(endpoint)
+    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
+    try:
+        RealWorker(endpoint)
+        yield environ
+        assert process.wait(DEADLINE_S) == -9
+    finally:
+        process.kill()
+        process.wait()
+        stop_whoever_serves(endpoint)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"large": torch.randn(2000, 300, generator=generator), "step": step}
+
+
+def saves(rank: int, root: str) -> list[Any]:
+    outcome = []
+    with AsyncCheckpointer(commit_timeout_s=30) as checkpointer:
+        for step in range(3):
+            handle = checkpointer.save(state_of(step), f"{root}/{step}")
+            report = handle.written.result(DEADLINE_S)
+            outcome.append((report.details.get("resubmitted", 0), report.details.get("kept")))
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("kill", "kept"),
+    [
+        pytest.param("pwrite:1:9:1", {False}, id="while it writes", marks=pytest.mark.soak),
+        pytest.param("close:10:9:1", {False, True}, id="while some files are durable"),
+        pytest.param("link:1:9:0", {True}, id="before the manifest stands"),
+        pytest.param("link:1:9:1", {None}, id="after the manifest stands"),
+    ],
+)
+def test_both_ranks_go_on_with_the_next_worker(
+    kill: str, kept: set[bool | None], endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with dying_worker(endpoint_dir, kill) as environ:
+        results = rank_processes.run(2, saves, str(tmp_path), environ=environ)
+    for rank in results:
+        assert [resubmitted for resubmitted, _ in rank] == [1, 0, 0]
+        assert rank[0][1] in kept
+    for step in range(3):
+        states.assert_same(asyncckpt.load(tmp_path / str(step)), state_of(step))
+        assert manifest_of(tmp_path / str(step))["world_size"] == 2

@@ -1,0 +1,331 @@
+"""Kill -9 of the worker, `on_worker_loss="resubmit"`: another one gets the memory, and the same futures complete."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import states
+import torch
+from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, stop_whoever_serves, wait_until
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.protocol.endpoint import default_endpoint, make_directory
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.takeover import MAX_HANDOVERS
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+STATE = {"w": torch.arange(100_000.0)}
+
+
+@pytest.fixture
+def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
+    return endpoint_dir
+
+
+@contextlib.contextmanager
+def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
+    """A checkpointer that starts its workers; they are ended after it."""
+    checkpointer = AsyncCheckpointer(**fields)
+    endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
+    try:
+        with checkpointer:
+            yield checkpointer
+    finally:
+        stop_whoever_serves(endpoint)
+
+
+def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:
+    return RealWorker(checkpointer._process.endpoint)  # type: ignore[attr-defined]
+
+
+def lose(checkpointer: AsyncCheckpointer) -> None:
+    """Kill the worker, and wait until that is noticed."""
+    session = checkpointer._process._connection.session  # type: ignore[attr-defined]
+    os.kill(session.worker.pid, 9)
+    wait_until(lambda: session.error is not None, "the loss is noticed")
+
+
+def test_a_save_in_flight_is_written_by_the_next_worker(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            handle = checkpointer.save(STATE, tmp_path / "1")
+            worker.kill()
+            report = handle.written.result(DEADLINE_S)
+        assert report.details["resubmitted"] == 1
+        assert manifest_of(tmp_path / "1")["save_id"] == str(handle.save_id)
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        assert worker_of(checkpointer).pid != worker.pid
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+        assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "2")
+        assert {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()} == before
+        assert [slot.handovers for slot in slots_of(checkpointer)] == [0]
+
+
+def test_all_saves_in_flight_go_on_in_their_order(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with own_worker(slots=3) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        worker = worker_of(checkpointer)
+        session = checkpointer._process._connection.session  # type: ignore[attr-defined]
+        pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
+        extra = [pool._try_allocate(slots_of(checkpointer)[0].memory.nbytes) for _ in range(2)]
+        pool._slots += extra
+        assert {slot.session for slot in extra} == {session.name}
+        with worker.frozen():
+            handles = [checkpointer.save({"w": STATE["w"] + n}, tmp_path / f"s-{n}") for n in range(3)]
+            ended: list[int] = []
+            for n, handle in enumerate(handles):
+                handle.written.add_done_callback(lambda _, n=n: ended.append(n))
+            worker.kill()
+            for handle in handles:
+                assert handle.written.result(DEADLINE_S).details["resubmitted"] == 1
+        assert ended == [0, 1, 2]
+        for n in range(3):
+            states.assert_same(asyncckpt.load(tmp_path / f"s-{n}"), {"w": STATE["w"] + n})
+
+
+def test_an_idle_loss_keeps_the_memory_and_the_next_save_uses_it(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        (slot,) = slots_of(checkpointer)
+        token = slot.memory.token
+        lose(checkpointer)
+        report = checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
+        assert "resubmitted" not in report.details
+        (slot,) = slots_of(checkpointer)
+        assert slot.memory.token == token
+        assert len(worker_of(checkpointer).status()["slots"]) == 1
+
+
+@pytest.mark.parametrize("when", ["before the copy", pytest.param("after the copy", marks=pytest.mark.soak)])
+def test_a_worker_that_dies_while_a_state_is_staged_costs_nothing(
+    when: str, default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = SlotImage.fill
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+
+        def lose_and_fill(self: SlotImage, *arguments: Any) -> None:
+            if when == "before the copy":
+                lose(checkpointer)
+            fill(self, *arguments)
+            if when == "after the copy":
+                lose(checkpointer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotImage, "fill", lose_and_fill)
+            handle = checkpointer.save(STATE, tmp_path / "1")
+        handle.written.result(DEADLINE_S)
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+
+
+def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        worker = worker_of(checkpointer)
+
+        def refuse(endpoint: str) -> None:
+            raise WorkerUnavailableError("no more processes", endpoint=endpoint)
+
+        with monkeypatch.context() as patch, worker.frozen():
+            patch.setattr("asyncckpt.launcher.start_worker", refuse)
+            handle = checkpointer.save(STATE, tmp_path / "1")
+            worker.kill()
+            error = handle.written.exception(DEADLINE_S)
+        assert isinstance(error, WorkerUnavailableError)
+        assert "no more processes" in str(error)
+        assert handle.durable.exception(0) is error
+        assert slots_of(checkpointer) == []
+        numbers = itertools.count(2)  # after a failure each save tries for a second only
+        wait_until(
+            lambda: checkpointer.save(STATE, tmp_path / str(next(numbers))).written.exception(DEADLINE_S) is None,
+            "a save works",
+        )
+
+
+@contextlib.contextmanager
+def dying_worker(kill: str) -> Iterator[str]:
+    """A worker at the default endpoint that dies at a call of its storage (`killing_worker`); yields the endpoint."""
+    endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=asyncckpt.__version__, interpreter=sys.prefix)
+    make_directory(endpoint)
+    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
+    try:
+        RealWorker(endpoint)
+        yield endpoint
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("kill", "layout", "kept"),
+    [
+        pytest.param("pwrite:1:9:1", "safetensors", False, id="while it writes"),
+        pytest.param("pwrite:1:9:1", "dcp", False, id="dcp while it writes", marks=pytest.mark.soak),
+        pytest.param("close:1:9:0", "safetensors", False, id="before the shard is closed", marks=pytest.mark.soak),
+        pytest.param("link:1:9:0", "safetensors", True, id="before the manifest stands"),
+        pytest.param("link:1:9:0", "dcp", True, id="dcp before the manifest stands", marks=pytest.mark.soak),
+        pytest.param("link:1:9:1", "safetensors", None, id="after the manifest stands"),
+        # Its manifest counts once `.metadata` stands beside it.
+        pytest.param("link:1:9:1", "dcp", True, id="dcp after the manifest stands"),
+    ],
+)
+def test_what_was_durable_is_not_written_again(
+    kill: str, kept: bool | None, layout: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with dying_worker(kill) as endpoint, own_worker(layout=layout) as checkpointer:
+        assert checkpointer._process.endpoint == endpoint  # type: ignore[attr-defined]
+        first = worker_of(checkpointer)
+        handle = checkpointer.save(STATE, tmp_path / "1")
+        report = handle.written.result(DEADLINE_S)
+        assert not first.alive
+        assert report.details["resubmitted"] == 1
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        counters = worker_of(checkpointer).status()["counters"]
+        assert report.details.get("kept") is kept
+        assert bool(counters.get("written_nbytes")) is (kept is False)
+        assert not [p.name for p in (tmp_path / "1").iterdir() if p.name.endswith(".tmp")]
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+def test_a_save_that_kills_every_worker_fails_with_their_number(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        killed: list[int] = []
+        takeover: Any = checkpointer._process._takeover  # type: ignore[attr-defined]
+        announce = takeover._announce
+
+        def announce_and_kill(session: Any, *arguments: Any) -> None:
+            announce(session, *arguments)
+            killed.append(session.worker.pid)
+            os.kill(session.worker.pid, 9)
+
+        with monkeypatch.context() as patch, worker_of(checkpointer).frozen():
+            patch.setattr(takeover, "_announce", announce_and_kill)
+            handle = checkpointer.save(STATE, tmp_path / "1")
+            lose(checkpointer)
+            error = handle.written.exception(DEADLINE_S)
+        assert isinstance(error, WorkerUnavailableError)
+        assert f"handed to {MAX_HANDOVERS + 1} workers" in str(error)
+        assert len(killed) == MAX_HANDOVERS
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+        states.assert_same(asyncckpt.load(tmp_path / "2"), STATE)
+
+
+def test_a_save_of_a_worker_that_only_hangs_is_given_to_nobody_else(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker(worker_timeout_s=1.0) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            handle = checkpointer.save(STATE, tmp_path / "1")
+            error = handle.written.exception(DEADLINE_S)
+            assert isinstance(error, WorkerUnavailableError)
+            assert error.detail == "silent"
+            assert checkpointer.save(STATE, tmp_path / "2").written.exception(DEADLINE_S) is not None
+        checkpointer.save(STATE, tmp_path / "3").written.result(DEADLINE_S)
+        assert worker_of(checkpointer).pid == worker.pid
+        assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "3")
+
+
+def test_a_hook_speaks_once_although_two_workers_ask(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+
+    class Hook:
+        def pre_commit(self, path: str, **kw: Any) -> None:
+            said.append(f"pre {os.path.basename(path)}")
+
+        def post_commit(self, path: str, **kw: Any) -> None:
+            said.append(f"post {os.path.basename(path)}")
+
+    with dying_worker("link:1:9:0"), own_worker(commit_hook=Hook(), hook_timeout_s=10.0) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
+        assert said == ["pre 1", "post 1"]
+
+
+@pytest.mark.parametrize("end", ["leave", pytest.param("close", marks=pytest.mark.soak), "drop"])
+def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(
+    end: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker() as other:  # its worker outlives the first checkpointer
+        checkpointer = AsyncCheckpointer()
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            checkpointer.save(STATE, tmp_path / "1")
+            lose(checkpointer)
+        if end == "leave":
+            checkpointer.leave()
+        elif end == "close":
+            checkpointer.close(0.0)
+        else:
+            with pytest.warns(ResourceWarning, match="dropped"):
+                del checkpointer
+                gc.collect()
+        wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+@pytest.mark.soak
+def test_losses_in_turn_leak_neither_fds_nor_mappings_nor_threads(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    def held() -> tuple[int, int, int]:
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("memfd:asyncckpt"), threading.active_count()
+
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "first").written.result(DEADLINE_S)
+        counts = []
+        for n in range(6):
+            worker = worker_of(checkpointer)
+            with worker.frozen():
+                handle = checkpointer.save(STATE, tmp_path / f"lost-{n}")
+                worker.kill()
+            handle.written.result(DEADLINE_S)
+            wait_until(lambda: not takeovers(), "the takeover's thread ends")
+            counts.append(held())
+        assert counts[-1] <= max(counts[:2]), counts
+        assert counts[-1][1] == 1
+
+
+def takeovers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "asyncckpt-takeover"]
+
+
+def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_next_worker(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        with worker_of(checkpointer).frozen():  # the first save keeps its slot, so that the second needs another
+            first = checkpointer.save(STATE, tmp_path / "1")
+            session = checkpointer._process._connection.session  # type: ignore[attr-defined]
+            os.kill(session.worker.pid, 9)
+            second = checkpointer.save(STATE, tmp_path / "2")
+        for handle in (first, second):
+            handle.written.result(DEADLINE_S)

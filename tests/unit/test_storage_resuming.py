@@ -1,0 +1,164 @@
+"""storage.resuming: what a dead writer has left counts if it is provably whole; all else is written anew."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing, manifest_of, shard_paths
+
+from asyncckpt.format.names import index_name, objects_name, temporary_manifest_name
+from asyncckpt.storage.commit import check_rank_files
+from asyncckpt.storage.directory import prepare_directory
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_job import RankResult
+from asyncckpt.storage.resuming import is_committed, resume_rank_files
+
+LENGTHS = {"a": 700_000, "b": 5}
+INDEX, OBJECTS = index_name(SAVE_ID, 0), objects_name(SAVE_ID, 0)
+
+
+def resume(snapshot: Snapshot, path: Path, files: Files | None = None, **changes: Any) -> tuple[RankResult, bool]:
+    with ThreadPoolExecutor(4) as pool:
+        job = snapshot.job(str(path), **changes)
+        return resume_rank_files(job, snapshot.image, files=files or Files(), pool=pool, check=lambda: None)
+
+
+def inodes(path: Path) -> dict[str, int]:
+    return {os.path.basename(p): os.stat(p).st_ino for p in shard_paths(str(path))}
+
+
+def assert_whole(path: Path, result: RankResult, snapshot: Snapshot) -> None:
+    check_rank_files(str(path), manifest_of(result), files=Files())
+    for shard, (offset, nbytes) in zip(shard_paths(str(path)), snapshot.parts, strict=True):
+        assert Path(shard).read_bytes() == bytes(snapshot.image[offset : offset + nbytes])
+
+
+@pytest.mark.parametrize("layout", ["safetensors"])
+@pytest.mark.parametrize("fsync", [True, False])
+def test_shards_that_are_whole_are_flushed_and_kept(tmp_path: Path, fsync: bool, layout: str) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        first = snapshot.write(str(tmp_path), fsync=fsync, layout=layout)
+        before, files = inodes(tmp_path), RecordingFiles()
+        result, kept = resume(snapshot, tmp_path, files, fsync=fsync, layout=layout)
+        assert kept
+        assert inodes(tmp_path) == before
+        assert result.record == first.record
+        assert [name for name, _ in files.calls].count("fsync") == (5 if fsync else 0)  # shards, small files, directory
+        assert_whole(tmp_path, result, snapshot)
+
+
+def test_small_files_are_written_anew_since_nobody_knows_whether_their_fsync_failed(tmp_path: Path) -> None:
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.write(str(tmp_path))
+        holders = {name: open(tmp_path / name) for name in (INDEX, OBJECTS)}  # noqa: SIM115 keeps the inode's number
+        files = RecordingFiles()
+        resume(snapshot, tmp_path, files)
+        for name, holder in holders.items():
+            assert os.fstat(holder.fileno()).st_ino != os.stat(tmp_path / name).st_ino
+            holder.close()
+        unlinked = [os.path.basename(path) for name, path in files.calls if name == "unlink"]
+        assert unlinked[0] == INDEX  # while it stands, it says that the others are whole
+
+
+def _damage_value(path: Path) -> None:
+    """The slot's bytes are others: see the test."""
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "nothing was written": lambda path: [p.unlink() for p in path.iterdir()],
+    "no index": lambda path: (path / INDEX).unlink(),
+    "half an index": lambda path: os.truncate(path / INDEX, 100),
+    "an index of zeros": lambda path: (path / INDEX).write_bytes(bytes((path / INDEX).stat().st_size)),
+    "a longer index": lambda path: (path / INDEX).write_bytes((path / INDEX).read_bytes() + b"x"),
+    "no shard": lambda path: Path(shard_paths(str(path))[0]).unlink(),
+    "a shorter shard": lambda path: os.truncate(shard_paths(str(path))[0], 4096),
+    "a longer shard": lambda path: os.truncate(shard_paths(str(path))[0], 1 << 20),
+    "other bytes in memory": _damage_value,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whatever_is_not_provably_whole_is_written_anew(tmp_path: Path, damage: str) -> None:
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.write(str(tmp_path))
+        DAMAGES[damage](tmp_path)
+        if damage == "other bytes in memory":
+            offset, nbytes = snapshot.parts[0]
+            snapshot.image[offset + nbytes - 1] ^= 1
+        result, kept = resume(snapshot, tmp_path)
+        assert not kept
+        assert_whole(tmp_path, result, snapshot)
+
+
+def test_an_index_of_another_request_is_not_believed(tmp_path: Path) -> None:
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.write(str(tmp_path), world_size=2)
+        result, kept = resume(snapshot, tmp_path)
+        assert not kept
+        assert_whole(tmp_path, result, snapshot)
+
+
+def test_files_of_other_saves_and_ranks_are_left_alone(tmp_path: Path) -> None:
+    with Snapshot(LENGTHS, save_id=OTHER_ID) as other, Snapshot(LENGTHS) as snapshot:
+        other.write(str(tmp_path))
+        snapshot.write(str(tmp_path))
+        (tmp_path / INDEX).unlink()
+        strangers = [tmp_path / index_name(SAVE_ID, 1), tmp_path / "notes.txt"]
+        for path in strangers:
+            path.write_text("mine")
+        before = {p.name for p in tmp_path.iterdir() if str(OTHER_ID) in p.name}
+        resume(snapshot, tmp_path)
+        assert {p.name for p in tmp_path.iterdir() if str(OTHER_ID) in p.name} == before
+        assert [p.read_text() for p in strangers] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("method", ["fsync", "unlink", "open"])
+def test_a_call_that_fails_fails_the_save_and_nothing_counts_as_written(tmp_path: Path, method: str) -> None:
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.write(str(tmp_path))
+        nth = 3 if method == "open" else 1  # after the index, and the manifest that is not there
+        with pytest.raises(OSError, match="Input/output"):
+            resume(snapshot, tmp_path, failing(method, errno.EIO, nth=nth))
+        if method != "unlink":
+            assert not (tmp_path / INDEX).exists()
+
+
+@pytest.mark.parametrize("standing", ["own", "none", "another's"])
+def test_only_its_own_manifest_commits_a_save(tmp_path: Path, standing: str) -> None:
+    path = str(tmp_path / "c")
+    with Snapshot(LENGTHS) as snapshot, Snapshot(LENGTHS, save_id=OTHER_ID) as other:
+        if standing == "none":
+            os.mkdir(path)
+            snapshot.write(path)
+        else:
+            (snapshot if standing == "own" else other).save(path)
+        assert is_committed(path, SAVE_ID, files=Files()) is (standing == "own")
+    assert not is_committed(str(tmp_path / "nowhere"), SAVE_ID, files=Files())
+
+
+def test_a_commit_that_stands_is_flushed_again_and_what_it_left_goes(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.save(path)
+    temporary = tmp_path / "c" / temporary_manifest_name(SAVE_ID)
+    temporary.write_text("left")
+    files = RecordingFiles()
+    assert is_committed(path, SAVE_ID, files=files)
+    assert [name for name, _ in files.calls].count("fsync") == 1
+    assert not temporary.exists()
+    with pytest.raises(OSError, match="Input/output"):
+        is_committed(path, SAVE_ID, files=failing("fsync", errno.EIO))
+
+
+def test_the_directory_of_a_resumed_save_may_hold_its_own_manifest(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    with Snapshot(LENGTHS) as snapshot:
+        snapshot.save(path)
+    made = prepare_directory(path, save_id=SAVE_ID, files=Files(), umask=0o022, fsync=True, resumed=True)
+    assert made == []

@@ -1,0 +1,191 @@
+"""The worker's brain: slots that a dead worker had lent, handed over by their trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worker_bench import ERROR, FIRST, SECOND, Bench
+
+from asyncckpt.protocol import messages as m
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+
+TOKEN = b"t" * 16
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench()
+    made.hello()
+    return made
+
+
+def adopt(bench: Bench, *, generation: int = 4, ended: int = 3, peer: bytes = b"p", **fields: Any) -> Any:
+    body = {"fd": 9, "nbytes": 12288, "token": TOKEN, "generation": generation, "ended": ended, **fields}
+    return bench.say(m.Adopt, peer, **body)
+
+
+def adopted(bench: Bench, *, generation: int = 4, ended: int = 3, peer: bytes = b"p") -> int:
+    """Bring an adopted slot to where it is looked into."""
+    assert adopt(bench, generation=generation, ended=ended, peer=peer) is None
+    (job,) = bench.of(ac.AdoptSlot)
+    bench.feed(ev.SlotCreated, slot=job.slot, fd=100 + job.slot, token=TOKEN)
+    return job.slot
+
+
+def code(reply: Any) -> str:
+    assert isinstance(reply, m.Refused), reply
+    return str(reply.error["code"])
+
+
+def test_an_adopted_slot_is_opened_granted_and_looked_into(bench: Bench) -> None:
+    assert adopt(bench, id=70) is None
+    (job,) = bench.of(ac.AdoptSlot)
+    assert (job.nbytes, job.pid, job.fd, job.token) == (12288, 7, 9, TOKEN)
+    bench.feed(ev.SlotCreated, slot=job.slot, fd=31, token=TOKEN)
+    (granted,) = [a.message for a in bench.of(ac.Send)]
+    assert granted == m.Granted(id=70, slot=job.slot, fd=31, nbytes=12288, token=TOKEN)
+    assert [a.slot for a in bench.of(ac.ReadSlot)] == [job.slot]
+    assert adopt(bench, id=70) == granted  # a repeat
+    assert not bench.of(ac.AdoptSlot)
+
+
+def test_what_lies_sealed_in_it_is_taken_up_without_a_doorbell_and_may_be_on_disk(bench: Bench) -> None:
+    slot = adopted(bench)
+    bench.read(slot, generation=4)
+    (prepare,) = bench.of(ac.Prepare)
+    assert prepare.resumed
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    (write,) = bench.of(ac.Write)
+    assert write.resumed
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.phase() == "committed"
+
+
+def test_a_save_that_has_ended_is_not_taken_up_again(bench: Bench) -> None:
+    slot = adopted(bench, generation=4, ended=4)
+    bench.read(slot, generation=4)
+    assert bench.phase() is None
+    assert not bench.of(ac.Prepare)
+
+
+def test_what_is_staged_into_it_later_is_a_save_like_any_other(bench: Bench) -> None:
+    slot = adopted(bench, generation=4, ended=4)
+    bench.feed(ev.SlotRead, slot=slot, reason="SEALED", opened=False)
+    bench.begin(slot, generation=5)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot, generation=5)
+    bench.read(slot, generation=5)
+    (write,) = bench.of(ac.Write)
+    assert not write.resumed
+
+
+def test_a_save_whose_manifest_stands_is_committed_and_nothing_is_written(bench: Bench) -> None:
+    slot = adopted(bench)
+    bench.read(slot, generation=4)
+    bench.feed(ev.Prepared, key=(FIRST, 0), committed=True)
+    assert bench.phase() == "committed"
+    assert [row["phase"] for row in bench.pushed()] == ["committed"]
+    assert not bench.of(ac.Write) and not bench.of(ac.Commit)
+
+
+def two_ranks() -> Bench:
+    bench = Bench()
+    for rank, peer in enumerate((b"p", b"q")):
+        bench.hello(peer, str(rank + 1) * 16, rank, 2)
+    return bench
+
+
+def test_a_rank_that_comes_late_to_a_save_that_was_committed_hears_so_at_once() -> None:
+    bench = two_ranks()
+    slots = [adopted(bench, peer=peer) for peer in (b"p", b"q")]
+    bench.read(slots[0], generation=4, rank=0, world_size=2)
+    bench.feed(ev.Prepared, key=(FIRST, 0), committed=True)
+    bench.read(slots[1], generation=4, rank=1, world_size=2)
+    assert [bench.phase(FIRST, rank) for rank in (0, 1)] == ["committed", "committed"]
+    assert [row["phase"] for row in bench.pushed()] == ["committed"]
+
+
+def test_a_save_that_may_be_committed_does_not_end_by_a_rank_that_is_gone_until_that_is_known() -> None:
+    bench = two_ranks()
+    slot = adopted(bench, peer=b"p")
+    bench.say(m.Lineage, b"q", run=FIRST[-12:], path="/ckpt/a")
+    bench.read(slot, generation=4, rank=0, world_size=2)
+    bench.say(m.Goodbye, b"q")
+    assert bench.phase() == "submitted"
+    bench.now += 1e6
+    bench.feed(ev.Tick)
+    assert bench.phase() == "submitted"
+    bench.feed(ev.Prepared, key=(FIRST, 0), committed=True)
+    assert bench.phase() == "committed"
+
+
+def test_a_save_that_is_not_committed_after_all_ends_by_the_rank_that_is_gone() -> None:
+    bench = two_ranks()
+    slot = adopted(bench, peer=b"p")
+    bench.say(m.Lineage, b"q", run=FIRST[-12:], path="/ckpt/a")
+    bench.say(m.Goodbye, b"q")
+    bench.read(slot, generation=4, rank=0, world_size=2)
+    assert bench.phase() == "submitted"
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert bench.phase() == "failed"
+    assert bench.row()["error"]["fields"]["code"] == "not_sealed"
+
+
+def test_a_path_that_another_save_has_taken_meanwhile_refuses_it_unless_it_is_committed(bench: Bench) -> None:
+    bench.begin(bench.slot(), SECOND)
+    slot = adopted(bench)
+    bench.read(slot, generation=4)
+    assert bench.phase() == "submitted"
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert bench.row()["error"]["fields"]["code"] == "path_in_use"
+
+
+def test_a_trainer_that_dies_while_its_slot_is_opened_loses_nothing_that_it_had_sealed() -> None:
+    bench = two_ranks()
+    adopt(bench, peer=b"p")
+    (job,) = bench.of(ac.AdoptSlot)
+    bench.feed(ev.Died, session="1" * 16)
+    assert not bench.of(ac.FreeSlot)
+    bench.feed(ev.SlotCreated, slot=job.slot, fd=31, token=TOKEN)
+    assert not bench.of(ac.Send)
+    assert bench.of(ac.ReadSlot)
+    bench.read(job.slot, generation=4, rank=0, world_size=2)
+    assert bench.phase() == "submitted"
+    assert not bench.of(ac.FreeSlot)
+
+
+def test_a_slot_that_cannot_be_opened_is_refused_and_forgotten(bench: Bench) -> None:
+    adopt(bench, id=70)
+    (job,) = bench.of(ac.AdoptSlot)
+    bench.feed(ev.SlotCreated, slot=job.slot, error=ERROR)
+    (refused,) = [a.message for a in bench.of(ac.Send)]
+    assert code(refused) == "save_failed"
+    assert not bench.brain.tables.slots and bench.brain.tables.jobs == 0
+    assert adopt(bench, id=70) is None  # it may be tried again
+    assert bench.of(ac.AdoptSlot)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nbytes": 4096}, {"nbytes": 12289}, {"nbytes": 1 << 60}, {"ended": 5}],
+    ids=["too small", "no whole pages", "too large", "ended after its generation"],
+)
+def test_a_slot_that_cannot_be_is_refused(bench: Bench, wrong: dict[str, int]) -> None:
+    assert code(adopt(bench, **wrong)) == "protocol"
+    assert not bench.of(ac.AdoptSlot)
+
+
+def test_a_worker_that_drains_adopts_nothing(bench: Bench) -> None:
+    bench.feed(ev.StopRequested)
+    assert code(adopt(bench)) == "worker_unavailable"
+
+
+def test_news_of_a_save_of_the_worker_before_are_not_published() -> None:
+    bench = two_ranks()
+    for rank, peer in enumerate((b"p", b"q")):
+        slot = adopted(bench, peer=peer)
+        bench.read(slot, generation=4, rank=rank, world_size=2, contribution=b"news", plan="1" * 16)
+    assert bench.brain.tables.runs[FIRST[-12:]].changes == []
