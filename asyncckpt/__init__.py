@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from asyncckpt.planning.sharding.shards import FlatShard as FlatShard
     from asyncckpt.planning.sharding.shards import ShardedSlice as ShardedSlice
     from asyncckpt.planning.sharding.tensor_parallel import describe_tp as describe_tp
+    from asyncckpt.restoring import RestoredCheckpoint as RestoredCheckpoint
+    from asyncckpt.restoring import SkippedCheckpoint as SkippedCheckpoint
+    from asyncckpt.restoring import restore_latest as restore_latest
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
 
 _WHERE = {
@@ -56,9 +59,11 @@ _WHERE = {
     "OpenCheckpoint": "loading.opened",
     "PerRank": "per_rank",
     "RankInfo": "config",
+    "RestoredCheckpoint": "restoring",
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "ShardedSlice": "planning.sharding.shards",
+    "SkippedCheckpoint": "restoring",
     "SyncCheckpointer": "sync_checkpointer",
     "convert": "conversion.converter",
     "describe_tp": "planning.sharding.tensor_parallel",
@@ -69,6 +74,7 @@ _WHERE = {
     "open_checkpoint": "loading.opened",
     "plan_load": "loading.load_plan",
     "register_shard_type": "planning.sharding.recognising",
+    "restore_latest": "restoring",
 }
 
 _MODULES = ("dcp", "errors")
@@ -89,9 +95,11 @@ __all__ = [
     "OpenCheckpoint",
     "PerRank",
     "RankInfo",
+    "RestoredCheckpoint",
     "SaveHandle",
     "SaveReport",
     "ShardedSlice",
+    "SkippedCheckpoint",
     "SyncCheckpointer",
     "__version__",
     "convert",
@@ -103,6 +111,7 @@ __all__ = [
     "open_checkpoint",
     "plan_load",
     "register_shard_type",
+    "restore_latest",
 ]
 
 

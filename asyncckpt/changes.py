@@ -38,14 +38,17 @@ class Run(Protocol):
     def knows_run(self) -> bool:
         """Whether `run_id` is that of all ranks."""
 
-    def forget(self) -> None:
-        """Agree anew in the next save: another rank has not agreed."""
+    def forget(self, since: int | None = None) -> None:
+        """Agree anew in the next save: another rank has not agreed, in the save `since`."""
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Tell ranks that wait for this one in their first save that it does not come."""
 
     def start_over(self) -> None:
         """Forget all changes: there is another worker."""
+
+    def expect_changes(self, leader: str, number: int) -> None:
+        """The worker `leader` has published so many changes of the run; they are being fetched."""
 
     def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
         """Keep a change of the run, the worker `leader`'s `number`-th, for the saves from sequence `effective` on."""
@@ -91,6 +94,7 @@ class Changes:
             return
         self._decides(leader)
         taken = self._taken.get(leader, 0)
+        self._run.expect_changes(leader, changes)
         if changes > taken and not self._fetching:
             self._fetch(leader, taken + 1, b"")
 

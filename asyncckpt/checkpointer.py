@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -21,15 +21,20 @@ from asyncckpt.errors import (
     ConfigError,
     ForkedError,
     MissingKeysError,
+    UnsupportedPathError,
     UnsupportedPlatformError,
 )
-from asyncckpt.format.names import SaveId
+from asyncckpt.exchange import Meeting
+from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.one_answer import same_answer
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.request import check_metadata
+from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
+from asyncckpt.same_checkpoint import RESTORE
+from asyncckpt.storage.candidates import Candidate
 
 MAX_STEP = (1 << 63) - 1
 
@@ -45,6 +50,18 @@ def refuse_unknown(kw: Mapping[str, Any]) -> None:
         setting = first in {f.name for f in fields(CheckpointerConfig)}
         hint = f"; it is a setting of the checkpointer: give {first}= when you make it" if setting else ""
         raise ConfigError(f"save() has no argument called {first!r}{hint}", field=first)
+
+
+def _save_path(path: str | os.PathLike[str]) -> str:
+    directory = absolute_path(path)
+    if directory == os.path.dirname(directory):
+        raise UnsupportedPathError("/ is no place for a checkpoint: every other one would lie in it", path=directory)
+    if is_quarantined(os.path.basename(directory)):
+        raise UnsupportedPathError(
+            f"{directory} has the name of a broken checkpoint that was put aside, which nobody lists; save elsewhere",
+            path=directory,
+        )
+    return directory
 
 
 class Checkpointer(ABC):
@@ -137,6 +154,48 @@ class Checkpointer(ABC):
             return look()
         return same_answer(self._coordination, look, timeout_s, "latest_checkpoint()")
 
+    def restore_latest(
+        self,
+        root: str | os.PathLike[str],
+        state_dict: MutableMapping[Any, Any] | None = None,
+        *,
+        quarantine: bool = False,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> RestoredCheckpoint:
+        """Load the newest checkpoint below `root` that verifies, as `asyncckpt.restore_latest`.
+
+        To go on after a crash: saves to `root` that the worker still writes for a run that has died are waited for.
+
+        Args:
+            root, state_dict, quarantine, **options: As there; by the package's own reader.
+            timeout_s: How long to wait for such saves, and for the other ranks.
+
+        Raises:
+            CheckpointNotFoundError, NoSoundCheckpointError, ...: As there.
+        """
+        self._check_usable()
+
+        def candidates(directory: str) -> list[Candidate]:
+            self._await_saves_below(directory, time.monotonic() + timeout_s)
+            return look(directory)
+
+        options.setdefault("allow_pickle", self.config.allow_pickle)
+        return restore_first(
+            candidates,
+            root,
+            state_dict,
+            quarantine=quarantine,
+            rank_info=self._rank,
+            timeout_s=timeout_s,
+            meet=self._meet_to_restore,
+            **options,
+        )
+
+    def _meet_to_restore(self) -> Meeting | None:
+        ranks = self._coordination
+        return None if ranks is None else ranks.meet(f"restore/{next(ranks.answers)}", RESTORE)
+
     @abstractmethod
     def close(self) -> None:
         """Free everything. Twice is fine."""
@@ -172,7 +231,7 @@ class Checkpointer(ABC):
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"metadata must be a dict of JSON values: {error}", field="metadata") from error
         metadata = json.loads(text)
-        return {"path": absolute_path(path), "step": step, "metadata": metadata, "save_id": save_id}
+        return {"path": _save_path(path), "step": step, "metadata": metadata, "save_id": save_id}
 
     def __enter__(self) -> Any:
         return self

@@ -7,7 +7,7 @@ import os
 
 from asyncckpt.format.steps import newest
 from asyncckpt.paths import absolute_path
-from asyncckpt.storage.catalog import COMMITTED, INCOMPLETE, scan
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, QUARANTINED, scan
 from asyncckpt.storage.files import Files
 
 _log = logging.getLogger("asyncckpt")
@@ -32,7 +32,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     except FileNotFoundError:
         return None
     for one in found:
-        if one.state not in (COMMITTED, INCOMPLETE):
+        if one.state not in (COMMITTED, INCOMPLETE, ABANDONED, QUARANTINED):
             _log.warning("%s is passed over, it is %s: %s", one.path, one.state, one.error)
     best = newest((f.path, f.manifest) for f in found if f.manifest is not None)
     return best[0] if best else None

@@ -245,11 +245,12 @@ class WorkerProcess(CheckpointProcess):
         return self._pending.names()
 
     def _on_saves(self, reply: messages.Saves) -> None:
-        for row in reply.saves:
-            self._pending.news(row)
-            if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
-                self.run.forget()
+        # The rows last: whoever waits for a save that has failed may begin the next one at once.
         self._changes.seen(reply.changes, reply.leader)
+        for row in reply.saves:
+            if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
+                self.run.forget(SaveId.parse(row["save_id"]).sequence)
+            self._pending.news(row)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:
         if self.hooks.asks:

@@ -73,7 +73,8 @@ class CheckpointerConfig:
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
         replicated: "check" compares tensors that several ranks hold under one name, whole in the first save and by a
-            rotating sample in every later one; "assume" takes them for equal.
+            rotating sample in every later one; "assume" takes them for equal: large ones are split over the ranks all
+            the same, so that where they differ after all a checkpoint is mixed from what several ranks hold.
         plan_timeout_s: How long the first save waits for the other ranks.
         hook_timeout_s: How long a commit waits for the `pre_commit` hooks of all ranks.
         commit_timeout_s: A save that some rank has not staged so long after the first one ends on all of them, with
@@ -131,14 +132,7 @@ class CheckpointerConfig:
         for name in _SWITCHES:
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         if self.rank_info is not None:
-            info = self.rank_info
-            fits = (
-                isinstance(info, tuple)
-                and len(info) == 2
-                and all(type(n) is int for n in info)
-                and 0 <= info[0] < info[1]
-            )
-            _require(fits, "rank_info", info, "RankInfo(rank, world_size) with 0 <= rank < world_size")
+            check_rank_info(self.rank_info)
 
     @classmethod
     def resolve(
@@ -166,6 +160,16 @@ class CheckpointerConfig:
         elif not isinstance(config, cls):
             raise ConfigError(f"config is a {type(config).__name__}, expected CheckpointerConfig", field="config")
         return replace(config, **arguments) if arguments else config
+
+
+def check_rank_info(info: RankInfo) -> None:
+    """Refuse what is no rank of a world.
+
+    Raises:
+        ConfigError: A plain tuple, which might as well be meant the other way round; or a rank outside its world.
+    """
+    fits = isinstance(info, RankInfo) and all(type(n) is int for n in info) and 0 <= info.rank < info.world_size
+    _require(fits, "rank_info", info, "asyncckpt.RankInfo(rank, world_size) with 0 <= rank < world_size")
 
 
 def _warn_of_unknown(environ: Mapping[str, str], names: set[str]) -> None:

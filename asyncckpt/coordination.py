@@ -19,7 +19,7 @@ import msgpack
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
-from asyncckpt.introductions import check_equal, unpacked
+from asyncckpt.introductions import check_equal, introduced, unpacked
 from asyncckpt.links import Links, Worker
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
@@ -32,6 +32,8 @@ _NUMBERS = itertools.count()
 
 BRIEF_S = 10.0
 """While the other ranks have not come to the last save, the next ones wait for them so long only: training goes on."""
+
+LATE = "it took this save before it heard that the ranks agree anew; the next one agrees"
 
 _log = logging.getLogger("asyncckpt")
 
@@ -63,6 +65,7 @@ class Coordination:
         self._first: Agreement | None = None
         self._number = next(_NUMBERS) if rank.world_size > 1 else -1
         self._met: set[int] = set()
+        self._met_last = -1
         self._doubted = self._waited_in_vain = False
         self.knows_run = False
         self.answers, self.preparations = itertools.count(), itertools.count()
@@ -95,6 +98,7 @@ class Coordination:
         with self._lock:
             if self._doubted:
                 self._doubted, self.agreement, self._first = False, None, None
+            self._met_last = sequence if self.agreement is None else self._met_last
         if self.agreement is not None:
             return self.agreement
         self._met.add(sequence)
@@ -171,10 +175,18 @@ class Coordination:
     def _deadline(self) -> float:
         return time.monotonic() + self._config.plan_timeout_s
 
-    def forget(self) -> None:
-        """Agree anew in the next save: a rank has not agreed, although this one thinks that all have. Thread-safe."""
+    def forget(self, since: int | None = None) -> None:
+        """Agree anew in the next save: a rank has not agreed, although this one thinks that all have. Thread-safe.
+
+        Args:
+            since: The save in which that rank had not; it may wait for this one at those that came after it.
+        """
         with self._lock:
+            if since is not None and since < self._met_last:
+                return  # the ranks have agreed since, or are about to
             self._doubted = True
+        if since is not None:
+            self._stay_away(self._changes.taken_since(since + 1))
 
     @property
     def must_meet(self) -> bool:
@@ -183,17 +195,8 @@ class Coordination:
 
     def introduction(self, path: str, step: int) -> dict[str, Any]:
         """Return what must be equal on all ranks, and this rank's run id: rank 0's is taken."""
-        return {
-            "run": self.run_id,
-            "package": self._package,
-            "path": path,
-            "step": step,
-            "replicated": self._config.replicated,
-            "fsync": self._config.fsync,
-            "overwrite": self._config.overwrite,
-            "layout": self._config.layout,
-            "worker": self.links.instance(),
-        }
+        mine = introduced(self._config, package=self._package, path=path, step=step)
+        return {**mine, "run": self.run_id, "worker": self.links.instance()}
 
     def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
         """Extend the agreement by what ranks contribute; what several of them hold is compared first.
@@ -250,10 +253,22 @@ class Coordination:
 
     def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
         """Keep a change of the run for the saves from sequence `effective` on: as `TakenChanges.take`. Thread-safe."""
-        self._changes.take(leader, number, effective, raw)
+        self._stay_away(self._changes.take(leader, number, effective, raw))
+
+    def _stay_away(self, sequences: range) -> None:
+        """Tell ranks that meet at saves which this one took without meeting. In a thread, as this one must not wait."""
+        for name in [f"save/{one}" for one in sequences if one not in self._met]:
+            threading.Thread(target=self.refuse_meeting, args=(name, LATE), name="asyncckpt-late", daemon=True).start()
+
+    def expect_changes(self, leader: str, number: int) -> None:
+        """Let the next save wait a moment for changes of which the worker has told. Thread-safe."""
+        self._changes.expect(leader, number)
 
     def advance(self, sequence: int) -> None:
-        """Apply the changes that hold from save `sequence` on."""
+        """Apply the changes that hold from save `sequence` on.
+
+        Blocks: for changes that are being fetched, at most `taken_changes.EXPECT_S`.
+        """
         for raw in self._changes.due(sequence):
             if self.agreement is not None:
                 change = Change.decode(raw)

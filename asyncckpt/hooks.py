@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from asyncckpt.errors import ConfigError
 from asyncckpt.parts import CommitHook
 
 _log = logging.getLogger("asyncckpt")
@@ -16,11 +17,21 @@ class HookRunner:
 
     Args:
         hook: A `CommitHook`, or any object with one or both of its methods; None has neither.
+
+    Raises:
+        ConfigError: Something else.
     """
 
     def __init__(self, hook: Any | None) -> None:
         self._pre = _own_method(hook, "pre_commit")
         self._post = _own_method(hook, "post_commit")
+        if self._pre is None and self._post is None and hook is not None and not isinstance(hook, CommitHook):
+            raise ConfigError(
+                f"commit_hook={hook!r}: expected a CommitHook, or an object with a method pre_commit(path, **kw) or "
+                "post_commit(path, **kw)",
+                field="commit_hook",
+                value=repr(hook)[:80],
+            )
 
     @property
     def asks(self) -> bool:

@@ -7,13 +7,29 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import RanksDisagreeError
+from asyncckpt.protocol.messages import PROTOCOL_VERSION
 
-_AGREED = ("package", "path", "step", "replicated", "fsync", "overwrite", "layout")
+_AGREED = ("package", "protocol", "path", "step", "replicated", "fsync", "overwrite", "layout")
 """What must be equal on all ranks at the first save, as far as it is known."""
 
 _KNOWN = ("run", "contribution", "worker", "agreement", "leader", "changes")
 """What else a rank says: of the last three, see `Coordination`."""
+
+
+def introduced(config: CheckpointerConfig, *, package: str, path: str, step: int) -> dict[str, Any]:
+    """Return what a rank says that must be equal on all of them."""
+    return {
+        "package": package,
+        "protocol": PROTOCOL_VERSION,
+        "path": path,
+        "step": step,
+        "replicated": config.replicated,
+        "fsync": config.fsync,
+        "overwrite": config.overwrite,
+        "layout": config.layout,
+    }
 
 
 def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from asyncckpt.config import RankInfo
+from asyncckpt.config import RankInfo, check_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import Exchange, Meeting, Patience, refused
 
@@ -31,9 +31,12 @@ def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = N
     """Return `given`, else the default process group's rank, else torchrun's environment, else 0 of 1.
 
     Raises:
-        ConfigError: An unreadable environment, or a rank outside its world.
+        ConfigError: No RankInfo; an unreadable environment; or a rank outside its world.
     """
-    info = RankInfo(*(given or _detected(os.environ if environ is None else environ)))
+    if given is not None:
+        check_rank_info(given)
+        return given
+    info = _detected(os.environ if environ is None else environ)
     if not 0 <= info.rank < info.world_size:
         raise ConfigError(
             f"RANK={info.rank} with WORLD_SIZE={info.world_size}: set both, as torchrun does, or neither",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from asyncckpt.conference import Conference
@@ -27,6 +27,7 @@ from asyncckpt.planning.planner import contribution_of
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.rank_job import RankResult
+from asyncckpt.storage.tally import Tally, seed_of, tally_of
 from asyncckpt.sync_steps import SyncSteps
 
 _log = logging.getLogger("asyncckpt.sync")
@@ -153,17 +154,22 @@ def _store(
 ) -> list[RankResult]:
     """Write every rank's files, compare replicas, and ask the hooks; returns what all ranks wrote."""
 
+    rank = steps.ranks.rank.rank
+
     def store() -> dict[str, Any]:
         plan, flat = steps.plans.take(state_dict)
         result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, step)
         mine.append(result)
         steps.ask_hook(path, save_id, step, extra)
         samples = sample_digests(plan, flat, save_id.sequence).encode() if steps.config.replicated == "check" else b""
+        result = replace(result, tally=tally_of(plan.structure, rank, seed_of(save_id)))
         return {"result": asdict(result), "structure": plan.structure, "samples": samples}
 
     everybody = conference.together(store, steps.config.commit_timeout_s)
     differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
-    holes = uncovered([found["structure"] for found in everybody])
+    results = [_result_of(found["result"]) for found in everybody]
+    tallies = [result.tally for result in results if result.tally is not None]
+    holes = uncovered([found["structure"] for found in everybody], tallies, seed=seed_of(save_id))
     if differing or holes:  # known to all ranks alike, so that the next save works
         whole = {found[0] for found in differing if not BOX.search(found[0])}
         steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))
@@ -179,7 +185,7 @@ def _store(
         )
     if holes:
         raise hole_error(holes, save_id, path)
-    return [_result_of(found["result"]) for found in everybody]
+    return results
 
 
 BOX = re.compile(r" \[[0-9:,]*\]\Z")
@@ -204,7 +210,7 @@ def hole_error(holes: Sequence[tuple[str, str]], save_id: SaveId, path: str) -> 
 
 
 def _result_of(found: Mapping[str, Any]) -> RankResult:
-    dcp = found["dcp"]
+    dcp = None if found["dcp"] is None else (found["dcp"][0], found["dcp"][1])
     return RankResult(
-        **{**found, "record": RankRecord(**found["record"]), "dcp": None if dcp is None else (dcp[0], dcp[1])}
+        **{**found, "record": RankRecord(**found["record"]), "dcp": dcp, "tally": Tally(**found["tally"])}
     )

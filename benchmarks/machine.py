@@ -1,11 +1,14 @@
-"""What a result was measured on."""
+"""What a result was measured on, and how long calls take."""
 
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.metadata
 import os
 import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +49,14 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def timed(call: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
+    """Return seconds of each call, and what the last returned."""
+    seconds, found = [], None
+    for _ in range(repeats):
+        gc.collect()
+        began = time.perf_counter()
+        found = call()
+        seconds.append(time.perf_counter() - began)
+    return seconds, found

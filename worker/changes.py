@@ -32,8 +32,9 @@ EFFECTIVE_AFTER = 4
 """So many saves after the highest that was heard of, a change holds. A rank that takes the first of them before it has
 heard of the change costs that save, so that ranks whose saves follow one another quickly need time."""
 
-EFFECTIVE_AFTER_NAMES = 2
-"""As `EFFECTIVE_AFTER`, of changes with names: what these cure costs every save, or a replica's values, until then."""
+EFFECTIVE_AFTER_NAMES = 1
+"""As `EFFECTIVE_AFTER`, of changes with names: what these cure costs every save, or a replica's values, until then, so
+that the one that a rank may take too early is no loss. Changes before it hold as early."""
 
 TELL_AGAIN = 4
 """With every so manieth save all ranks that have news report them; otherwise with the first save of a structure only,
@@ -56,11 +57,12 @@ class ChangeBook:
         """
         run = self._run_of(save)
         if run is not None:
-            again = SaveId.parse(save.save_id).sequence >= run.effective
+            sequence = SaveId.parse(save.save_id).sequence
             for name in names:
                 fits = len(run.names) < MAX_NAMES and len(name) <= MAX_NAME_CHARS
                 if (fits or name in run.names) and not _NOT_WHOLE.search(name):
-                    run.names[name] = run.names.get(name, False) and not again
+                    told = run.names.get(name)
+                    run.names[name] = told if told is not None and sequence < told else None
 
     def publish(self, save: Save, *, complete: bool) -> None:
         """Make what is new known to all ranks of the run.
@@ -73,17 +75,17 @@ class ChangeBook:
         if run is None:
             return
         fresh = self._contributions(run, save) if complete else {}
-        names = [name for name, told in run.names.items() if not told]
+        names = [name for name, told in run.names.items() if told is None]
         if not fresh and not names:
             return
-        after = EFFECTIVE_AFTER_NAMES if names else EFFECTIVE_AFTER
-        effective = max(run.effective, run.highest + after)  # in order, whoever hears of them late
+        in_order = max(run.effective, run.highest + EFFECTIVE_AFTER)  # whoever hears of them late
+        effective = run.highest + EFFECTIVE_AFTER_NAMES if names else in_order
         body = self._packed(run, effective, fresh, names)
         if body is None:
             return
         run.changes.append(body)
         run.effective = effective
-        run.names |= dict.fromkeys(names, True)
+        run.names |= dict.fromkeys(names, effective)
         self._t.announced[run.run_id] = None
         text = f"change {len(run.changes)} of run {run.run_id}: {len(fresh)} contributions, {len(names)} names"
         self._t.log("info", text, save_id=save.save_id, count="changes_published")

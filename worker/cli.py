@@ -18,6 +18,7 @@ from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.protocol.options import ADVERTISE_VARIABLE, LOOPBACK, add_options
+from asyncckpt_worker.advertised import check_advertised
 from asyncckpt_worker.claim import claim
 from asyncckpt_worker.config import WorkerConfig
 
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
+        check_advertised(config.advertise)
         if options.detach:
             return _detached(config)
         return _kept(config) if config.while_pid and config.log_file else serve(config)

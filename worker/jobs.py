@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
@@ -95,8 +96,8 @@ class Jobs:
     def _write(self, action: ac.Write) -> ev.Written:
         begun = time.perf_counter()
         try:
-            self._prover.check(action.request)
-            result = self._writer.write(action)
+            tally = self._prover.check(action.request)
+            result = replace(self._writer.write(action), tally=tally)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
         report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
@@ -110,7 +111,7 @@ class Jobs:
 
     def _commit(self, action: ac.Commit) -> ev.Published:
         try:
-            faults = self._prover.faults(action.requests)
+            faults = self._prover.faults(action.requests, [result.tally for result in action.results])
             if faults:
                 error_wire, names = to_wire(hole(action.requests[0], faults)), tuple(name for name, _ in faults)
                 return ev.Published(

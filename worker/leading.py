@@ -200,6 +200,8 @@ class LeadBook:
         """At the end of an event: post what has changed, and send what is due."""
         if not self._links:
             return
+        for follower in [one for one in self._links.values() if one.run_id in self._t.announced]:
+            self._post_changes(follower)  # before the end of a save that they cure: its next one is to know them
         told: set[tuple[str, str]] = set()
         for save_id, rank in self._t.changed:
             save = self._t.saves[save_id]
@@ -224,10 +226,8 @@ class LeadBook:
         self._stirred[link.stream.name] = None
 
     def _send(self, link: Link, waiting: dict[str, tuple[Mapping[str, Any], ...]]) -> None:
-        t, run = self._t, self._t.runs.get(link.run_id)
-        for body in run.changes[link.changes_sent :] if run is not None else ():
-            link.stream.post(packed(Changed(data=body)))
-            link.changes_sent += 1
+        t = self._t
+        self._post_changes(link)
         if link.stream.overflows:
             return self._forget(link, "it does not take what it is told")
         for piece in link.stream.due(t.now):
@@ -240,6 +240,12 @@ class LeadBook:
                 waits = Waits(stream=link.stream.name, saves=waiting[link.run_id])
                 t.actions.append(Relay(run=link.run_id, route=link.route, message=waits))
         return None
+
+    def _post_changes(self, link: Link) -> None:
+        run = self._t.runs.get(link.run_id)
+        for body in run.changes[link.changes_sent :] if run is not None else ():
+            link.stream.post(packed(Changed(data=body)))
+            link.changes_sent += 1
 
     def _waits(self, run_id: str) -> tuple[Mapping[str, Any], ...]:
         """Return the rows of the latest open saves that somebody has sealed."""

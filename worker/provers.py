@@ -1,4 +1,4 @@
-"""Proofs of coverage, remembered: structures change rarely, and a proof takes the longer the more tensors there are."""
+"""Proofs of coverage: what each rank stores is added up beside it, once; the sums of all of them are compared here."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import threading
 from collections.abc import Sequence
 
 from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.proof import uncovered
+from asyncckpt.storage.tally import Tally, seed_of, tally_of
 
 MAX_PROOFS = 256
-"""Sets of structures that are remembered as proved."""
+"""Sets of tallies that are remembered as proved."""
 
 MAX_DECODED = 4096
-"""Structures that are remembered as sound."""
+"""Structures that are remembered as sound, with their tallies."""
+
+MAX_TALLIES_NBYTES = 256 << 20
+"""Of those tallies together: of 4,096 structures with 5,000 tensors each."""
+
+MAX_DETAIL_CHARS = 2000
+"""Of what a failed proof says."""
 
 
 class Prover:
@@ -24,50 +32,71 @@ class Prover:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._proved: dict[bytes, None] = {}
-        self._decoded: dict[bytes, None] = {}
+        self._decoded: dict[tuple[bytes, int, int], Tally] = {}
+        self._nbytes = 0
 
-    def check(self, request: SaveRequest) -> None:
-        """Check, before a rank's files are written, that its structure is one.
+    def check(self, request: SaveRequest) -> Tally:
+        """Check, before a rank's files are written, that its structure is one, and add up what it stores.
 
         Raises:
             CorruptCheckpointError, UnsupportedFormatError: It does not decode.
         """
-        key = hashlib.blake2b(request.structure, digest_size=32).digest()
+        seed = seed_of(SaveId.parse(request.save_id))
+        key = hashlib.blake2b(request.structure, digest_size=32).digest(), request.rank, seed
         with self._lock:
-            if key in self._decoded:
-                return
+            known = self._decoded.get(key)
+        if known is not None:
+            return known
         decode_structure(request.structure)
+        tally = tally_of(request.structure, request.rank, seed)
         with self._lock:
-            self._decoded[key] = None
-            for old in list(self._decoded)[:-MAX_DECODED]:
-                del self._decoded[old]
+            self._keep(key, tally)
+        return tally
 
-    def faults(self, requests: Sequence[SaveRequest]) -> list[tuple[str, str]]:
+    def _keep(self, key: tuple[bytes, int, int], tally: Tally) -> None:
+        if key not in self._decoded:
+            self._decoded[key] = tally
+            self._nbytes += len(tally.sums)
+        while len(self._decoded) > MAX_DECODED or (self._nbytes > MAX_TALLIES_NBYTES and len(self._decoded) > 1):
+            self._nbytes -= len(self._decoded.pop(next(iter(self._decoded))).sums)
+
+    def faults(
+        self, requests: Sequence[SaveRequest], tallies: Sequence[Tally | None] | None = None
+    ) -> list[tuple[str, str]]:
         """Return the stored names that the requests' structures do not cover, and how.
+
+        Args:
+            requests: Of all ranks of a save, by rank.
+            tallies: What `check` has returned for each of them, here or in the worker beside the rank.
 
         Raises:
             CorruptCheckpointError, UnsupportedFormatError: A structure does not decode.
         """
+        given = tallies or [None] * len(requests)
+        found = [tally or self.check(request) for tally, request in zip(given, requests, strict=True)]
         digest = hashlib.blake2b(digest_size=32)
-        for request in requests:
-            digest.update(len(request.structure).to_bytes(8, "little"))
-            digest.update(request.structure)
+        for tally in found:
+            digest.update(tally.kinds + len(tally.sums).to_bytes(8, "little"))
+            digest.update(tally.sums)
         key = digest.digest()
         with self._lock:
             if key in self._proved:
                 return []
-        found = uncovered([request.structure for request in requests])
-        if not found:
+        seed = seed_of(SaveId.parse(requests[0].save_id))
+        faults = uncovered([request.structure for request in requests], found, seed=seed)
+        if not faults:
             with self._lock:
                 self._proved[key] = None
                 for old in list(self._proved)[:-MAX_PROOFS]:
                     del self._proved[old]
-        return found
+        return faults
 
 
 def hole(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedError:
     """Return the error for structures that do not cover what they name."""
     detail = f"tensor {faults[0][0]!r}: {faults[0][1]}"
+    if len(detail) > MAX_DETAIL_CHARS:
+        detail = detail[: MAX_DETAIL_CHARS - 3] + "..."
     if len(faults) > 1:
         detail += f" (and {len(faults) - 1} more tensors)"
     return SaveFailedError(

@@ -10,6 +10,7 @@ from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import fields as check
 from asyncckpt.storage.rank_job import RankResult
+from asyncckpt.storage.tally import KINDS_NBYTES, LANE_NBYTES, Tally
 
 _TEXTS = ("index_name", "index_checksum")
 
@@ -34,6 +35,13 @@ def unpack_result(found: Mapping[str, Any], save_id: str, rank: int) -> RankResu
         raise ValueError("the name of an index")
     if record["rank"] != rank or not check.uint(found["nbytes"]) or not all(map(check.seconds, seconds.values())):
         raise ValueError(f"a result of rank {record['rank']}, expected {rank}")
+    tally = found["tally"]
+    if tally is not None:
+        tally = Tally(kinds=tally["kinds"], sums=tally["sums"])
+        if type(tally.kinds) is not bytes or type(tally.sums) is not bytes:
+            raise ValueError("the tally of a result")
+        if len(tally.kinds) != KINDS_NBYTES or len(tally.sums) % LANE_NBYTES:
+            raise ValueError(f"a tally of {len(tally.kinds)} and {len(tally.sums)} bytes")
     table = found["dcp"]
     if table is not None and type(table) is not bytes:
         raise ValueError("the table of a result's items")
@@ -43,4 +51,5 @@ def unpack_result(found: Mapping[str, Any], save_id: str, rank: int) -> RankResu
         seconds=seconds,
         direct=bool(found["direct"]),
         dcp=None if table is None else (b"", table),
+        tally=tally,
     )

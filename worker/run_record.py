@@ -44,8 +44,8 @@ class Run:
     leader: str = ""
     """Followed: the leader's instance, once it has spoken."""
 
-    names: dict[str, bool] = field(default_factory=dict)
-    """FQNs to be stored for each rank -> whether that was published."""
+    names: dict[str, int | None] = field(default_factory=dict)
+    """FQNs to be stored for each rank -> from which sequence on, once that was published."""
 
     def remember_epoch(self, directory: str, epoch: int) -> None:
         """Add a directory; the oldest ones are forgotten."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from asyncckpt import __version__
-from asyncckpt.cli import convert, demo, diff, inspect, ls, run, verify, worker
+from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, verify, worker
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of
 from asyncckpt.errors import AsyncCkptError
 
@@ -24,6 +24,8 @@ COMMANDS = {
     "verify": verify,
     "diff": diff,
     "convert": convert,
+    "gc": gc,
+    "doctor": doctor,
     "worker": worker,
 }
 
@@ -41,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name,
             help=module.HELP,
-            description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            description=getattr(module, "DESCRIPTION", module.HELP[0].upper() + module.HELP[1:] + "."),
             epilog=f"example: {module.EXAMPLE}",
         )
         module.configure(sub)

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.cli.foreground import EXIT_SIGNAL
-from asyncckpt.cli.output import EXIT_OK, human, print_json
+from asyncckpt.cli.output import EXIT_OK, print_json
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.kinds import KINDS
+from asyncckpt.sizes import human
 
 HELP = "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face"
 EXAMPLE = "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model"

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
+from asyncckpt.cli.output import EXIT_OK, print_json, print_table
 from asyncckpt.foreign.kinds import OURS, read_any
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.tree import fqn_of, leaves, per_rank_nodes
+from asyncckpt.sizes import human
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 

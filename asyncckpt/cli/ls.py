@@ -1,4 +1,7 @@
-"""`asyncckpt ls`: the checkpoints below a directory, committed or not, oldest first by lineage."""
+"""`asyncckpt ls`: the checkpoints below a directory, committed or not.
+
+Directory by directory; in each the committed ones, oldest first by lineage, then what is none.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,19 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, human, print_json, print_table
+from asyncckpt.cli.output import EXIT_OK, print_json, print_table
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.steps import lineage_key
+from asyncckpt.sizes import human
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.files import Files
 
 HELP = "list the checkpoints below a directory, committed or not"
+DESCRIPTION = (
+    "List the checkpoints below a directory. The newest comes last: by run and save, not by step, so that after going "
+    "back to an earlier step the new branch is the newest. What was never committed, was given up (abandoned), put "
+    "aside (quarantined) or is damaged follows. With -r directory by directory, each in this order."
+)
 EXAMPLE = "asyncckpt ls runs/a"
 
 
@@ -44,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _order(found: Found) -> tuple[int, Any, str]:
+def _order(found: Found) -> tuple[str, int, Any, str]:
+    parent = os.path.dirname(found.path)
     if found.manifest is None:
-        return 1, (), found.path
-    return 0, lineage_key(found.manifest.save_id), found.path
+        return parent, 1, (), found.path
+    return parent, 0, lineage_key(found.manifest.save_id), found.path
 
 
 def _row(found: Found) -> dict[str, Any]:

@@ -36,15 +36,6 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_NOT_FOUND if isinstance(error, (CheckpointNotFoundError, FileNotFoundError)) else EXIT_FAILED
 
 
-def human(nbytes: float) -> str:
-    """Return a size in decimal units, three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(nbytes) < 1000 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
 def print_json(value: Any) -> None:
     """Print `value` as indented JSON."""
     print(json.dumps(value, indent=1, default=str))

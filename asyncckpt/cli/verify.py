@@ -1,4 +1,8 @@
-"""`asyncckpt verify`: every checksum, every size, coverage; names file, tensor and byte range."""
+"""`asyncckpt verify`: every checksum, every size, coverage; names file, tensor and byte range.
+
+With `--newest`, of the checkpoints of a directory from the newest to the first that is sound: what
+`asyncckpt.restore_latest` would use.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, human, print_json
-from asyncckpt.errors import AsyncCkptError
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json
+from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.foreign.kinds import OURS
 from asyncckpt.foreign.verification import verify_any
+from asyncckpt.sizes import human
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
+from asyncckpt.storage.candidates import candidates_in, is_broken
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
@@ -25,7 +31,13 @@ _GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoints of any kind")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoints of any kind; with --newest one directory")
+    parser.add_argument(
+        "--newest",
+        action="store_true",
+        help="PATH is a directory of checkpoints: check from the newest to the first sound one, which "
+        "asyncckpt.restore_latest would use; code 3 when a newer one is broken",
+    )
     parser.add_argument("--fast", action="store_true", help="skip the data: manifest, indexes, sizes, coverage only")
     parser.add_argument(
         "--threads", type=_count, default=DEFAULT_THREADS, help="threads that read (default: %(default)s)"
@@ -47,15 +59,42 @@ def run(args: argparse.Namespace) -> int:
         version), then 4 not there.
     """
     files, codes, rows = Files(), set(), []
-    for path in args.paths:
-        verdict = verify_any(os.path.abspath(path), files, fast=args.fast, threads=max(1, args.threads))
+    used: str | None = None
+    for path in _newest_first(args, files) if args.newest else map(os.path.abspath, args.paths):
+        verdict = verify_any(path, files, fast=args.fast, threads=max(1, args.threads))
         rows.append(_row(verdict, files))
         codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
         if not args.json:
             _print(rows[-1], args.fast)
+        if args.newest and not all(map(is_broken, verdict.faults)):
+            break  # something else than the checkpoint is wrong, which would be raised
+        if args.newest and verdict.state == OK:
+            used = verdict.path
+            break
     if args.json:
-        print_json(rows)
+        print_json({"used": used, "tried": rows} if args.newest else rows)
+    elif args.newest:
+        print(f"would be used: {used}" if used else f"none of {args.paths[0]} would be used")
     return next(code for code in _GRAVEST_FIRST if code in codes)
+
+
+def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
+    """Return the checkpoints below the one directory, the newest first.
+
+    Raises:
+        ConfigError: Several directories.
+        CheckpointNotFoundError: There are none.
+    """
+    if len(args.paths) > 1:
+        raise ConfigError("--newest looks into one directory", field="paths", value=len(args.paths))
+    root = os.path.abspath(args.paths[0])
+    try:
+        found = [candidate.path for candidate in candidates_in(root, files)]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"{args.paths[0]} is no directory", path=root) from error
+    if not found:
+        raise CheckpointNotFoundError(f"no checkpoint has been committed in {args.paths[0]}", path=root)
+    return found
 
 
 def _row(verdict: Verdict, files: Files) -> dict[str, Any]:

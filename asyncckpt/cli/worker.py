@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, human, print_json, print_table
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
+from asyncckpt.sizes import human
 
 HELP = "start the worker, ask for its status, drain it or stop it"
 EXAMPLE = "asyncckpt worker status --json"
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "start":
         os.execv(sys.executable, [sys.executable, "-m", "asyncckpt_worker", *to_arguments(args)])
     named = args.endpoint or endpoint_from_environment()
-    endpoint = named or _default()
+    endpoint = named or default_of_this_user()
     try:
         report = status_of(endpoint)
     except WorkerUnavailableError as error:
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if gone else EXIT_FAILED
 
 
-def _default() -> str:
+def default_of_this_user() -> str:
+    """Return the endpoint at which trainer, worker and commands meet when none is named."""
     return default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
 
 

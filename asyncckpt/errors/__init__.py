@@ -37,6 +37,7 @@
     +-- CheckpointNotFoundError      (FileNotFoundError)  nothing is there
     +-- CheckpointNotCommittedError  (FileNotFoundError)  files are there, but no manifest: never committed
     +-- CorruptCheckpointError       (ValueError)         bytes differ from what was staged: file, fqn, offset
+    |   +-- NoSoundCheckpointError                        restore_latest(): not one of a directory's verifies: tried
     +-- UnsupportedFormatError       (ValueError)         a newer format version, or no checkpoint of ours
     +-- MissingKeysError             (RuntimeError)       strict=True and keys are absent: all of them
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
@@ -45,7 +46,7 @@
     +-- PickledLeafError             (ValueError)         a pickle that may not be unpickled, or does not unpickle
     +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
     +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
-    +-- SharedLoadError              (RuntimeError)       redundant_reads="broadcast": another rank failed: rank, detail
+    +-- SharedLoadError              (RuntimeError)       a load of all ranks together: another one failed: rank, detail
 
 An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
 `fields` are attributes of the instance; one that was not given is None.
@@ -207,6 +208,14 @@ class CorruptCheckpointError(
     """What is stored differs from what was staged. `offset` and `nbytes` say which bytes of `file`."""
 
 
+class NoSoundCheckpointError(
+    CorruptCheckpointError,
+    code="no_sound_checkpoint",
+    fields=("path", "file", "fqn", "offset", "nbytes", "detail", "tried"),
+):
+    """Not one of the committed checkpoints in `path` verifies; `tried` has one text for each, the newest first."""
+
+
 class UnsupportedFormatError(
     AsyncCkptError, ValueError, code="unsupported_format", fields=("path", "found", "supported")
 ):
@@ -249,4 +258,7 @@ class PerRankUnavailableError(
 
 
 class SharedLoadError(AsyncCkptError, RuntimeError, code="shared_load", fields=("path", "rank", "detail")):
-    """A load with `redundant_reads="broadcast"` failed on another rank, `rank`, or the ranks lost each other (None)."""
+    """A load of all ranks together (`redundant_reads="broadcast"`, `restore_latest`) failed on another rank, `rank`.
+
+    None: the ranks lost each other.
+    """

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import CheckpointNotCommittedError, CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum, is_file_checksum
 from asyncckpt.format.names import DCP, DCP_METADATA_NAME, MAX_RANKS, SAFETENSORS, SaveId, index_name, layout_of
 from asyncckpt.format.versions import MUST, check_version, list_of
@@ -22,6 +22,9 @@ PLANNER_KEY = "torch.distributed.checkpoint"
 
 MAX_MANIFEST_NBYTES = 64 << 20
 STATE_COMMITTED = "committed"
+STATE_ABANDONED = "abandoned"
+"""Of a tombstone (`format.tombstone`), which commits nothing."""
+
 
 _MAX_INT = (1 << 63) - 1
 _ZERO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
@@ -120,6 +123,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if manifest.dcp is not None:
         record = {"nbytes": manifest.dcp.nbytes, "checksum": manifest.dcp.checksum}
         document |= {MUST: ["layout"], "layout": DCP, DCP_METADATA_NAME: record}
+    return sealed(document)
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """Return a document's bytes, with its checksum as the last member.
+
+    Raises:
+        ValueError: It is no JSON, or too large.
+    """
     document["checksum"] = _ZERO_CHECKSUM
     blank = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     head, tail = blank[:-_TRAILER_NBYTES], blank[-_TRAILER_NBYTES:]
@@ -137,18 +149,17 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
 
     Raises:
         UnsupportedFormatError: Written by a newer version.
+        CheckpointNotCommittedError: It is a tombstone.
         CorruptCheckpointError: Damaged, or not a manifest of ours.
     """
     try:
-        _refuse_newer(data, path)
-        trailer = _TRAILER.search(data[-_TRAILER_NBYTES:])
-        if len(data) > MAX_MANIFEST_NBYTES or trailer is None:
-            raise ValueError("no checksum at its end")
-        blank = data[:-_TRAILER_NBYTES] + data[-_TRAILER_NBYTES:].replace(trailer[1], _ZERO_CHECKSUM.encode())
-        if file_checksum(blank) != trailer[1].decode():
-            raise ValueError("its checksum does not match")
-        raw = json.loads(data)
-        check_version(raw, "asyncckpt_manifest", MANIFEST_VERSION, what="manifest", known=("layout",))
+        raw = unsealed(data, path)
+        if raw["state"] == STATE_ABANDONED:
+            raise CheckpointNotCommittedError(
+                f"{path} holds a save that was begun, never committed, and given up by `asyncckpt gc`; load another "
+                "checkpoint",
+                path=path,
+            )
         if raw["state"] != STATE_COMMITTED:
             raise ValueError(f"state {raw['state']!r}")
         return _checked_manifest(raw)
@@ -161,6 +172,25 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
             file="manifest.json",
             detail=str(error),
         ) from error
+
+
+def unsealed(data: bytes, path: str) -> dict[str, Any]:
+    """Return a document whose checksum and version were checked.
+
+    Raises:
+        UnsupportedFormatError: Written by a newer version.
+        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError: Damaged.
+    """
+    _refuse_newer(data, path)
+    trailer = _TRAILER.search(data[-_TRAILER_NBYTES:])
+    if len(data) > MAX_MANIFEST_NBYTES or trailer is None:
+        raise ValueError("no checksum at its end")
+    blank = data[:-_TRAILER_NBYTES] + data[-_TRAILER_NBYTES:].replace(trailer[1], _ZERO_CHECKSUM.encode())
+    if file_checksum(blank) != trailer[1].decode():
+        raise ValueError("its checksum does not match")
+    raw: dict[str, Any] = json.loads(data)
+    check_version(raw, "asyncckpt_manifest", MANIFEST_VERSION, what="manifest", known=("layout",))
+    return raw
 
 
 def _refuse_newer(data: bytes, path: str) -> None:

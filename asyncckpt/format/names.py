@@ -26,10 +26,11 @@ _SUFFIXES = {SAFETENSORS: "safetensors", DCP: "distcp"}
 _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
 _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
 _RESERVED = re.compile(r"@rank[0-9]+\Z")
+_QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)\Z"),
-    re.compile(r"(?:manifest|dcp-metadata)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
+    re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
 )
 
 
@@ -117,6 +118,26 @@ def temporary_dcp_metadata_name(save_id: SaveId) -> str:
 def temporary_manifest_name(save_id: SaveId) -> str:
     """Return the name under which a manifest is written before it is linked into place."""
     return f"manifest.{save_id}.tmp"
+
+
+def quarantined_name(name: str, number: int) -> str:
+    """Return what the directory `name` of a broken checkpoint is called once it was put aside."""
+    return f"{name}.broken-{number}"
+
+
+def is_quarantined(name: str) -> bool:
+    """Whether a directory's name is one that `quarantined_name` makes."""
+    return _QUARANTINED.match(name) is not None
+
+
+def temporary_tombstone_name(save_id: SaveId) -> str:
+    """Return the name under which a tombstone is written: not that of a manifest, which its save might still link."""
+    return f"tombstone.{save_id}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether the file called `name`, of a save, is one that is given another name at its commit."""
+    return name.endswith(".tmp") and owner_of(name) is not None
 
 
 def owner_of(name: str) -> SaveId | None:

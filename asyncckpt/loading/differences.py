@@ -63,7 +63,7 @@ def report_differences(
             f" and {len(differing) - MAX_SHOWN} more" if len(differing) > MAX_SHOWN else ""
         )
         _logger.warning(
-            "%s: %d values differ between the %d ranks that saved them, and are taken from the lowest one: %s",
+            "%s: %d values were stored for each of the %d ranks that saved them, and are taken from the lowest one: %s",
             contents.path,
             len(differing),
             len(contents.ranks),

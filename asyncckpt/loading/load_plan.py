@@ -11,7 +11,8 @@ from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import leaves
-from asyncckpt.loading.matching import KeyMap, Mismatch, match
+from asyncckpt.loading.key_names import KeyMap
+from asyncckpt.loading.matching import Mismatch, match
 from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list

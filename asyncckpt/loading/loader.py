@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.map_location import MapLocation
-from asyncckpt.loading.matching import KeyMap
 from asyncckpt.loading.reader import DefaultReader
 
 

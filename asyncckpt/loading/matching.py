@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.loading.key_names import KeyMap, renamer
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
 from asyncckpt.loading.standing import standing_tensors
@@ -16,10 +17,6 @@ from asyncckpt.loading.targets import Targets, Whole, is_loadable
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.storage.contents import SavedTensor
-
-KeyMap = Mapping[str, str] | Callable[[str], str]
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError | AliasMismatchError
 
@@ -101,7 +98,7 @@ def match(
     """
     targets = Targets(state_dict)
     flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
-    rename = _renamer(key_map)
+    rename = renamer(key_map)
     matches = Matches(targets)
     filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
     values: dict[int, int] = {}  # of a registered type, whose parts may be copies: the first number of each value
@@ -186,15 +183,6 @@ def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection:
         matches.standing.setdefault(numbers[leaf], target)
 
 
-def _renamer(key_map: KeyMap | None) -> Callable[[str], str]:
-    if key_map is None:
-        return lambda fqn: fqn
-    if isinstance(key_map, Mapping):
-        table = key_map
-        return lambda fqn: table.get(fqn, fqn)
-    return key_map
-
-
 def _shape_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str) -> ShapeMismatchError:
     kind = "global shape" if not target.is_whole else "shape"
     return ShapeMismatchError(
@@ -249,24 +237,3 @@ def _alias_mismatch(first: str, fqn: str, path: str) -> AliasMismatchError:
 
 def _article(kind: str) -> str:
     return f"an {kind}" if kind == "object" else f"a {kind}"
-
-
-def prefix_hint(missing: Iterable[str], saved_fqns: Iterable[str]) -> str:
-    """Return advice when missing keys differ from saved ones by a wrapper's prefix only; else an empty string."""
-    bare = {_unwrapped(fqn): fqn for fqn in saved_fqns}
-    for key in missing:
-        found = bare.get(_unwrapped(key))
-        if found is not None and found != key:
-            wrapper = next(p for p in _WRAPPER_PREFIXES if (p in key) != (p in found) or key.count(p) != found.count(p))
-            where = "the target" if key.count(wrapper) > found.count(wrapper) else "the checkpoint"
-            return (
-                f"; only {where} has the prefix {wrapper!r} ({key!r} is wanted, {found!r} was saved): "
-                "use the bare model's state_dict(), or pass key_map"
-            )
-    return ""
-
-
-def _unwrapped(fqn: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        fqn = ("." + fqn).replace("." + prefix, ".")[1:]
-    return fqn

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
+from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import owner_of
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
@@ -18,6 +20,19 @@ MAX_ATTEMPTS = 10
 
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.loading")
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What several reads have made of one target.
+
+    Attributes:
+        touched: FQNs of it that hold values of one of these reads, or parts of them.
+        manifest: Of the checkpoint that was read last.
+    """
+
+    touched: set[str] = field(default_factory=set)
+    manifest: Manifest | None = None
 
 
 def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T]) -> T:

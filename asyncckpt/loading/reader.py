@@ -18,9 +18,10 @@ from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.filling import Filler
 from asyncckpt.loading.fresh import Fresh
+from asyncckpt.loading.key_names import KeyMap, missing_hint
 from asyncckpt.loading.map_location import MapLocation
-from asyncckpt.loading.matching import KeyMap, Matches, match, prefix_hint
-from asyncckpt.loading.overwritten import read_of_one_save
+from asyncckpt.loading.matching import Matches, match
+from asyncckpt.loading.overwritten import Attempts, read_of_one_save
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
@@ -53,19 +54,26 @@ class _Options:
 class DefaultReader(CheckpointReader):
     """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.foreign` knows.
 
-    Has no state; safe to use from several threads.
+    Has no state but `attempts`; safe to use from several threads without it.
 
     Args:
         files: The storage seam.
         rank_info: Which rank reads; None finds out at each read, as a checkpointer does.
         allow_pickle: The default of `read`'s argument.
+        attempts: What earlier reads have left in the one target that this reader is for: each read must fill all of
+            that, and adds its own. None: every read is for a target of its own.
     """
 
     def __init__(
-        self, files: Files | None = None, rank_info: RankInfo | None = None, *, allow_pickle: bool = False
+        self,
+        files: Files | None = None,
+        rank_info: RankInfo | None = None,
+        *,
+        allow_pickle: bool = False,
+        attempts: Attempts | None = None,
     ) -> None:
         self._files = files or Files()
-        self._rank_info, self._allow_pickle = rank_info, allow_pickle
+        self._rank_info, self._allow_pickle, self._attempts = rank_info, allow_pickle, attempts
 
     def read(
         self,
@@ -89,10 +97,11 @@ class DefaultReader(CheckpointReader):
             The state dict that was filled, or a new one; and the missing keys, as the target names them.
         """
         reader = find_rank_info(self._rank_info)
-        touched: set[str] = set()
+        attempts = self._attempts or Attempts()
 
         def load(contents: Contents) -> tuple[Any, list[str]]:
-            one = _Load(contents, options, self._files, reader, touched, shared)
+            attempts.manifest = contents.manifest
+            one = _Load(contents, options, self._files, reader, attempts.touched, shared)
             return one.new() if state_dict is None else one.into(state_dict)
 
         with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
@@ -193,6 +202,7 @@ class _Load:
             if place.holder is None:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
         matches.targets.hand_over(matches.filled | {place.path for place in matches.replaced}, self._path)
+        self._touched |= {place.fqn for place in matches.replaced}
         for place in holders:
             load_state(place.holder, fresh.build(place.node), place.fqn, self._path)
         return state_dict, matches.missing
@@ -213,12 +223,13 @@ class _Load:
         return fresh.build(tree), missing
 
     def _refuse_mix(self, matches: Matches) -> None:
-        """What was read before another checkpoint took the place must be read again, or the target is of two saves."""
+        """What was read of a checkpoint that was given up must be read again, or the target is of two saves."""
         mixed = sorted(self._touched.intersection(matches.missing))
         if mixed:
             raise MissingKeysError(
-                f"{self._path} was overwritten while it was read, by a checkpoint without {mixed[0]!r}: the target now "
-                "holds values of both; load again, into a fresh state",
+                f"{self._path} has no {mixed[0]!r}, which was filled from a checkpoint that was given up (it was "
+                "overwritten while it was read, or is broken): the target now holds values of both; load again, into a "
+                "fresh state",
                 path=self._path,
                 keys=mixed,
             )
@@ -239,7 +250,7 @@ class _Load:
         """`in_vain`: not one of the keys that were asked for is there, which nobody can have meant."""
         if not missing:
             return
-        hint = prefix_hint(missing, self._saved.leaves)
+        hint = missing_hint(missing, self._saved.leaves, self._options.key_map)
         if self._options.strict or in_vain:
             names = "\n  ".join(missing)
             raise MissingKeysError(

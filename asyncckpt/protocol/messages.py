@@ -51,7 +51,9 @@ __all__ = [
     "Withdraw",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
+
 MAX_PATH_BYTES = check.MAX_PATH_BYTES
 MAX_TABLE = check.MAX_TABLE
 

@@ -89,8 +89,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "--advertise": {
         "metavar": "HOST",
-        "help": f"with several nodes: name or address of this one by which the workers of the others reach this worker "
-        f"(default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); nothing listens before it is needed",
+        "help": f"with several nodes: name or address of this one by which the others' workers reach this worker, "
+        f"resolved at the start (default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); nothing listens before it is needed",
     },
     "--port": {
         "type": int,

@@ -16,16 +16,19 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, owner_of
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, is_quarantined, owner_of
 from asyncckpt.format.steps import newest
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, named, read_small_file
+from asyncckpt.storage.standing import tombstone_at
 
 COMMITTED = "committed"
 INCOMPLETE = "incomplete"
 CORRUPT = "corrupt"
 UNSUPPORTED = "unsupported"
 UNREADABLE = "unreadable"
+ABANDONED = "abandoned"
+QUARANTINED = "quarantined"
 _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, UnsupportedFormatError: UNSUPPORTED}
 
 
@@ -36,7 +39,8 @@ class Found:
     Attributes:
         path: Its directory.
         state: `committed`: a valid manifest stands. `incomplete`: files of ours without one. `corrupt`: a damaged
-            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused.
+            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused. `abandoned`: a tombstone
+            stands. `quarantined`: put aside as broken, whatever it is.
         manifest: Of a committed one.
         error: Why it is none.
     """
@@ -101,7 +105,8 @@ def look(path: str, files: Files) -> Found | None:
         if MANIFEST_NAME in names:
             return Found(path=path, state=COMMITTED, manifest=read_manifest(path, files))
     except CheckpointNotCommittedError as error:
-        return Found(path=path, state=INCOMPLETE, error=error)
+        state = ABANDONED if tombstone_at(path, files) is not None else INCOMPLETE
+        return Found(path=path, state=state, error=error)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (CorruptCheckpointError, UnsupportedFormatError, OSError) as error:
@@ -125,8 +130,9 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
     """
     names = files.listdir(root)
     here = look(root, files)
-    if here is not None:
+    if here is not None and (here.state != CORRUPT or any(map(owner_of, names))):
         return [here]
+    # What is called manifest.json there is somebody else's, or all that is left of a checkpoint.
     found: list[Found] = []
     for name in sorted(names):
         child = os.path.join(root, name)
@@ -134,13 +140,15 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
             if not stat.S_ISDIR(files.lstat(child).st_mode):
                 continue
             seen = look(child, files)
-            if seen is not None:
+            if seen is not None and is_quarantined(name):
+                found.append(Found(path=child, state=QUARANTINED, error=seen.error))
+            elif seen is not None:
                 found.append(seen)
             elif recursive:
                 found += scan(child, files, recursive=True)
         except FileNotFoundError:  # removed meanwhile
             continue
-    return found
+    return found or ([here] if here is not None else [])
 
 
 def next_epoch_beside(path: str, files: Files) -> int:
@@ -185,7 +193,8 @@ def _largest_epoch(directory: str, files: Files) -> int:
         if MANIFEST_NAME in names:
             epochs.append(read_manifest(directory, files).save_id.epoch)
     except CheckpointNotCommittedError:
-        pass
+        tombstone = tombstone_at(directory, files)
+        epochs += [] if tombstone is None else [tombstone.save_id.epoch]
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
         return 0
     except (CorruptCheckpointError, UnsupportedFormatError):

@@ -20,6 +20,7 @@ from asyncckpt.format.index import decode_index
 from asyncckpt.format.manifest import Manifest, encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
 from asyncckpt.format.steps import lineage_key
+from asyncckpt.format.tombstone import Tombstone
 from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, read_small_file, write_new_file
 from asyncckpt.storage.overwrite_lock import overwrite_lock
@@ -149,12 +150,12 @@ def _publish(
 
 
 def _put_both(
-    path: str, temporary: str, beside: str, manifest: Manifest, standing: Manifest | None, files: Files
+    path: str, temporary: str, beside: str, manifest: Manifest, standing: Manifest | Tombstone | None, files: Files
 ) -> None:
     """Put manifest and `.metadata`, in the order in which a checkpoint that is replaced stays whole until the last."""
     is_first = False
     try:
-        if standing is not None and standing.save_id != manifest.save_id:
+        if isinstance(standing, Manifest) and standing.save_id != manifest.save_id:
             is_first = dcp_commit.goes_first(path, standing, files)
         if is_first:
             dcp_commit.put(path, beside, manifest, files)
@@ -194,11 +195,11 @@ def _put(path: str, temporary: str, manifest: Manifest, files: Files, *, replace
         standing = standing_at(path, files)
         if standing is not None and standing.save_id == manifest.save_id:
             return
-        if error.errno == errno.EEXIST:
+        if error.errno == errno.EEXIST or error.errno in _SURELY_NOT_DONE:
             _unlink_quietly(files, temporary)
-            raise exists(path, manifest.save_id, standing, overwrite=False) from error
-        if error.errno in _SURELY_NOT_DONE:
-            _unlink_quietly(files, temporary)
+            refuse_standing(path, manifest.save_id, files, overwrite=replace)  # who came first, if anybody, says more
+            if error.errno == errno.EEXIST:
+                raise exists(path, manifest.save_id, standing, overwrite=False) from error
             raise
         raise _unknown(path, manifest.save_id, error) from error
 

@@ -17,8 +17,8 @@ from asyncckpt.format.names import is_reserved, split_per_rank_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
 from asyncckpt.format.structure import Chunk, Structure, TensorEntry, decode_structure
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files, read_small_file
+from asyncckpt.storage.holes import located_fault
 from asyncckpt.storage.source import Source
 
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
@@ -141,7 +141,8 @@ def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     for tensor in tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0][1].sizes == tensor.global_shape:
             continue  # the usual case, without a call
-        fault = coverage_fault(tensor.global_shape, [(chunk.offsets, chunk.sizes) for _, chunk in tensor.chunks])
+        boxes = [(chunk.offsets, chunk.sizes) for _, chunk in tensor.chunks]
+        fault = located_fault(tensor.global_shape, boxes, [rank for rank, _ in tensor.chunks])
         if fault:
             raise CorruptCheckpointError(
                 f"{path}: tensor {tensor.fqn!r}: {fault}", path=path, fqn=tensor.fqn, detail=fault

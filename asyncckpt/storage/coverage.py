@@ -22,9 +22,9 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
     if found == wanted and _fits_together(filled, tuple((0, n) for n in global_shape)):
         return None
     if len(filled) > 1:
-        twice = _overlapping(filled, len(global_shape))
+        twice = overlapping(filled, len(global_shape))
         if twice is not None:
-            return f"elements {twice[0]} and {twice[1]} (offsets, sizes) are stored twice"
+            return f"elements {filled[twice[0]]} and {filled[twice[1]]} (offsets, sizes) are stored twice"
     if found != wanted:
         return f"{found} of {wanted} elements are stored"
     return None
@@ -72,17 +72,22 @@ def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
     return start == end
 
 
-def _overlapping(boxes: Sequence[Box], n_dims: int) -> tuple[Box, Box] | None:
-    """Return two boxes that share an element: a sweep along the dimension that tells most boxes apart."""
+def overlapping(boxes: Sequence[Box], n_dims: int) -> tuple[int, int] | None:
+    """Return the positions of two boxes that share an element: a sweep along the dimension that tells most apart.
+
+    All have elements, and there are two at least.
+    """
     if n_dims == 0:
-        return boxes[0], boxes[1]
+        return 0, 1
     sweep = max(range(n_dims), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b[0][sweep]):
+    active: list[int] = []
+    for n in sorted(range(len(boxes)), key=lambda n: boxes[n][0][sweep]):
+        box = boxes[n]
         start = box[0][sweep]
-        active = [a for a in active if a[0][sweep] + a[1][sweep] > start]
-        for other in active:
-            if all(o < p + t and p < o + s for o, s, p, t in zip(other[0], other[1], box[0], box[1], strict=True)):
-                return other, box
-        active.append(box)
+        active = [a for a in active if boxes[a][0][sweep] + boxes[a][1][sweep] > start]
+        for a in active:
+            other = boxes[a]
+            if all(o < p + t and p < o + s for o, s, p, t in zip(*other, *box, strict=True)):
+                return a, n
+        active.append(n)
     return None

@@ -9,9 +9,10 @@ import stat
 from collections.abc import Sequence
 
 from asyncckpt.failpoints import reach
+from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import MODE_DIRECTORY, Files, apply_mode, fsync_directory, opened
-from asyncckpt.storage.standing import exists, refuse_inside, refuse_standing
+from asyncckpt.storage.standing import exists, refuse_around, refuse_inside, refuse_standing
 
 
 def prepare_directory(
@@ -31,15 +32,18 @@ def prepare_directory(
         The directories that this call has made, outermost first: for `remove_made`, if the save comes to nothing.
 
     Raises:
-        CheckpointExistsError: A manifest is there that is not to be replaced, or the path lies inside a checkpoint.
+        CheckpointExistsError: A manifest is there that is not to be replaced; or the path lies inside a checkpoint, or
+            is the directory that holds another one.
         OSError: A part of the path is no directory, or a call failed. What this call made is gone again.
     """
     refuse_inside(path, save_id, files)
     made: list[str] = []
     try:
         _make(path, made, files, MODE_DIRECTORY & ~umask, fsync=fsync)
+        if not made:
+            refuse_around(path, save_id, files)
         standing = refuse_standing(path, save_id, files, overwrite=overwrite)
-        if standing is not None and standing.save_id == save_id:
+        if isinstance(standing, Manifest) and standing.save_id == save_id:
             raise exists(path, save_id, standing, overwrite=overwrite)
         reach("directory: made")
     except BaseException:

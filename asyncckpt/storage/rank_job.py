@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SAFETENSORS, SaveId
+from asyncckpt.storage.tally import Tally
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ class RankResult:
 
     `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
     `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp_metadata.metadata_of`.
+    `tally`: of the structure, seeded by the run (`seed_of`), for the proof of coverage; None: not made.
     """
 
     record: RankRecord
@@ -53,3 +55,4 @@ class RankResult:
     seconds: dict[str, float]
     direct: bool
     dcp: tuple[bytes, bytes] | None = None
+    tally: Tally | None = None

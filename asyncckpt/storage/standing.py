@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.format.steps import lineage_key
+from asyncckpt.format.tombstone import Tombstone, decode_tombstone
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, read_small_file
 
@@ -30,6 +31,14 @@ _NO_MANIFEST = frozenset(
 """Why what is called manifest.json is none of ours, or none that this user could load."""
 
 
+def tombstone_at(path: str, files: Files) -> Tombstone | None:
+    """Return the tombstone that stands at `path`, or None when there is none that can be read."""
+    try:
+        return decode_tombstone(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+    except OSError:
+        return None
+
+
 def standing_at(path: str, files: Files) -> Manifest | None:
     """Return the manifest that stands at `path`, or None when there is none that can be read."""
     try:
@@ -38,10 +47,11 @@ def standing_at(path: str, files: Files) -> Manifest | None:
         return None
 
 
-def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool) -> Manifest | None:
+def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool) -> Manifest | Tombstone | None:
     """Raise when a manifest stands at `path` that the save must not replace; its own is welcome.
 
-    An older one of layout "dcp" that never got its `.metadata` commits nothing, and may always be replaced.
+    An older one of layout "dcp" that never got its `.metadata` commits nothing, and may always be replaced. So may a
+    tombstone by a later save than it was put for; that one and earlier ones were given up.
 
     Args:
         path: The checkpoint's directory.
@@ -66,6 +76,17 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
         files.lstat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:
         return None
+    tombstone = tombstone_at(path, files) if standing is None else None
+    if tombstone is not None and lineage_key(tombstone.save_id) < lineage_key(save_id):
+        return tombstone
+    if tombstone is not None:
+        raise CheckpointExistsError(
+            f"{path}: save {save_id} was given up by `asyncckpt gc` (tombstone of {tombstone.save_id}); it was too "
+            "old to be under way. Save again",
+            path=path,
+            save_id=str(save_id),
+            existing_save_id=str(tombstone.save_id),
+        )
     raise exists(path, save_id, standing, overwrite=overwrite)
 
 
@@ -129,3 +150,23 @@ def refuse_inside(path: str, save_id: SaveId, files: Files) -> None:
             save_id=str(save_id),
             existing_save_id=existing,
         )
+
+
+def refuse_around(path: str, save_id: SaveId, files: Files) -> None:
+    """Raise when a directory in `path` is a committed checkpoint: beside a manifest above it, nobody would look for it.
+
+    Raises:
+        CheckpointExistsError: Naming the inner one.
+        OSError: `path` cannot be listed.
+    """
+    for name in files.listdir(path):
+        standing = None if owner_of(name) is not None else standing_at(os.path.join(path, name), files)
+        if standing is not None:
+            inner = os.path.join(path, name)
+            raise CheckpointExistsError(
+                f"cannot save to {path}: the committed checkpoint {inner} (save {standing.save_id}) lies in it, and "
+                f"would be listed no more; save beside that one, to {os.path.join(path, 'NAME')}",
+                path=path,
+                save_id=str(save_id),
+                existing_save_id=str(standing.save_id),
+            )

@@ -384,6 +384,7 @@ import asyncckpt
 assert "torch" not in sys.modules, "import asyncckpt"
 from asyncckpt import CheckpointerConfig, RankInfo, cli
 for arguments in (["ls", {str(root)!r}], ["inspect", {str(root / "b")!r}], ["verify", {str(root / "b")!r}],
+                  ["verify", "--newest", {str(root)!r}], ["gc", {str(root)!r}], ["doctor"],
                   ["worker", "status", "--endpoint", "ipc:///nonexistent/x.sock"]):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         cli.main(arguments)

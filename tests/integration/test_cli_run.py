@@ -140,6 +140,7 @@ def test_exit_code_is_the_commands_and_nothing_is_left(
         (("--threads", "1"), ("true",), "threads"),
         (("--port", "70000"), ("true",), "port"),
         (("--advertise", "two words"), ("true",), "advertise"),
+        (("--advertise", "no-such-host.invalid"), ("true",), "cannot be resolved"),
         (("--no-such-option",), ("true",), "--no-such-option"),
         (("--endpoint", "tcp://127.0.0.1:1"), ("true",), "ipc://"),
     ],

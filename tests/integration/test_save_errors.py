@@ -32,6 +32,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     WorkerUnavailableError,
 )
+from asyncckpt.protocol import codec
 from asyncckpt.protocol.codec import MAGIC
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
@@ -315,6 +316,31 @@ def test_a_worker_of_another_version_fails_the_constructor(endpoint: str) -> Non
     assert (caught.value.ours, caught.value.theirs) == (PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
     assert endpoint in str(caught.value)
     assert isinstance(caught.value, WorkerUnavailableError)
+
+
+def test_a_trainer_of_another_version_is_refused_by_a_worker_at_once(
+    worker: RealWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = time.monotonic()
+    with monkeypatch.context() as other:
+        other.setattr(codec, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        with pytest.raises(ProtocolVersionError, match="same asyncckpt on both sides") as caught:
+            AsyncCheckpointer(endpoint=worker.endpoint, worker_start_timeout_s=30.0)
+    assert (caught.value.ours, caught.value.theirs) == (PROTOCOL_VERSION + 1, PROTOCOL_VERSION)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_worker_of_another_version_in_the_place_of_the_first_fails_saves_at_once(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    with AsyncCheckpointer(endpoint=worker.endpoint, worker_start_timeout_s=30.0) as checkpointer:
+        assert_goes_on(checkpointer, tmp_path / "a")
+        worker.kill()
+        with other_version(worker.endpoint, PROTOCOL_VERSION + 1):
+            begun = time.monotonic()
+            errors = [error_of(checkpointer, tmp_path / name) for name in "bc"]  # the first may see the death only
+            assert isinstance(errors[1], ProtocolVersionError), errors
+            assert time.monotonic() - begun < 10
 
 
 def test_a_default_worker_of_another_version_fails_the_save_and_the_next_one_starts_ours(

@@ -184,6 +184,8 @@ def test_json_log_has_save_and_session_on_every_line(endpoint: str, tmp_path: pa
         (("--endpoint", "tcp://127.0.0.1:1"), b"ipc://"),
         (("--threads", "-1"), b"threads"),
         (("--idle-exit-s", "nan"), b"idle_exit_s"),
+        (("--advertise", "no-such-host.invalid"), b"'no-such-host.invalid', which cannot be resolved"),
+        (("--detach", "--advertise", "no-such-host.invalid"), b"cannot be resolved"),
     ],
 )
 def test_wrong_options_are_usage_errors(endpoint: str, options: tuple[str, ...], word: bytes) -> None:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("failpoints", "protocol", "format", "memory", "storage", "foreign", "cli"),
+    *("failpoints", "protocol", "format", "memory", "storage", "foreign", "cli", "doctor"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 

@@ -23,16 +23,20 @@ class FakeRun:
     def __init__(self) -> None:
         self.taken: list[tuple[int, bytes]] = []
         self.starts = 0
+        self.expected: list[tuple[str, int]] = []
         self.links = Links(self.rank, Worker(), 1.0)
 
     def refuse(self, sequence: int, reason: str) -> None:
         raise AssertionError
 
-    def forget(self) -> None:
+    def forget(self, since: int | None = None) -> None:
         raise AssertionError
 
     def start_over(self) -> None:
         self.starts += 1
+
+    def expect_changes(self, leader: str, number: int) -> None:
+        self.expected.append((leader, number))
 
     def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
         self.taken.append((effective, raw))

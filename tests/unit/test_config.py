@@ -35,7 +35,16 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "files_per_rank": [0, 257, None, 1.0],
     "max_shard_bytes": [0, 65535, 1e6, True, "1GB"],
     "write_threads": [0, 1, 65, 2.0],
-    "rank_info": [(0, 0), (1, 1), (-1, 2), (0,), 0, (0, 1, 2), (0.0, 1), (False, True)],
+    "rank_info": [
+        (0, 1),
+        RankInfo(0, 0),
+        RankInfo(1, 1),
+        RankInfo(-1, 2),
+        (0,),
+        0,
+        RankInfo(0.0, 1),
+        RankInfo(False, True),
+    ],
     **{name: [0, -1, math.nan, math.inf, None, "5", True, 1e9] for name in SECONDS},
 }
 POSSIBLE: dict[str, tuple[Any, str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncckpt import taken_changes
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import SaveFailedError
@@ -17,6 +19,7 @@ from asyncckpt.exchange import Exchange, Meeting, refused
 from asyncckpt.planning.contributions import Change
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.state_dict import flatten
+from asyncckpt.taken_changes import TakenChanges
 
 WORLD_SIZE = 2
 STATE = {"w": torch.arange(6.0)}
@@ -205,3 +208,92 @@ def test_what_a_failed_prepare_leaves_is_no_agreement_to_another_worker_either()
     for one in ranks.each:
         one.start_over()
         assert one.must_meet
+
+
+def test_a_change_that_holds_early_makes_those_before_it_hold_as_early() -> None:
+    ranks = Ranks()
+    ranks.save(0)
+    met = ranks.fingerprints()
+    ranks.hear(1, 5, 0, 1)
+    ranks.hear(2, 2, 0, 1)
+    ranks.save(1)
+    ranks.agree_on(n_changes=0, since=met)
+    ranks.save(2)
+    agreed = ranks.fingerprints()
+    ranks.save(5)
+    assert ranks.fingerprints() == agreed != met, "both hold from save 2 on"
+
+
+def test_a_save_waits_for_a_change_that_was_announced_and_not_for_one_that_never_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = TakenChanges()
+    taken.expect(WORKER, 1)
+    late = threading.Timer(0.05, taken.take, (WORKER, 1, 1, b"change"))
+    late.start()
+    try:
+        assert taken.due(1) == [b"change"]
+    finally:
+        late.join()
+    monkeypatch.setattr(taken_changes, "EXPECT_S", 0.1)
+    taken.expect(WORKER, 2)
+    begun = time.monotonic()
+    assert taken.due(2) == [] and taken_changes.EXPECT_S <= time.monotonic() - begun < 10
+    taken.expect(WORKER, 2)
+    begun = time.monotonic()
+    assert taken.due(3) == [] and time.monotonic() - begun < taken_changes.EXPECT_S, "once for each"
+
+
+def test_saves_that_were_taken_before_a_change_was_heard_of_that_holds_for_them_are_known() -> None:
+    taken = TakenChanges()
+    taken.due(7)
+    assert list(taken.take(WORKER, 1, 8, b"")) == []
+    assert list(taken.take(WORKER, 2, 6, b"")) == [6, 7]
+    assert len(taken.take(WORKER, 3, -99, b"")) == taken_changes.MAX_MISSED
+    taken.overtake([{WORKER: 4}])
+    assert list(taken.take(WORKER, 4, 6, b"")) == [], "the ranks have met since"
+
+
+def test_a_rank_that_took_a_save_too_early_does_not_let_the_others_wait_for_it() -> None:
+    """Rank 0 has heard that the ranks meet anew in save 1; rank 1 has not, and goes on without."""
+    ranks = Ranks()
+    ranks.save(0)
+    change = Change(contributions={}, per_rank=("name",)).encode()
+    flat = flatten(STATE)
+    ranks.each[1].advance(1)
+    ranks.each[0].advance(1)
+    ranks.each[0].forget()
+    with ThreadPoolExecutor(1) as pool:
+        begun = time.monotonic()
+        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/x", step=1)
+        ranks.each[1].take_change(WORKER, 1, 1, change)
+        with pytest.raises(SaveFailedError, match="before it heard"):
+            waits.result(30)
+    assert time.monotonic() - begun < 10
+    for thread in threading.enumerate():
+        if thread.name == "asyncckpt-late":
+            thread.join(10)
+
+
+def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_saves_that_it_took() -> None:
+    """Rank 0 failed to agree for save 1 and meets in save 2; rank 1 took both before it heard, and meets in save 3."""
+    ranks = Ranks()
+    ranks.save(0)
+    flat = flatten(STATE)
+    ranks.each[0].forget()
+    for sequence in (1, 2):
+        ranks.each[1].advance(sequence)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=2, path="/x", step=2)
+        ranks.each[1].forget(1)
+        with pytest.raises(SaveFailedError, match="before it heard"):
+            waits.result(30)
+    ranks.save(3)
+    ranks.agree_on(n_changes=0, since=ranks.fingerprints())
+    ranks.each[1].forget(1)
+    assert not ranks.each[1].must_meet, "they have agreed since"
+    ranks.each[1].forget(3)
+    assert ranks.each[1].must_meet
+    for thread in threading.enumerate():
+        if thread.name == "asyncckpt-late":
+            thread.join(10)

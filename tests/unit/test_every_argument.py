@@ -142,6 +142,14 @@ FACTORY = {
     "commit_hook": "integration/test_ranks_async.py::"
     "test_hooks_of_all_ranks_are_asked_and_one_veto_ends_the_save_on_all",
 }
+RESTORE = {
+    "root": "unit/test_restoring.py::test_the_newest_is_taken_and_nothing_is_said",
+    "state_dict": "unit/test_restoring.py::test_a_damaged_one_is_passed_over_and_that_is_said",
+    "quarantine": "unit/test_restoring.py::test_on_request_broken_ones_are_put_aside_and_offered_no_more",
+    "rank_info": "unit/test_restoring.py::test_several_ranks_without_a_place_to_meet_are_refused_and_one_may_go_alone",
+    "options": "unit/test_restoring.py::test_without_low_memory_a_broken_one_leaves_no_trace, "
+    "unit/test_restoring.py::test_arguments_that_make_no_sense_are_raised",
+}
 SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
     (AsyncCheckpointer.save, SAVE),
     (SyncCheckpointer.save, SYNC_SAVE),
@@ -199,6 +207,15 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "test_all_ranks_go_on_from_the_save_that_was_in_flight_when_their_predecessors_died",
             "timeout_s": "integration/test_ranks_arguments.py::"
             "test_latest_checkpoint_waits_timeout_s_for_saves_in_flight",
+        },
+    ),
+    (asyncckpt.restore_latest, RESTORE),
+    (
+        SyncCheckpointer.restore_latest,
+        {
+            **{name: RESTORE[name] for name in ("root", "state_dict", "quarantine", "options")},
+            "timeout_s": "integration/test_ranks_restoring.py::"
+            "test_a_rank_that_does_not_come_is_named_in_time_and_the_next_call_works",
         },
     ),
     (asyncckpt.make_async_checkpointer, FACTORY),
@@ -283,7 +300,10 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
         {"root": "unit/test_loading_load.py::test_the_newest_checkpoint_is_told_and_what_is_passed_over_is_said"},
     ),
 ]
-GENERAL = ("kw", "fields", "tensor", "kind", "global_shapes", "path", "root", "optimizers", "rank", "state_dict")
+GENERAL = (
+    *("kw", "fields", "options", "tensor", "kind", "global_shapes", "path", "root", "optimizers", "rank"),
+    "state_dict",
+)
 """Arguments that are given by position: a test need not name them."""
 
 NOT_YET = ["keep_in_memory"]

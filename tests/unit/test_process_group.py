@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -20,8 +22,10 @@ def test_what_was_given_wins_over_torchrun_s_environment() -> None:
     assert type(found) is RankInfo
 
 
-def test_a_plain_tuple_will_do() -> None:
-    assert find_rank_info((0, 1), {}).world_size == 1  # type: ignore[arg-type]
+@pytest.mark.parametrize("given", [(0, 1), [0, 1], 3, "0,1", (0,), RankInfo(1, 1), RankInfo(True, 1)])
+def test_what_is_no_rank_info_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(ConfigError, match="RankInfo"):
+        find_rank_info(given, {})
 
 
 def test_torchrun_s_environment_is_taken() -> None:

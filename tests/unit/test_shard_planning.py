@@ -227,7 +227,7 @@ def test_what_comes_later_on_the_mesh_of_one_stage_is_that_stage_s_alone() -> No
 def test_a_hole_is_found() -> None:
     plan, _ = PlanCache(files_per_rank=1).take({"w": ShardedSlice(whole(3, 4), (4, 4), (0, 0))})
     ((fqn, why),) = uncovered([plan.structure])
-    assert fqn == "w" and why == "12 of 16 elements are stored"
+    assert fqn == "w" and why.startswith("12 of 16 elements are stored: [3:4,0:4] is missing")
 
 
 def test_slices_that_overlap_on_two_ranks_are_refused_with_both_boxes() -> None:
@@ -442,7 +442,9 @@ def test_a_mesh_of_which_a_rank_says_nothing_leaves_a_hole_and_is_no_news_for_ev
     ranks = Ranks(2)
     ranks.exchange(held)
     made = [plans.take(state)[0] for plans, state in zip(ranks.plans, held, strict=True)]
-    assert uncovered([plan.structure for plan in made]) == [("w", "8 of 16 elements are stored")]
+    assert uncovered([plan.structure for plan in made]) == [
+        ("w", "8 of 16 elements are stored: [2:4,0:4] is missing (rank 0 holds [0:2,0:4] beside it)")
+    ]
     assert not made[0].news
 
 

@@ -12,7 +12,7 @@ from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
 from spec_markdown import spec, table, tables
 
 from asyncckpt import dtypes
-from asyncckpt.format import dcp_layout, index, layout, manifest, names, objects, structure, tree
+from asyncckpt.format import dcp_layout, index, layout, manifest, names, objects, structure, tombstone, tree
 
 SPEC = spec("format")
 
@@ -29,6 +29,7 @@ SPEC = spec("format")
         ("shard of layout dcp", names.shard_name(SAVE_ID, 7, 3, "dcp")),
         ("items of layout dcp", names.items_name(SAVE_ID, 7)),
         ("temporary metadata", names.temporary_dcp_metadata_name(SAVE_ID)),
+        ("temporary tombstone", names.temporary_tombstone_name(SAVE_ID)),
     ],
 )
 def test_file_name_follows_the_pattern(file: str, made: str) -> None:
@@ -37,7 +38,13 @@ def test_file_name_follows_the_pattern(file: str, made: str) -> None:
 
 
 def test_patterns_are_all_that_is_ours() -> None:
-    assert len(table(SPEC, "file", "name", "holds")) == 9
+    assert len(table(SPEC, "file", "name", "holds")) == 10
+
+
+def test_the_name_of_what_was_put_aside_follows_the_spec() -> None:
+    assert "`{name}.broken-{n}`".format(name="{name}", n="{n}") in SPEC
+    assert names.quarantined_name("step-1", 3) == "step-1.broken-3" and names.is_quarantined("step-1.broken-3")
+    assert not any(map(names.is_quarantined, ("step-1", "step-1.broken-0", ".broken-1", "step-1.broken-1x")))
 
 
 def test_versions_are_those_of_the_spec() -> None:
@@ -88,6 +95,14 @@ def test_documents_have_the_fields_of_the_spec() -> None:
     ]
     described = [[row[0] for row in rows] for rows in tables(SPEC, "field", "type", "meaning")]
     assert described == [list(document) for document in documents]
+
+
+def test_a_tombstone_has_the_fields_of_the_spec() -> None:
+    data = tombstone.encode_tombstone(tombstone.Tombstone(save_id=SAVE_ID, created="", writer=""))
+    written = json.loads(data)
+    assert [row[0] for row in table(SPEC, "field", "type", "of a tombstone")] == list(written)
+    assert (written["state"], written["asyncckpt_manifest"]) == ("abandoned", manifest.MANIFEST_VERSION)
+    assert tombstone.decode_tombstone(data) is not None
 
 
 def test_layout_dcp_adds_the_fields_of_the_spec() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from protocol_samples import REQUEST
+from simulated_workers import result_of
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import layout
@@ -16,6 +17,7 @@ from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.storage.proof import uncovered
 from asyncckpt_worker import provers
 from asyncckpt_worker.provers import Prover, hole
+from asyncckpt_worker.results import pack_result, unpack_result
 
 Piece = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """FQN, dtype, global shape, offsets, sizes."""
@@ -73,7 +75,9 @@ def test_structure_that_is_none_is_refused() -> None:
 
 def test_proof_is_made_once_and_a_fault_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(provers, "uncovered", lambda found: calls.append(len(found)) or uncovered(found))
+    monkeypatch.setattr(
+        provers, "uncovered", lambda found, *a, **k: calls.append(len(found)) or uncovered(found, *a, **k)
+    )
     prover = Prover()
     good = [replace(REQUEST, structure=structure(piece)) for piece in (TOP, BOTTOM)]
     assert [prover.faults(good) for _ in range(3)] == [[], [], []] and calls == [2]
@@ -125,3 +129,51 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_tallies_made_beside_the_ranks_are_all_that_a_commit_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [replace(REQUEST, rank=n, structure=structure(piece)) for n, piece in enumerate((TOP, BOTTOM))]
+    tallies = [Prover().check(request) for request in requests]
+    monkeypatch.setattr(provers, "decode_structure", lambda data: pytest.fail("it was decoded again"))
+    assert Prover().faults(requests, tallies) == []
+    assert [name for name, _ in Prover().faults([requests[0]] * 2, [tallies[0]] * 2)] == ["w"]
+
+
+def test_tallies_of_one_run_are_not_those_of_another() -> None:
+    one, other = (replace(REQUEST, save_id=f"000001-00000001-{run * 12}", structure=structure(TOP)) for run in "ab")
+    prover = Prover()
+    assert prover.check(one) is prover.check(one) and prover.check(one) != prover.check(other)
+
+
+def test_tallies_that_are_remembered_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provers, "MAX_TALLIES_NBYTES", 25)
+    prover = Prover()
+    for n in range(6):
+        prover.check(replace(REQUEST, structure=structure((f"t{n}", "float32", (2,), (0,), (2,)))))
+    assert len(prover._decoded) == 2 and prover._nbytes == 20
+
+
+def test_a_text_about_a_hole_names_the_missing_box_and_its_neighbours_and_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    middle = ("w", "float32", (4, 3), (2, 0), (1, 3))
+    requests = [replace(REQUEST, rank=n, structure=structure(piece)) for n, piece in enumerate((TOP, middle))]
+    error = hole(requests[0], Prover().faults(requests))
+    assert "[3:4,0:3] is missing (rank 1 holds [2:3,0:3] beside it)" in str(error)
+    assert len(hole(requests[0], [("w" * 100_000, "torn")]).detail) == provers.MAX_DETAIL_CHARS
+
+
+@pytest.mark.parametrize(
+    "tally",
+    [{"kinds": b"x" * 15, "sums": b""}, {"kinds": b"x" * 16, "sums": b"x"}, {"kinds": "x" * 16, "sums": b""}, {}, 7],
+)
+def test_a_tally_of_another_worker_that_cannot_be_is_refused(tally: object) -> None:
+    result = {**pack_result(result_of(REQUEST.save_id, 0)), "tally": tally}
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        unpack_result(result, REQUEST.save_id, 0)
+
+
+def test_a_tally_travels_with_the_result_of_a_rank() -> None:
+    tally = Prover().check(replace(REQUEST, structure=structure(TOP)))
+    result = replace(result_of(REQUEST.save_id, 0), tally=tally)
+    assert unpack_result(pack_result(result), REQUEST.save_id, 0).tally == tally

@@ -1,0 +1,266 @@
+"""How ranks that restore agree on one checkpoint: rank 0 says what there is, each tries, and all go on alike."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgpack
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import (
+    AsyncCkptError,
+    ConfigError,
+    CorruptCheckpointError,
+    PlanTimeoutError,
+    RanksDisagreeError,
+    SaveFailedError,
+    SharedLoadError,
+)
+from asyncckpt.exchange import Meeting
+from asyncckpt.format.names import SaveId
+from asyncckpt.process_group import find_exchange
+from asyncckpt.storage.candidates import Candidate, is_broken
+
+TRY_TIMEOUT_S = 1800.0
+"""For the slowest rank to load a checkpoint, or to find it broken; as torch.distributed has it for gloo."""
+
+RESTORE = "restore_latest()"
+_SOUND, _BROKEN, _TOLD, _FAILED = "sound", "broken", "told", "failed"
+
+
+class Broken(NamedTuple):
+    """Why a checkpoint is passed over.
+
+    Attributes:
+        error: This rank's, or a SharedLoadError that names a rank that found it broken.
+        is_damaged: Some rank found bytes that are not what was written: not just a storage that does not answer.
+    """
+
+    error: Exception
+    is_damaged: bool
+
+
+class Ranks(ABC):
+    """Those that restore together. A context manager: leaving it tells the others."""
+
+    @abstractmethod
+    def same_candidates(self, root: str, look: Callable[[], list[Candidate]], timeout_s: float) -> list[Candidate]:
+        """Return rank 0's candidates.
+
+        Args:
+            root: The directory.
+            look: Called on rank 0 only.
+            timeout_s: How long `look` may take, and how long to wait for the last rank.
+
+        Raises:
+            PlanTimeoutError: Some ranks do not restore.
+            RanksDisagreeError: They restore from another directory.
+            SharedLoadError: Rank 0 cannot look, or the ranks lost each other.
+            Exception: Whatever `look` raises, on rank 0.
+        """
+
+    @abstractmethod
+    def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
+        """Tell how the load of the checkpoint at `path` went here, and learn how it went everywhere.
+
+        Args:
+            path: Of the checkpoint.
+            save_id: Of the save that was read there.
+            error: What this rank's load raised.
+
+        Returns:
+            None: all ranks have loaded it. Else why all go on to the next one.
+
+        Raises:
+            Exception: `error`, if it says that something else is wrong than the checkpoint.
+            SharedLoadError: That is so on another rank; or the ranks lost each other.
+            RanksDisagreeError: They have loaded different saves, one of which has taken the place of the other.
+            PlanTimeoutError: A rank is too slow.
+        """
+
+    @abstractmethod
+    def first_says(self, text: Callable[[], list[str | None]]) -> list[str | None]:
+        """Return what `text` returns on rank 0, where alone it is called.
+
+        Raises:
+            SharedLoadError: The ranks lost each other.
+            PlanTimeoutError: A rank is too slow.
+        """
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        return None
+
+
+class OneRank(Ranks):
+    """There is but one."""
+
+    def same_candidates(self, root: str, look: Callable[[], list[Candidate]], timeout_s: float) -> list[Candidate]:
+        return look()
+
+    def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
+        if error is None:
+            return None
+        if not is_broken(error):
+            raise error
+        return Broken(error, isinstance(error, CorruptCheckpointError))
+
+    def first_says(self, text: Callable[[], list[str | None]]) -> list[str | None]:
+        return text()
+
+
+class _Outcome(NamedTuple):
+    """How a load went on one rank. Kind `told`: another rank has ended it, and says itself why.
+
+    `text`: of a sound one its save id, else what is wrong.
+    """
+
+    kind: str
+    text: str = ""
+    is_damaged: bool = False
+
+
+class ManyRanks(Ranks):
+    """The ranks of the default process group.
+
+    Args:
+        rank: This one.
+        meeting: Theirs.
+    """
+
+    def __init__(self, rank: RankInfo, meeting: Meeting) -> None:
+        self._rank, self._meeting = rank, meeting
+        self._arrived = False
+        self._root = ""
+
+    def same_candidates(self, root: str, look: Callable[[], list[Candidate]], timeout_s: float) -> list[Candidate]:
+        self._root = root
+        mine = [_to_wire(one) for one in look()] if self._rank.rank == 0 else []
+        self._arrived = True
+        timeout_s = (1 if self._rank.rank == 0 else 2) * timeout_s  # rank 0 may have taken so long to look
+        found = [_unpacked(data) for data in self._gather(_packed([root, mine]), timeout_s)]
+        for rank, (other, _) in enumerate(found):
+            if other != found[0][0]:
+                detail = f"rank 0 from {found[0][0]}, rank {rank} from {other}"
+                raise RanksDisagreeError(
+                    f"the ranks restore from different directories: {detail}", detail=detail, path=root, ranks=[0, rank]
+                )
+        return [_from_wire(one) for one in found[0][1]]
+
+    def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
+        mine = _outcome(error) if error is not None else _Outcome(_SOUND, str(save_id))
+        try:
+            outcomes = [_Outcome(*_unpacked(data)) for data in self._gather(_packed(list(mine)), TRY_TIMEOUT_S)]
+        except (SharedLoadError, PlanTimeoutError):
+            if error is not None and mine.kind == _FAILED:
+                raise error from None
+            raise
+        if error is not None and mine.kind == _FAILED:
+            raise error
+        of_kind = {
+            kind: [r for r, one in enumerate(outcomes) if one.kind == kind] for kind in (_FAILED, _BROKEN, _TOLD)
+        }
+        if of_kind[_FAILED]:
+            raise self._failed(path, of_kind[_FAILED][0], outcomes) from error
+        if of_kind[_BROKEN]:
+            found = error if error is not None and mine.kind == _BROKEN else None
+            reason = found or self._failed(path, of_kind[_BROKEN][0], outcomes)
+            return Broken(reason, any(one.is_damaged for one in outcomes))
+        if of_kind[_TOLD]:  # nobody says that anything is wrong with the checkpoint
+            raise error if error is not None else self._failed(path, of_kind[_TOLD][0], outcomes)
+        saves = sorted({one.text for one in outcomes})
+        if len(saves) > 1:
+            detail = f"saves {saves[0]} and {saves[1]}"
+            raise RanksDisagreeError(
+                f"{path} was overwritten while the ranks restored it: they have loaded {detail}",
+                detail=detail,
+                path=path,
+            )
+        return None
+
+    def first_says(self, text: Callable[[], list[str | None]]) -> list[str | None]:
+        mine = text() if self._rank.rank == 0 else []
+        found: list[str | None] = _unpacked(self._gather(_packed(mine), TRY_TIMEOUT_S)[0])
+        return found
+
+    def _gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        try:
+            return self._meeting.gather(payload, time.monotonic() + timeout_s)
+        except SaveFailedError as error:
+            rank = error.rank if error.code == "withdrawn" else None
+            raise _shared(self._root, rank, str(error.detail or error.message)) from error
+
+    def _failed(self, path: str, rank: int, outcomes: list[_Outcome]) -> SharedLoadError:
+        return _shared(path, rank, outcomes[rank].text)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._arrived:
+            self._meeting.refuse(f"{type(error).__name__}: {error}" if error else "it restores nothing")
+        self._meeting.close()
+
+
+def ranks_that_restore(rank: RankInfo, meet: Callable[[], Meeting | None]) -> Ranks:
+    """Return the ranks that must come to one checkpoint.
+
+    Args:
+        rank: This one.
+        meet: Where they meet if there is no process group of just these ranks; None: nowhere.
+
+    Raises:
+        ConfigError: There are several, and they meet nowhere: each for itself might take another checkpoint.
+        SharedLoadError: The process group's store is gone.
+        AsyncCkptError: What `meet` raises.
+    """
+    if rank.world_size == 1:
+        return OneRank()
+    exchange = find_exchange(rank)
+    try:
+        meeting = meet() if exchange is None else exchange.meet_next("restore", RESTORE)
+    except RuntimeError as error:
+        if isinstance(error, AsyncCkptError):
+            raise
+        text = f"the process group's store is gone: {error}"
+        raise SharedLoadError(text, detail=text) from error
+    if meeting is None:
+        raise ConfigError(
+            f"this is rank {rank.rank} of {rank.world_size}, and restore_latest() needs an initialised process group "
+            "of these, for all to take the same checkpoint; for this process alone pass rank_info=RankInfo(0, 1)",
+            field="rank_info",
+            value=repr(rank),
+        )
+    return ManyRanks(rank, meeting)
+
+
+def _outcome(error: Exception) -> _Outcome:
+    text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()[:1000]
+    if is_broken(error):
+        return _Outcome(_BROKEN, text, isinstance(error, CorruptCheckpointError))
+    return _Outcome(_TOLD if isinstance(error, SharedLoadError) else _FAILED, text)
+
+
+def _shared(path: str, rank: int | None, detail: str) -> SharedLoadError:
+    who = "the ranks lost each other" if rank is None else f"rank {rank} could not load it"
+    return SharedLoadError(f"{path}: {who}: {detail}", path=path, rank=rank, detail=detail)
+
+
+def _packed(value: Any) -> bytes:
+    """File names that are not UTF-8 are texts with lone surrogates."""
+    return bytes(msgpack.packb(value, unicode_errors="surrogateescape"))
+
+
+def _unpacked(data: bytes) -> Any:
+    return msgpack.unpackb(data, unicode_errors="surrogateescape")
+
+
+def _to_wire(candidate: Candidate) -> list[Any]:
+    return [candidate.path, None if candidate.save_id is None else str(candidate.save_id), candidate.step]
+
+
+def _from_wire(raw: list[Any]) -> Candidate:
+    path, save_id, step = raw
+    return Candidate(path=path, save_id=None if save_id is None else SaveId.parse(save_id), step=step)

@@ -1,0 +1,353 @@
+"""doctor: what each check says where something is missing, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from storage_samples import RecordingFiles, failing
+
+from asyncckpt import cli
+from asyncckpt.doctor import memory, probes, processes, storage
+from asyncckpt.doctor.findings import FAIL, OK, STATUSES, WARN, Finding
+from asyncckpt.storage.files import Files
+
+GB = 10**9
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
+    return {one.name: one for one in found}
+
+
+def storage_of(path: Path, files: Files | None = None, state: int | None = None, ranks: int = 1) -> dict[str, Finding]:
+    return by_name(storage.storage_checks(str(path), state, ranks, files or Files()))
+
+
+def processes_of(
+    state: int | None = None, ranks: int = 1, environ: Mapping[str, str] | None = None
+) -> dict[str, Finding]:
+    return by_name(processes.process_checks(state, ranks, dict(os.environ) if environ is None else environ))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    code = cli.main(["doctor", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "MAX_WRITE_NBYTES", probes.CHUNK_NBYTES)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_runs_these_tests_is_fit_in_about_a_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    code, out = run(capsys, tmp_path, "--state-bytes", "1MB", "--ranks", 2, "--json")
+    found = json.loads(out)
+    assert time.monotonic() - began < 10  # it took 1.0 s when nothing else ran
+    assert code == 0 and found["ok"] and len(found["checks"]) >= 24
+    for one in found["checks"]:
+        assert one["status"] in STATUSES and one["text"] and (one["advice"] or one["status"] == OK), one
+    assert os.listdir(tmp_path) == []
+
+
+def test_text_says_status_and_advice_and_what_was_not_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "--state-bytes", "1000TB")
+    assert code == 1 and "fail  memory: " in out and "-> save less" in out
+    assert "no directory was checked" in out and "1 failed" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("40GB", 40 * GB), ("1.5TiB", 3 << 39), ("1000", 1000), ("2k", 2000), ("7MiB", 7 << 20), ("3b", 3)],
+)
+def test_sizes_are_written_as_people_do(text: str, nbytes: int) -> None:
+    assert cli.parser().parse_args(["doctor", "--state-bytes", text]).state_bytes == nbytes
+
+
+@pytest.mark.parametrize("arguments", [["--state-bytes", "much"], ["--ranks", "0"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", *arguments])
+    assert caught.value.code == 2
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "available", "limit", "status"),
+    [
+        (None, 10 * GB, (None, 0), OK),
+        (3 * GB, 10 * GB, (None, 0), OK),
+        (7 * GB, 10 * GB, (None, 0), WARN),
+        (11 * GB, 10 * GB, (None, 0), FAIL),
+        (3 * GB, 10 * GB, (4 * GB, 2 * GB), FAIL),
+        (3 * GB, 10 * GB, (6 * GB, 1 * GB), WARN),
+    ],
+)
+def test_memory_is_compared_with_the_state_and_the_cgroup_counts(
+    monkeypatch: pytest.MonkeyPatch, state: int | None, available: int, limit: tuple[int | None, int], status: str
+) -> None:
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(memory, "cgroup_limit", lambda: limit)
+    assert by_name(memory.memory_checks(state))["memory"].status == status
+
+
+def test_without_memfd_no_save_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> int:
+        raise OSError(errno.EPERM, "seccomp")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    found = by_name(memory.memory_checks(None))["slots"]
+    assert found.status == FAIL and "EPERM" in found.text and "seccomp" in found.advice
+
+
+def test_a_kernel_that_does_not_fill_in_pages_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncckpt.memory.mapping.Mapping.populate", lambda *args, **kw: False)
+    found = by_name(memory.memory_checks(None))["slots"]
+    assert found.status == WARN and found.facts["populate"] is False
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_without_pidfds_the_other_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    found = processes_of()["pidfd"]
+    assert found.status == WARN and "/proc" in found.text
+
+
+def test_processes_that_may_not_open_each_others_slots_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refused(path: Any, *args: Any, **kw: Any) -> int:
+        if str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise PermissionError(errno.EACCES, "no", path)
+        return real(path, *args, **kw)
+
+    monkeypatch.setattr(os, "open", refused)
+    found = processes_of()["processes"]
+    assert found.status == FAIL and "trainer's slots" in found.text and "one user" in found.advice
+    monkeypatch.setattr(os, "open", real)
+    monkeypatch.setattr(processes, "_CHILD", processes._CHILD.replace("{sys.argv[1]}", "1999999999"))
+    found = processes_of()["processes"]
+    assert found.status == FAIL and "worker's slots" in found.text
+
+
+def test_limits_are_compared_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (150, 4096), resource.RLIMIT_FSIZE: (GB, GB), resource.RLIMIT_MEMLOCK: (8, 8)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    assert processes_of(ranks=1)["open files"].status == OK
+    found = processes_of(state=2 * GB, ranks=8)
+    assert found["open files"].status == WARN and "ulimit -n 256" in found["open files"].advice
+    assert found["file size"].status == FAIL and processes_of()["file size"].status == WARN
+
+
+@pytest.mark.parametrize(
+    ("what", "status"), [("mine", OK), ("open to others", FAIL), ("a file", FAIL), ("new", OK), ("too long", FAIL)]
+)
+def test_the_sockets_directory_must_be_this_users_alone(tmp_path: Path, what: str, status: str) -> None:
+    name = "x" * 200 if what == "too long" else "d"
+    if what in ("mine", "open to others"):
+        (tmp_path / "d").mkdir(mode=0o700)
+        (tmp_path / "d").chmod(0o700 if what == "mine" else 0o755)
+    if what == "a file":
+        (tmp_path / "d").touch()
+    found = processes_of(environ={"ASYNCCKPT_ENDPOINT": f"ipc://{tmp_path}/{name}/s.sock"})["endpoint"]
+    assert found.status == status
+    assert what != "new" or not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.5.1", FAIL), ("2.6", OK), ("2.13.0+cpu", OK), (None, FAIL), ("x", FAIL)]
+)
+def test_versions_are_compared_as_numbers_and_torch_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, status: str
+) -> None:
+    real = processes._version_of
+    monkeypatch.setattr(processes, "_version_of", lambda name: version if name == "torch" else real(name))
+    found = processes_of()["software"]
+    assert found.status == status and (status == OK or "torch>=2.6" in found.advice)
+
+
+def test_the_versions_that_are_needed_are_those_of_the_package() -> None:
+    listed = (REPOSITORY / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("]")[0]
+    assert {f"{name}>={version}" for name, version in processes.NEEDED.items()} == {
+        line.strip().strip('",') for line in listed.splitlines() if line.strip()
+    }
+
+
+def test_a_clock_of_the_past_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert processes_of()["clock"].status == WARN
+
+
+# ---- storage --------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_not_there_is_checked_above_it_and_not_made(tmp_path: Path) -> None:
+    found = storage_of(tmp_path / "a" / "b")
+    assert found["permissions"].status == OK and str(tmp_path / "a" / "b") in found["permissions"].text
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_way_fails(tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    assert storage_of(tmp_path / "f")["permissions"].status == FAIL
+
+
+# What fails once, and which check says so.
+CALLS: list[tuple[str, int, str, str]] = [
+    ("mkdir", errno.EACCES, "permissions", FAIL),
+    ("mkdir", errno.EROFS, "permissions", FAIL),
+    ("stat", errno.EACCES, "permissions", FAIL),
+    ("set_direct", errno.EINVAL, "writing", WARN),
+    ("pwrite", errno.ENOSPC, "writing", FAIL),
+    ("pwrite", errno.EIO, "writing", FAIL),
+    ("fsync", errno.EIO, "writing", FAIL),
+    ("flock", errno.ENOLCK, "locks", WARN),
+    ("rename", errno.EPERM, "commit", WARN),
+    ("statvfs", errno.EIO, "free space", WARN),
+]
+
+
+@pytest.mark.parametrize(("method", "code", "name", "status"), CALLS)
+def test_a_call_that_fails_is_said_where_it_matters_and_nothing_is_left(
+    tmp_path: Path, method: str, code: int, name: str, status: str
+) -> None:
+    found = storage_of(tmp_path, failing(method, code))
+    assert found[name].status == status and (status == WARN or errno.errorcode[code] in found[name].text)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_links_commits_by_renameat2_and_without_both_not_at_all(tmp_path: Path) -> None:
+    assert storage_of(tmp_path, _Refusing("link"))["commit"].facts["ways"] == ["renameat2"]
+    assert storage_of(tmp_path, _Refusing("link", "rename_noreplace"))["commit"].status == FAIL
+
+
+class _Refusing(RecordingFiles):
+    """Refuses every call of some methods."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = names
+
+    def before(self, name: str, args: Any) -> None:
+        if name in self._names:
+            raise OSError(errno.EPERM, "refused")
+
+
+def test_directories_that_are_not_flushed_are_said(tmp_path: Path) -> None:
+    class Unflushed(Files):
+        def fsync(self, fd: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.EINVAL, "no")
+            super().fsync(fd)
+
+    assert storage_of(tmp_path, Unflushed())["directory fsync"].status == WARN
+
+
+def test_storage_that_reads_back_something_else_fails(tmp_path: Path) -> None:
+    class Lying(Files):
+        def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+            count = super().preadv(fd, buffers, offset, flags)
+            buffers[0][0] ^= 1
+            return count
+
+    assert "not what was written" in storage_of(tmp_path, Lying())["writing"].text
+
+
+def test_a_lock_that_two_can_hold_is_said(tmp_path: Path) -> None:
+    class Unlocked(Files):
+        def flock(self, fd: int) -> None:
+            """Take no lock."""
+
+    assert storage_of(tmp_path, Unlocked())["locks"].status == WARN
+
+
+def test_a_slow_flush_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "SLOW_FSYNC_S", 0.0)
+    assert storage_of(tmp_path)["fsync"].status == WARN
+
+
+def test_a_storage_clock_that_differs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 4000)
+    assert storage_of(tmp_path)["storage clock"].status == WARN
+
+
+@pytest.mark.parametrize(
+    ("free", "state", "inodes", "space", "names"),
+    [
+        (10 * GB, None, 1000, OK, OK),
+        (10 * GB, 4 * GB, 1000, OK, OK),
+        (10 * GB, 6 * GB, 1000, WARN, OK),
+        (10 * GB, 11 * GB, 1000, FAIL, OK),
+        (10 * GB, 4 * GB, 10, OK, FAIL),
+    ],
+)
+def test_room_is_compared_with_the_state(
+    tmp_path: Path, free: int, state: int | None, inodes: int, space: str, names: str
+) -> None:
+    class Sized(Files):
+        def statvfs(self, path: str) -> Any:
+            return SimpleNamespace(f_bfree=free, f_bavail=free, f_frsize=1, f_files=10**6, f_favail=inodes)
+
+    found = storage_of(tmp_path, Sized(), state, ranks=4)
+    assert (found["free space"].status, found["inodes"].status) == (space, names)
+
+
+# ---- for real -------------------------------------------------------------------------------------------------------
+
+
+def _doctor(*arguments: str, before: list[str] | None = None) -> tuple[int, dict[str, Any]]:
+    command = [*(before or []), sys.executable, "-m", "asyncckpt", "doctor", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+
+
+def test_real_limits_are_seen(tmp_path: Path) -> None:
+    limited = ["prlimit", "--fsize=1000000", "--nofile=100", "--"]
+    code, found = _doctor(str(tmp_path), "--state-bytes", "2MB", "--ranks", "4", before=limited)
+    assert code == 1 and found["file size"]["status"] == FAIL and found["open files"]["status"] == WARN
+    assert found["writing"]["status"] == FAIL and "EFBIG" in found["writing"]["text"]
+    assert os.listdir(tmp_path) == []
+
+
+@needs_root
+def test_a_small_file_system_in_memory_and_a_read_only_one(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "none", str(tmp_path)], check=True)
+    try:
+        code, found = _doctor(str(tmp_path), "--state-bytes", "2MB", "--ranks", "8")
+        assert code == 1 and found["free space"]["status"] == FAIL and found["inodes"]["status"] == FAIL
+        assert found["file system"]["status"] == WARN and "in memory" in found["file system"]["text"]
+        assert found["writing"]["status"] in (OK, WARN)  # a probe that fits
+        assert os.listdir(tmp_path) == []
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        code, found = _doctor(str(tmp_path))
+        assert code == 1 and found["file system"]["status"] == FAIL and "EROFS" in found["permissions"]["text"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

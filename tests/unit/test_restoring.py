@@ -1,0 +1,322 @@
+"""restore_latest on one rank: the newest that verifies, what is said of the others, and what does not fall back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from storage_samples import flip_byte, shard_paths  # noqa: E402
+
+import asyncckpt  # noqa: E402
+from asyncckpt.config import RankInfo  # noqa: E402
+from asyncckpt.errors import (  # noqa: E402
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    MissingKeysError,
+    NoSoundCheckpointError,
+    ShapeMismatchError,
+    UnsupportedFormatError,
+)
+from asyncckpt.storage import candidates  # noqa: E402
+from asyncckpt.storage.block_reader import read_shards  # noqa: E402
+
+N = 70_000
+
+
+def state(step: int, *more: str) -> dict[str, Any]:
+    return {
+        "w": torch.full((N,), float(step)),
+        **{name: torch.full((N,), 100.0 + step) for name in more},
+        "step": step,
+        "note": f"of {step}",
+    }
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sample = tmp_path_factory.mktemp("sample")
+    save(sample, *(state(step) for step in (10, 20, 30)))
+    return sample
+
+
+@pytest.fixture
+def root(tmp_path: Path, sample: Path) -> Path:
+    """Three checkpoints: steps 10, 20, 30."""
+    return Path(shutil.copytree(sample, tmp_path, dirs_exist_ok=True))
+
+
+def save(root: Path, *states: dict[str, Any], **fields: Any) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False, rank_info=RankInfo(0, 1), **fields) as checkpointer:
+        for one in states:
+            checkpointer.save(one, root / f"s{one['step']}")
+
+
+def target(*more: str) -> dict[str, Any]:
+    return {"w": torch.zeros(N), **{name: torch.zeros(N) for name in more}, "step": -1, "note": ""}
+
+
+def damage(path: Path, how: str) -> None:
+    shard = shard_paths(str(path))[0]
+    index = next(str(file) for file in path.iterdir() if file.suffix == ".index")
+    if how == "first byte of the data":
+        flip_byte(shard, 4096)
+    elif how == "last byte of the data":
+        flip_byte(shard, os.path.getsize(shard) - 1)
+    elif how == "no shard":
+        os.unlink(shard)
+    elif how == "short shard":
+        os.truncate(shard, os.path.getsize(shard) - 1)
+    elif how == "index":
+        flip_byte(index, 100)
+    elif how == "no index":
+        os.unlink(index)
+    elif how == "manifest":
+        flip_byte(str(path / "manifest.json"), 60)
+    elif how == "empty manifest":
+        os.truncate(path / "manifest.json", 0)
+    else:
+        assert how == "objects"
+        flip_byte(next(str(file) for file in path.iterdir() if file.name.endswith(".objects.json")), 40)
+
+
+DAMAGES = (
+    "first byte of the data",
+    "last byte of the data",
+    "no shard",
+    "short shard",
+    "index",
+    "no index",
+    "manifest",
+    "empty manifest",
+    "objects",
+)
+
+
+def test_the_newest_is_taken_and_nothing_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = target()
+    with caplog.at_level(logging.WARNING):
+        found = asyncckpt.restore_latest(root, wanted)
+    assert (found.path, found.step, found.skipped) == (str(root / "s30"), 30, ())
+    assert found.state_dict is wanted and wanted["note"] == "of 30" and bool((wanted["w"] == 30).all())
+    assert not caplog.records
+
+
+def test_newest_is_by_lineage_not_by_step(root: Path) -> None:
+    save(root, state(15))  # a run that went back to step 10
+    assert asyncckpt.restore_latest(root).step == 15
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("filled", [True, False], ids=["in place", "new"])
+def test_a_damaged_one_is_passed_over_and_that_is_said(
+    root: Path, how: str, filled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(root / "s30", how)
+    with caplog.at_level(logging.WARNING):
+        found = asyncckpt.restore_latest(root, target() if filled else None)
+    assert found.step == 20 and found.state_dict["step"] == 20 and found.state_dict["note"] == "of 20"
+    assert bool((found.state_dict["w"] == 20).all())
+    (skipped,) = found.skipped
+    assert skipped.path == str(root / "s30") and isinstance(skipped.error, CorruptCheckpointError)
+    assert skipped.moved_to is None and skipped.step == (None if "manifest" in how else 30)
+    assert any("s30" in record.getMessage() and "passed over" in record.getMessage() for record in caplog.records)
+    assert sorted(os.listdir(root)) == ["s10", "s20", "s30"]
+
+
+def test_several_damaged_ones_are_passed_over_the_newest_first(root: Path) -> None:
+    damage(root / "s30", "manifest")
+    damage(root / "s20", "last byte of the data")
+    found = asyncckpt.restore_latest(root, target())
+    assert found.step == 10 and [one.path for one in found.skipped] == [str(root / "s30"), str(root / "s20")]
+
+
+def test_none_that_verifies_is_an_error_that_lists_all_and_warns_of_the_target(root: Path) -> None:
+    for step in (10, 20, 30):
+        damage(root / f"s{step}", "last byte of the data")
+    with pytest.raises(NoSoundCheckpointError, match="must not be used") as caught:
+        asyncckpt.restore_latest(root, target(), quarantine=True)
+    assert [text.partition(":")[0] for text in caught.value.tried] == [str(root / f"s{n}") for n in (30, 20, 10)]
+    assert isinstance(caught.value, CorruptCheckpointError)
+    assert sorted(os.listdir(root)) == ["s10", "s20", "s30"]  # the last ones are never put aside
+
+
+@pytest.mark.parametrize("what", ["nothing", "other things", "never committed"])
+def test_no_checkpoint_at_all_is_not_found(tmp_path: Path, what: str) -> None:
+    if what == "other things":
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "web").mkdir()
+        (tmp_path / "web" / "manifest.json").write_text('{"name": "an app"}')
+    if what == "never committed":
+        save(tmp_path, state(10))
+        (tmp_path / "s10" / "manifest.json").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        asyncckpt.restore_latest(tmp_path / "none" if what == "nothing" else tmp_path)
+
+
+def test_one_that_was_never_committed_is_no_candidate(root: Path) -> None:
+    (root / "s30" / "manifest.json").unlink()
+    found = asyncckpt.restore_latest(root)
+    assert found.step == 20 and not found.skipped
+
+
+# ---- the target -----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_broken_one_filled_and_the_next_lacks_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, state(10), state(20, "added"))
+    damage(tmp_path / "s20", "last byte of the data")
+    with pytest.raises(MissingKeysError, match="holds values of both") as caught:
+        asyncckpt.restore_latest(tmp_path, target("added"))
+    assert caught.value.keys == ["added"]
+
+
+def test_without_low_memory_a_broken_one_leaves_no_trace(tmp_path: Path) -> None:
+    save(tmp_path, state(10))
+    damage(tmp_path / "s10", "last byte of the data")
+    wanted = target()
+    with pytest.raises(NoSoundCheckpointError):
+        asyncckpt.restore_latest(tmp_path, wanted, low_memory=False)
+    assert not wanted["w"].any() and wanted["note"] == ""
+
+
+def test_modules_and_optimizers_get_the_state_of_the_sound_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = []
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        for step in range(2):
+            model(torch.ones(300)).sum().backward()
+            optimizer.step()
+            checkpointer.save({"model": model, "optim": optimizer, "step": step}, tmp_path / f"s{step}")
+            kept.append([p.detach().clone() for p in model.parameters()])
+    damage(tmp_path / "s1", "last byte of the data")
+    assert asyncckpt.restore_latest(tmp_path, {"model": model, "optim": optimizer, "step": 9}).step == 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), kept[0], strict=True))
+    assert all(int(s["step"]) == 1 for s in optimizer.state_dict()["state"].values())
+
+
+# ---- what does not fall back ----------------------------------------------------------------------------------------
+
+
+def test_a_shape_that_does_not_fit_is_raised(root: Path) -> None:
+    save(root, {"w": torch.zeros(3), "step": 40})
+    with pytest.raises(ShapeMismatchError):
+        asyncckpt.restore_latest(root, target())
+
+
+def test_missing_keys_are_raised_if_strict(root: Path) -> None:
+    with pytest.raises(MissingKeysError):
+        asyncckpt.restore_latest(root, target("more"), strict=True)
+
+
+def test_one_of_a_newer_version_is_raised(root: Path) -> None:
+    manifest = root / "s30" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"asyncckpt_manifest": 1', '"asyncckpt_manifest": 2'))
+    with pytest.raises(UnsupportedFormatError):
+        asyncckpt.restore_latest(root)
+
+
+@pytest.mark.parametrize("arguments", [{"quarantine": 1}, {"threads": 0}, {"nonsense": 1}])
+def test_arguments_that_make_no_sense_are_raised(root: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        asyncckpt.restore_latest(root, **arguments)
+
+
+def test_several_ranks_without_a_place_to_meet_are_refused_and_one_may_go_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="process group"):
+        asyncckpt.restore_latest(root)
+    assert asyncckpt.restore_latest(root, rank_info=RankInfo(0, 1)).step == 30
+
+
+@pytest.mark.parametrize(("code", "falls_back"), [("EIO", True), ("EUCLEAN", True), ("EACCES", False)])
+def test_storage_that_has_lost_the_bytes_is_broken_and_one_that_refuses_is_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: str, falls_back: bool
+) -> None:
+    import errno
+
+    from asyncckpt.loading import fetching
+
+    def failing(path: str, *args: Any, **kw: Any) -> Any:
+        if path.endswith("s30"):
+            number = getattr(errno, code)
+            raise OSError(number, os.strerror(number), path)
+        return read_shards(path, *args, **kw)
+
+    monkeypatch.setattr(fetching, "read_shards", failing)
+    if not falls_back:
+        with pytest.raises(PermissionError):
+            asyncckpt.restore_latest(root, target())
+        return
+    found = asyncckpt.restore_latest(root, target(), quarantine=True)
+    assert found.step == 20 and found.skipped[0].moved_to is None  # nothing shows that it is damaged
+
+
+# ---- quarantine -----------------------------------------------------------------------------------------------------
+
+
+def test_on_request_broken_ones_are_put_aside_and_offered_no_more(root: Path) -> None:
+    damage(root / "s30", "last byte of the data")
+    (root / "s30.broken-1").mkdir()
+    found = asyncckpt.restore_latest(root, quarantine=True)
+    assert found.skipped[0].moved_to == str(root / "s30.broken-2")
+    assert sorted(os.listdir(root)) == ["s10", "s20", "s30.broken-1", "s30.broken-2"]
+    assert asyncckpt.latest_checkpoint(root) == str(root / "s20")
+    assert not asyncckpt.restore_latest(root).skipped
+    save(root, state(30))
+    assert asyncckpt.restore_latest(root).path == str(root / "s30")
+
+
+@pytest.mark.parametrize("why", ["newer files", "a link", "not ours"])
+def test_what_may_be_in_use_or_is_not_provably_ours_is_not_put_aside(root: Path, why: str) -> None:
+    damage(root / "s30", "manifest" if why == "not ours" else "last byte of the data")
+    if why == "newer files":  # somebody overwrites it right now
+        (root / "s30" / "rank-00000.000001-00000099-0123456789ab.index").touch()
+    if why == "a link":
+        os.rename(root / "s30", root.parent / "elsewhere")
+        os.symlink(root.parent / "elsewhere", root / "s30")
+    if why == "not ours":
+        for file in (root / "s30").iterdir():
+            if file.name != "manifest.json":
+                file.unlink()
+    asyncckpt.restore_latest(root, quarantine=True)
+    assert sorted(os.listdir(root)) == ["s10", "s20", "s30"]
+
+
+def test_a_save_to_a_name_of_quarantine_is_refused(tmp_path: Path) -> None:
+    refused = pytest.raises(asyncckpt.errors.UnsupportedPathError, match="broken")
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer, refused:
+        checkpointer.save(state(1), tmp_path / "s1.broken-3")
+
+
+# ---- the candidates -------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_the_newest_first_and_a_damaged_manifest_counts_by_its_files(root: Path) -> None:
+    damage(root / "s20", "manifest")
+    found = candidates.candidates_in(str(root), asyncckpt.storage.files.Files())
+    assert [(os.path.basename(one.path), one.step) for one in found] == [("s30", 30), ("s20", None), ("s10", 10)]
+    assert found[1].save_id is not None and found[1].save_id.sequence == 1
+
+
+def test_somebody_else_s_manifest_beside_the_checkpoints_hides_none(root: Path) -> None:
+    (root / "manifest.json").write_text('{"name": "an app"}')
+    assert asyncckpt.latest_checkpoint(root) == str(root / "s30") == asyncckpt.restore_latest(root).path
+
+
+def test_a_checkpointer_restores_too(root: Path) -> None:
+    damage(root / "s30", "last byte of the data")
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        found = checkpointer.restore_latest(root, target())
+    assert found.step == 20 and len(found.skipped) == 1
