@@ -8,7 +8,14 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench bench-quick bench-gpu bench-compare clean
+# Processes that share the tests: much of a test is waiting for others. JOBS=0 runs them in one process, in order.
+JOBS ?= 3
+TOGETHER := -n $(JOBS) --dist worksteal
+
+# The tests start hundreds of interpreters: whatever the environment says, each module is compiled once.
+test test-nonumpy test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu bench-compare clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
@@ -18,6 +25,8 @@ help:
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes, as root; results in tests/fault/results"
 	@echo "make test-nodes    workers in network namespaces, as root"
+	@echo "make fuzz          readers of strange bytes, for minutes; FUZZ_SECONDS for each"
+	@echo "make mutants       known bugs put in on purpose, and the tests that catch them"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make bench         the measurements"
 	@echo "make bench-quick   the main ratios beside those of the last result file"
@@ -38,14 +47,14 @@ help:
 # Neither numpy nor hypothesis nor safetensors: what a bare `pip install asyncckpt` gives.
 .venv-core/.stamp: $(INPUTS)
 	test -x .venv-core/bin/python || $(PYTHON) -m venv .venv-core
-	.venv-core/bin/$(PIP) -e . pytest pytest-timeout
+	.venv-core/bin/$(PIP) -e . pytest pytest-timeout pytest-xdist
 	touch $@
 
 demo: .venv/.core
 	.venv/bin/asyncckpt demo
 
 test: .venv/.dev
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest $(TOGETHER)
 
 check: .venv/.dev
 	.venv/bin/ruff format --check .
@@ -53,11 +62,12 @@ check: .venv/.dev
 	.venv/bin/mypy -p asyncckpt -p asyncckpt_worker -p benchmarks
 	.venv/bin/python docs/check_parity.py
 	.venv/bin/python docs/check_formats.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py
+	.venv/bin/python docs/check_promises.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py
 
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
-	.venv-core/bin/python -m pytest tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
+	.venv-core/bin/python -m pytest $(TOGETHER) tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py
@@ -65,11 +75,22 @@ test-matrix: .venv/.dev
 test-fault: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"
 	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_RESULTS=tests/fault/results \
+		ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault \
-		tests/unit/test_worker_simulation.py tests/unit/test_workers_simulation.py tests/unit/test_layout_dcp.py
+		tests/unit/test_worker_simulation.py tests/unit/test_workers_simulation.py tests/unit/test_layout_dcp.py \
+		tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py
 
 test-nodes: .venv/.dev
 	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
+
+# atheris has no wheels for some Pythons; without it a mutator that sees no coverage does the work.
+FUZZ_SECONDS ?= 15
+fuzz: .venv/.dev
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --target build/atheris atheris || true
+	PYTHONPATH=build/atheris:.:.typing .venv/bin/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
+
+mutants: .venv/.dev
+	.venv/bin/python -m tests.mutants.run
 
 wheel-check: .venv/.dev
 	rm -rf build dist

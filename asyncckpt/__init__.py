@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from asyncckpt.planning.sharding.shards import FlatShard as FlatShard
     from asyncckpt.planning.sharding.shards import ShardedSlice as ShardedSlice
     from asyncckpt.planning.sharding.tensor_parallel import describe_tp as describe_tp
+    from asyncckpt.recall.snapshots import HeldSnapshot as HeldSnapshot
+    from asyncckpt.recall.snapshots import held_snapshots as held_snapshots
     from asyncckpt.restoring import RestoredCheckpoint as RestoredCheckpoint
     from asyncckpt.restoring import SkippedCheckpoint as SkippedCheckpoint
     from asyncckpt.restoring import restore_latest as restore_latest
@@ -55,6 +57,7 @@ _WHERE = {
     "CommitHook": "parts",
     "ConversionReport": "conversion.converter",
     "FlatShard": "planning.sharding.shards",
+    "HeldSnapshot": "recall.snapshots",
     "LoadPlan": "loading.load_plan",
     "OpenCheckpoint": "loading.opened",
     "PerRank": "per_rank",
@@ -67,6 +70,7 @@ _WHERE = {
     "SyncCheckpointer": "sync_checkpointer",
     "convert": "conversion.converter",
     "describe_tp": "planning.sharding.tensor_parallel",
+    "held_snapshots": "recall.snapshots",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
     "make_async_checkpointer": "factories",
@@ -91,6 +95,7 @@ __all__ = [
     "CommitHook",
     "ConversionReport",
     "FlatShard",
+    "HeldSnapshot",
     "LoadPlan",
     "OpenCheckpoint",
     "PerRank",
@@ -104,6 +109,7 @@ __all__ = [
     "__version__",
     "convert",
     "describe_tp",
+    "held_snapshots",
     "latest_checkpoint",
     "load",
     "make_async_checkpointer",

@@ -73,7 +73,7 @@ class AsyncCheckpointer(Overlapping):
         **fields: Any,
     ) -> None:
         refuse_positional(given, "AsyncCheckpointer")
-        super().__init__(CheckpointerConfig.resolve(config, fields), reader)
+        super().__init__(CheckpointerConfig.resolve(config, fields), reader, endpoint)
         refuse_misplaced(fields, own_stager=checkpoint_stager is not None, own_process=checkpoint_process is not None)
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:

@@ -27,11 +27,13 @@ from asyncckpt.errors import (
 from asyncckpt.exchange import Meeting
 from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.recalled import check_source
 from asyncckpt.one_answer import same_answer
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.request import check_metadata
+from asyncckpt.recall.newest import newest_of_both
 from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
 from asyncckpt.same_checkpoint import RESTORE
 from asyncckpt.storage.candidates import Candidate
@@ -67,12 +69,16 @@ def _save_path(path: str | os.PathLike[str]) -> str:
 class Checkpointer(ABC):
     """Saves and loads state dicts. A context manager."""
 
-    def __init__(self, config: CheckpointerConfig, reader: CheckpointReader | None) -> None:
+    def __init__(
+        self, config: CheckpointerConfig, reader: CheckpointReader | None, endpoint: str | None = None
+    ) -> None:
         if not sys.platform.startswith("linux"):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
-        self.config = config
+        self.config, self._endpoint = config, endpoint
         self._rank = find_rank_info(config.rank_info)
-        self._reader = reader or DefaultReader(rank_info=self._rank, allow_pickle=config.allow_pickle)
+        self._reader = reader or DefaultReader(
+            rank_info=self._rank, allow_pickle=config.allow_pickle, endpoint=endpoint
+        )
         self._run_id = secrets.token_hex(6)
         self._coordination: Coordination | None = None
         self._await_saves_below: Callable[[str, float], None] = lambda root, deadline: None  # without a worker: none
@@ -127,28 +133,35 @@ class Checkpointer(ABC):
             )
         return found
 
-    def latest_checkpoint(self, root: str | os.PathLike[str], *, timeout_s: float = 60.0) -> str | None:
-        """Return the newest committed checkpoint below `root`, as `asyncckpt.latest_checkpoint`; None without any.
+    def latest_checkpoint(
+        self, root: str | os.PathLike[str], *, timeout_s: float = 60.0, source: str = "auto"
+    ) -> str | None:
+        """Return the newest checkpoint below `root`: committed, or whole in the worker's memory; None without any.
 
         To go on after a crash: all ranks get rank 0's answer, so that they go on from the same checkpoint, and saves to
         `root` that the worker still writes for a run that has died are waited for. On several ranks it is a collective.
+        What is in memory only, because it could not be written or is not yet, is loaded by this checkpointer's `load`.
 
         Args:
             root: The directory that holds the checkpoints' directories.
             timeout_s: How long to wait for such saves, and for the other ranks.
+            source: "disk" counts what is committed only, as `asyncckpt.latest_checkpoint` does; "memory" what is not.
 
         Raises:
             PlanTimeoutError: Not every rank has called it.
             UnsupportedPathError: A URL.
+            ConfigError: An unknown `source`.
             SaveFailedError: Rank 0 could not look (on the other ranks).
             OSError: `root` cannot be read.
         """
         self._check_usable()
         directory, deadline = absolute_path(root), time.monotonic() + timeout_s
+        where = check_source(source)
 
         def look() -> str | None:
             self._await_saves_below(directory, deadline)
-            return latest_checkpoint(directory)
+            on_disk = None if where == "memory" else latest_checkpoint(directory)
+            return on_disk if where == "disk" else newest_of_both(directory, on_disk, self._endpoint)
 
         if self._coordination is None:
             return look()

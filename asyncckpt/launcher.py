@@ -75,7 +75,9 @@ def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) ->
         OSError: The log cannot be opened, or no process made.
     """
     command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--log-file", log_path]
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    log = os.open(log_path, flags | os.O_NONBLOCK, 0o600)  # else a pipe in its place would be waited for
+    os.set_blocking(log, True)
     try:
         return subprocess.Popen(
             [*command, *options],

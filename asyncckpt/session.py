@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
-from asyncckpt.protocol.endpoint import socket_path
+from asyncckpt.protocol.endpoint import check_directory, socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.session_thread import SessionThread
 
@@ -63,9 +63,11 @@ class Session(SessionThread):
 
         Raises:
             WorkerUnavailableError: Nobody answered in time; ProtocolVersionError: another version answered.
+            EndpointError: Somebody else may be listening there.
         """
-        self.thread.start()
         try:
+            check_directory(self.endpoint)
+            self.thread.start()
             if start is None:
                 self._await_welcome(min(time.monotonic() + SAY_AFTER_S, deadline))
                 if not self._welcome.done():
@@ -78,6 +80,8 @@ class Session(SessionThread):
                     start()
                     self._await_welcome(min(time.monotonic() + START_AGAIN_S, deadline))
             self._welcome.result(max(0.0, deadline - time.monotonic()))
+            # IMPORTANT: again, as it may have been made meanwhile: what comes next is the training state.
+            check_directory(self.endpoint)
         except BaseException as error:
             self.close()
             if isinstance(error, concurrent.futures.TimeoutError) and not isinstance(error, AsyncCkptError):

@@ -30,7 +30,7 @@ class SlotLender:
         self._connect, self._send, self._endpoint, self._timeout_s = connect, send, endpoint, timeout_s
 
     def allocate(self, nbytes: int) -> LentSlot:
-        """Return a new slot of `nbytes`. Blocks until the worker has made it.
+        """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
 
         Raises:
             WorkerUnavailableError: It cannot be reached, or its memory cannot be opened.
@@ -49,7 +49,9 @@ class SlotLender:
                 endpoint=self._endpoint,
                 detail="slot",
             ) from error
-        return LentSlot(number=reply.slot, memory=memory, session=session.name)
+        # One that was lent before, and is warm, goes on from the generation that it holds.
+        generation = memory.control.generation
+        return LentSlot(number=reply.slot, memory=memory, session=session.name, generation=generation)
 
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""

@@ -13,6 +13,10 @@ from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 CALLBACK_S = 1.0
 """How long `_ended` may take to be called once a future is done. Chosen, far above what it takes."""
 
+UNCHANGED = (
+    "step %d, saved to %s, is bit for bit what step %s was: is what is saved still what is trained? A state dict that "
+    "was cloned once never changes"
+)
 _log = logging.getLogger("asyncckpt")
 
 
@@ -40,6 +44,8 @@ class SaveTracker:
         report, error = done.peek()
         if error is None:
             _log.info("saved step %d to %s: %s", handle.step, handle.path, report)
+            if report is not None and report.details.get("unchanged"):
+                _log.warning(UNCHANGED, handle.step, handle.path, report.details.get("same_tensors_as_step"))
         elif isinstance(error, SaveSkippedError):
             _log.info("%s", error)
         elif isinstance(error, CheckpointerClosedError):

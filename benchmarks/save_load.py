@@ -100,7 +100,7 @@ def _load(path: Path, target: dict[str, Any], *, cold: bool) -> float:
     if cold:
         _drop_cache(path)
     began = time.perf_counter()
-    asyncckpt.load(path, target, strict=True)
+    asyncckpt.load(path, target, strict=True, source="disk")
     return time.perf_counter() - began
 
 

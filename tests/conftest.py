@@ -1,7 +1,7 @@
 """What every test gets: a guard against leaks, a private endpoint, and seeds that replay.
 
 A random test takes its numbers from the fixture `rng`. Its seed is printed with the failure; run the test again with
-`ASYNCCKPT_TEST_SEED=<seed>` to get the same numbers.
+`ASYNCCKPT_TEST_SEED=<seed>` to get the same numbers, whether in one process or spread over several (`pytest -n 2`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -33,19 +34,32 @@ else:
     hypothesis.settings.load_profile("bounded")
 
 SEED_VARIABLE = "ASYNCCKPT_TEST_SEED"
-_SESSION_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().getrandbits(32))
+_SEED = pytest.StashKey[int]()
 
 
-def pytest_report_header() -> str:
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed; a process that runs a part of the tests takes that of the one that has started it."""
+    given = getattr(config, "workerinput", {}).get("seed") or os.environ.get(SEED_VARIABLE)
+    config.stash[_SEED] = int(given or random.SystemRandom().getrandbits(32))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the seed to a process that will run a part of the tests (pytest-xdist)."""
+    node.workerinput["seed"] = node.config.stash[_SEED]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
     """Name the seed once, so that even a killed run can be replayed."""
-    return f"asyncckpt: {SEED_VARIABLE}={_SESSION_SEED}"
+    return f"asyncckpt: {SEED_VARIABLE}={config.stash[_SEED]}"
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of this session; the same for a test whether it runs alone or among others."""
-    print(f"{request.node.nodeid}: replay with {SEED_VARIABLE}={_SESSION_SEED}")
-    return _SESSION_SEED
+    found = request.config.stash[_SEED]
+    print(f"{request.node.nodeid}: replay with {SEED_VARIABLE}={found}")
+    return found
 
 
 @pytest.fixture
@@ -70,6 +84,14 @@ def _default_endpoint_is_private() -> Iterator[pathlib.Path]:
     patch.setenv("XDG_RUNTIME_DIR", str(directory))
     yield directory
     patch.undo()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def short_path() -> Iterator[pathlib.Path]:
+    """As `tmp_path`, with a name that leaves room for sockets, however deep pytest's own directories lie."""
+    directory = _private_directory()
+    yield directory
     shutil.rmtree(directory, ignore_errors=True)
 
 

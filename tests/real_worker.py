@@ -22,7 +22,7 @@ from asyncckpt.protocol.identity import start_ticks
 if TYPE_CHECKING:  # this module runs without torch
     from asyncckpt import AsyncCheckpointer, SaveHandle
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 """For whatever must happen, and has no bound of its own in the promises."""
 
 

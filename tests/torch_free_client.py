@@ -223,7 +223,8 @@ class Client:
         """Get a slot and map it."""
         assert self.welcome is not None
         granted = self.call(m.Allocate(id=self.next_id(), nbytes=nbytes, populate=populate))
-        slot = ClientSlot(granted.slot, SlotMemory.attach(self.welcome.pid, granted.fd, granted.nbytes, granted.token))
+        memory = SlotMemory.attach(self.welcome.pid, granted.fd, granted.nbytes, granted.token)
+        slot = ClientSlot(granted.slot, memory, memory.control.generation)
         self.slots.append(slot)
         return slot
 

@@ -60,6 +60,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         roots=tuple(os.path.abspath(os.path.expanduser(root)) for root in options.root),
         idle_exit_s=options.idle_exit_s,
         while_pid=options.while_pid,
+        keep_snapshots_s=options.keep_snapshots_s,
         drain_timeout_s=options.drain_timeout_s,
         threads=options.threads,
         max_write_bandwidth=options.max_write_bandwidth,

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.fields import address, port
-from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, IDLE_EXIT_S, LOG_FORMATS, LOOPBACK, MIN_BANDWIDTH
+from asyncckpt.protocol.options import (
+    DRAIN_TIMEOUT_S,
+    IDLE_EXIT_S,
+    KEEP_SNAPSHOTS_S,
+    LOG_FORMATS,
+    LOOPBACK,
+    MIN_BANDWIDTH,
+)
 
 MAX_THREADS = 256
 
@@ -22,6 +29,8 @@ class WorkerConfig:
         roots: Directories below which it may write; empty allows every absolute path.
         idle_exit_s: It exits after this time without sessions and saves; 0 means never.
         while_pid: While this process lives it does not exit for idleness; 0: no such process.
+        keep_snapshots_s: How long the snapshots of trainers that are gone stay in memory, to be loaded by the restarted
+            ones; 0 frees them at once.
         drain_timeout_s: How long a drain waits for saves in flight.
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
@@ -39,6 +48,7 @@ class WorkerConfig:
     roots: tuple[str, ...] = ()
     idle_exit_s: float = IDLE_EXIT_S
     while_pid: int = 0
+    keep_snapshots_s: float = KEEP_SNAPSHOTS_S
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     staging_grace_s: float = 10.0
     threads: int = 0
@@ -51,7 +61,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         socket_path(self.endpoint)
-        for name in ("idle_exit_s", "drain_timeout_s", "staging_grace_s", "heartbeat_s"):
+        for name in ("idle_exit_s", "keep_snapshots_s", "drain_timeout_s", "staging_grace_s", "heartbeat_s"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; expected seconds, 0 or more", field=name, value=value)

@@ -35,6 +35,7 @@ from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.peers import Peers
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.server import Server
+from asyncckpt_worker.shortage import Shortage
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.state import Brain
 from asyncckpt_worker.writer import Writer
@@ -74,6 +75,7 @@ class Daemon:
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
         self._keeper = Keeper(config.while_pid)
+        self._shortage = Shortage()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
         self._started = time.monotonic()
@@ -89,6 +91,7 @@ class Daemon:
                 idle_exit_s=config.idle_exit_s,
                 drain_timeout_s=config.drain_timeout_s,
                 staging_grace_s=config.staging_grace_s,
+                keep_snapshots_s=config.keep_snapshots_s,
             ),
             time.monotonic(),
         )
@@ -131,7 +134,8 @@ class Daemon:
         self._tick()
 
     def _tick(self) -> None:
-        self._handle(ev.Tick(now=time.monotonic(), kept=self._keeper.lives()))
+        short = self.brain.keeping.any and self._shortage.is_there(time.monotonic())
+        self._handle(ev.Tick(now=time.monotonic(), kept=self._keeper.lives(), memory_short=short))
 
     def _wait_s(self) -> float:
         waits = [MAX_WAIT_S, self._liveness.poll_s or MAX_WAIT_S, self._keeper.poll_s or MAX_WAIT_S]

@@ -23,6 +23,7 @@ class BrainConfig:
     idle_exit_s: float
     drain_timeout_s: float
     staging_grace_s: float
+    keep_snapshots_s: float = 0.0
 
 
 class Ending:

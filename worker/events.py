@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.freshness import Contents
 
 Wire = Mapping[str, Any]
 Peer = bytes
@@ -101,7 +102,8 @@ class Written:
 class Published:
     """The answer to Commit. `unknown`: an error at the manifest itself; nobody knows whether it stands.
 
-    `uncovered`: stored names whose chunks do not cover their tensors.
+    `uncovered`: stored names whose chunks do not cover their tensors. `contents`: what it holds, to compare the next
+    save of the run with; None where that cannot be said.
     """
 
     now: float
@@ -109,6 +111,7 @@ class Published:
     error: Wire | None = None
     unknown: bool = False
     uncovered: tuple[str, ...] = ()
+    contents: Contents | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -182,10 +185,15 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """Time has passed. `kept`: the process that the worker was started for lives, so it does not leave for idleness."""
+    """Time has passed.
+
+    `kept`: the process that the worker was started for lives, so it does not leave for idleness. `memory_short`: the
+    machine, or our cgroup, has hardly any memory left.
+    """
 
     now: float
     kept: bool = False
+    memory_short: bool = False
 
 
 Event = (

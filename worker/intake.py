@@ -92,10 +92,12 @@ class Intake:
             self._saves.end(save, FAILED, problem)
         elif (verdict := self._runs.verdict(save)) is not None:
             self._saves.end(save, ABANDONED, verdict)
-        elif entry.prepared:
-            self._saves.write(save, entry)
-        elif not entry.preparing:
-            self._saves.prepare(save, entry, fsync=request.fsync)
+        else:
+            save.complete = not save.missing
+            if entry.prepared:
+                self._saves.write(save, entry)
+            elif not entry.preparing:
+                self._saves.prepare(save, entry, fsync=request.fsync)
         return True
 
     def _problem(self, save: Save, entry: RankSave, slot: Slot) -> Wire | None:

@@ -14,6 +14,7 @@ from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.changes import MAX_NAMES
+from asyncckpt_worker.freshness import contents_of
 from asyncckpt_worker.metrics import Metrics
 from asyncckpt_worker.provers import Prover, hole
 from asyncckpt_worker.scheduler import Scheduler
@@ -121,7 +122,8 @@ class Jobs:
         except BaseException as error:
             unknown = isinstance(error, CommitUnknownError)
             return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
-        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report)
+        contents = contents_of(action.requests, action.results)
+        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report, contents=contents)
 
     def _remove(self, action: ac.Remove) -> ev.Removed:
         _error_of(lambda: self._writer.remove(action.save_id, action.path))

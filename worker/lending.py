@@ -22,6 +22,7 @@ from asyncckpt.protocol.messages import Allocate, Begin, Granted, Message, Ok, R
 from asyncckpt_worker.actions import CreateSlot, FreeSlot, ReadSlot, Send
 from asyncckpt_worker.events import Peer, SlotCreated, SlotRead
 from asyncckpt_worker.intake import Intake
+from asyncckpt_worker.keeping import KeepBook, is_in_flight
 from asyncckpt_worker.records import MAX_JOBS, MAX_SLOTS_PER_SESSION, Session, Slot, Tables, Waiter
 
 MAX_WAITERS = 16
@@ -31,9 +32,9 @@ MAX_WAITERS = 16
 class Lending:
     """Changes `tables.slots` and adds the actions that follow."""
 
-    def __init__(self, tables: Tables, intake: Intake) -> None:
+    def __init__(self, tables: Tables, intake: Intake, keeping: KeepBook) -> None:
         self._t = tables
-        self._intake = intake
+        self._intake, self._keeping = intake, keeping
 
     def send(self, peer: Peer, message: Message) -> None:
         """Add a Send action."""
@@ -61,16 +62,23 @@ class Lending:
             self.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
         elif self._t.jobs >= MAX_JOBS:
             self.refuse(session.peer, m.id, busy())
+        elif (kept := self._keeping.lend_again(session, m)) is not None:
+            self._is_of(session, kept)
+            self._grant(session, kept)
         else:
             number = self._t.next_slot
             self._t.next_slot += 1
             slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id, populate=m.populate)
+            slot.process = (session.pid, session.pid_start)
             self._t.slots[number] = slot
-            session.slots.add(number)
-            for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
-                del session.granted[old]
-            session.granted[m.id] = number
+            self._is_of(session, slot)
             self._t.actions.append(CreateSlot(slot=number, nbytes=m.nbytes, populate=m.populate))
+
+    def _is_of(self, session: Session, slot: Slot) -> None:
+        session.slots.add(slot.number)
+        for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
+            del session.granted[old]
+        session.granted[slot.allocate_id] = slot.number
 
     def created(self, event: SlotCreated) -> None:
         """Answer the Allocate."""
@@ -78,9 +86,10 @@ class Lending:
         if slot is None or slot.fd >= 0:
             return
         session = self._t.sessions.get(slot.session)
-        if event.error is not None and event.error.get("code") == InsufficientMemoryError.wire_code and self._freeing():
-            slot.postponed = True
-            return
+        if event.error is not None and event.error.get("code") == InsufficientMemoryError.wire_code:
+            slot.postponed = self._freeing() or self._keeping.make_room()
+            if slot.postponed:
+                return
         if event.error is not None:
             del self._t.slots[slot.number]
             if session is not None:
@@ -121,6 +130,7 @@ class Lending:
         """Take a slot back; one that was freed before is as good."""
         if m.slot in session.slots:
             session.slots.discard(m.slot)
+            self._t.slots[m.slot].dropped = True
             self.close(self._t.slots[m.slot])
         elif not 0 < m.slot < self._t.next_slot or (m.slot in self._t.slots and not self._was_of(session, m.slot)):
             return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
@@ -219,6 +229,7 @@ class Lending:
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
+        slot.void = slot.closing and not slot.read_again and (request is None or event.generation != slot.taken)
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
@@ -239,16 +250,19 @@ class Lending:
             self._read(slot)
 
     def free_what_is_over(self) -> None:
-        """Free closing slots that no read and no save needs; abandon saves that were never sealed in them."""
+        """Free closing slots that no read, save or reader needs; abandon saves that were never sealed in them."""
+        self._keeping.consider()
         for slot in [s for s in self._t.slots.values() if s.closing and not s.reading]:
             entry = self._t.entry(slot.key)
             if entry is not None and slot.key is not None and entry.phase == BEGUN and entry.slot == slot.number:
                 text = "the trainer ended, or gave its memory back, before the snapshot was complete"
                 self._intake.abandon(self._t.saves[slot.key[0]], entry, "not_sealed", text)
-            in_flight = entry is not None and entry.phase in IN_FLIGHT and entry.slot == slot.number
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
-            if slot.fd >= 0 and not in_flight and not slot.writes:
+            if slot.fd >= 0 and not is_in_flight(self._t, slot) and not slot.writes and not slot.kept:
+                if self._keeping.is_undecided(slot):
+                    continue
                 del self._t.slots[slot.number]
+                self._keeping.freed(slot)
                 self._t.freeing.add(slot.number)
                 self._t.actions.append(FreeSlot(slot=slot.number))
                 self._t.log("debug", "slot freed", session=slot.session, count="slots_freed", slot=slot.number)

@@ -122,9 +122,11 @@ def redirect_output(path: str) -> None:
     """Let stdout and stderr of this process go to the end of `path`, which only this user can read.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be opened; ENXIO: it is a pipe that nobody reads.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags | os.O_NONBLOCK, 0o600)  # else a pipe in its place would be waited for
+    os.set_blocking(fd, True)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(fd, 1)

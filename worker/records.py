@@ -97,10 +97,29 @@ class Slot:
     link: str = ""
     """As `Session.link`: then it is nothing that we have."""
 
+    process: tuple[int, int] = (0, 0)
+    """Pid and start time of who has it, or had."""
+
+    closed_at: float = 0.0
+    """When its session ended."""
+
+    parting: bool = False
+    """Its session has said goodbye, and its process may live on."""
+
+    dropped: bool = False
+    """It was given back, or up: what it holds is not kept."""
+
+    void: bool = False
+    """Closing, and it was found to hold something else than what was taken up last: it was opened, and not sealed."""
+
+    kept: bool = False
+    held_by: set[str] = field(default_factory=set)
+    """Sessions that read what it holds."""
+
     @property
     def state(self) -> str:
-        """`creating`, `lent` or `closing`."""
-        return "closing" if self.closing else "creating" if self.fd < 0 else "lent"
+        """`creating`, `lent`, `closing` or `kept`."""
+        return ("kept" if self.kept else "closing") if self.closing else "creating" if self.fd < 0 else "lent"
 
 
 @dataclass(slots=True)
@@ -164,6 +183,12 @@ class Save:
     given_up: bool = False
     """Followed: it cannot go on here, and the leader is told so."""
 
+    complete: bool = False
+    """All of its ranks have sealed it, and agree."""
+
+    objected: bool = False
+    """It was ended by something that speaks against what was staged."""
+
     told_missing: list[int] | None = None
     """Followed: the ranks that the leader waits for, as it has said."""
 
@@ -221,6 +246,9 @@ class Tables:
     announced: dict[str, None] = field(default_factory=dict)
     """Runs that got a change in this event."""
 
+    parting: set[str] = field(default_factory=set)
+    """Sessions that have said goodbye, and whose processes are watched until their slots are gone."""
+
     lineage_scans: int = 0
     next_slot: int = 1
     instance: str = ""
@@ -229,6 +257,9 @@ class Tables:
 
     told: list[tuple[str, Message]] = field(default_factory=list)
     """Run and record: what its leader is to hear, besides what was touched."""
+
+    failures: dict[str, int] = field(default_factory=dict)
+    """Kind of error (`verdicts.kind_of`) -> how many saves have ended with it."""
 
     heard: dict[str, float] = field(default_factory=dict)
     """Stream of a follower -> when it was heard last."""

@@ -32,9 +32,15 @@ def report(t: Tables, instance: str) -> Mapping[str, Any]:
         ],
         "slots": [
             {"slot": s.number, "nbytes": s.nbytes, "state": s.state, "save_id": s.key[0] if s.key else None}
-            for s in list(t.slots.values())[:MAX_ROWS]
+            for s in [s for s in t.slots.values() if not s.kept][:MAX_ROWS]
         ],
+        "kept": [
+            {"slot": s.number, "nbytes": s.nbytes, "rank": s.rank, "save_id": s.key[0], "readers": len(s.held_by)}
+            for s in t.slots.values()
+            if s.kept and s.key is not None
+        ][:MAX_ROWS],
         "saves": [_row(save) for save in saves],
+        "failures": dict(t.failures),
         "jobs": t.jobs,
     }
 

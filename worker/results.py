@@ -9,10 +9,12 @@ from typing import Any
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import fields as check
+from asyncckpt.storage.prints import PRINT_NBYTES
 from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.storage.tally import KINDS_NBYTES, LANE_NBYTES, Tally
 
 _TEXTS = ("index_name", "index_checksum")
+_PRINTS = ("shards_print", "rest_print")
 
 
 def pack_result(result: RankResult) -> dict[str, Any]:
@@ -45,11 +47,15 @@ def unpack_result(found: Mapping[str, Any], save_id: str, rank: int) -> RankResu
     table = found["dcp"]
     if table is not None and type(table) is not bytes:
         raise ValueError("the table of a result's items")
+    prints = {name: found.get(name, b"") for name in _PRINTS}
+    if not all(type(value) is bytes and len(value) in (0, PRINT_NBYTES) for value in prints.values()):
+        raise ValueError("the prints of a result")
     return RankResult(
         record=RankRecord(**record),
         nbytes=found["nbytes"],
         seconds=seconds,
         direct=bool(found["direct"]),
         dcp=None if table is None else (b"", table),
+        **prints,
         tally=tally,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncckpt_worker.events import Wire
+from asyncckpt_worker.freshness import Committed
 
 MAX_DIRECTORIES = 64
 """Directories of a run whose epochs are remembered: until all of its ranks have asked. Chosen, not measured."""
@@ -43,6 +44,9 @@ class Run:
 
     leader: str = ""
     """Followed: the leader's instance, once it has spoken."""
+
+    committed: Committed | None = None
+    """What was committed last, to be compared with what comes next."""
 
     names: dict[str, int | None] = field(default_factory=dict)
     """FQNs to be stored for each rank -> from which sequence on, once that was published."""

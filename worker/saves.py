@@ -27,14 +27,16 @@ from asyncckpt.protocol.messages import Consent
 from asyncckpt.protocol.relay import Consented, GaveUp, Left
 from asyncckpt_worker.actions import Commit, Remove, Write
 from asyncckpt_worker.changes import ChangeBook
+from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
 from asyncckpt_worker.entries import prepare_of
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
+from asyncckpt_worker.keeping import speaks_against
 from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save, Session, Tables
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
-from asyncckpt_worker.verdicts import failed, timed_out
+from asyncckpt_worker.verdicts import count, failed, timed_out
 
 _OUTCOME_EVENTS = {ABANDONED: ("abandon", "fail"), FAILED: ("fail", "fail"), UNKNOWN: ("fail", "lose")}
 """Outcome of a save -> lifecycle event of a rank that has only begun, and of one that is durable."""
@@ -104,7 +106,10 @@ class SaveBook:
             self._changes.note(save, event.uncovered)
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
-        self.committed(save, event.report)
+        found = compare(self._t, save, event.contents)
+        for entry in save.ranks.values():
+            entry.report.update(found)
+        self.committed(save, {**event.report, **found})
 
     def committed(self, save: Save, report: Mapping[str, Any]) -> None:
         """The manifest stands."""
@@ -190,13 +195,14 @@ class SaveBook:
     def end_here(self, save: Save, outcome: str, error: Wire) -> None:
         """As `end`, also where another worker decides: it has."""
         self._changes.publish(save, complete=False)
-        save.outcome, save.error = outcome, error
+        save.outcome, save.error, save.objected = outcome, error, speaks_against(error)
         at_begun, at_durable = _OUTCOME_EVENTS[outcome]
         for entry in save.ranks.values():
             event = at_begun if entry.phase == BEGUN else at_durable if entry.phase == DURABLE else "fail"
             self.move(save, entry, event, error)
         entry = next(iter(save.ranks.values()))
         facts = {"step": entry.step, "path": entry.path, "code": error.get("code")}
+        count(self._t.failures, error)
         level = "warning" if outcome == ABANDONED else "error"
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)

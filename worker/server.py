@@ -48,8 +48,12 @@ class Server:
 
     def _bind(self, endpoint: str) -> None:
         # IMPORTANT: only under the lock. A second bind takes the path from under a living worker without any error.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        except OSError as error:
+            text = f"cannot listen on {endpoint}: something else is in its place: {error.strerror}"
+            raise EndpointError(text, endpoint=endpoint, path=self._path) from error
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from asyncckpt.errors import ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
-from asyncckpt_worker.actions import Unwatch, Watch
+from asyncckpt_worker.actions import Watch
 from asyncckpt_worker.boards import BoardBook
 from asyncckpt_worker.events import Died, Peer, Watched
+from asyncckpt_worker.keeping import KeepBook
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.records import MAX_SESSIONS, Session, Tables
 from asyncckpt_worker.runs import RunBook
@@ -18,10 +19,16 @@ class SessionBook:
     """Changes `tables.sessions` and adds the actions that follow."""
 
     def __init__(
-        self, tables: Tables, lending: Lending, runs: RunBook, boards: BoardBook, welcome: Callable[[int], Welcome]
+        self,
+        tables: Tables,
+        lending: Lending,
+        keeping: KeepBook,
+        runs: RunBook,
+        boards: BoardBook,
+        welcome: Callable[[int], Welcome],
     ) -> None:
         self._t = tables
-        self._lending = lending
+        self._lending, self._keeping = lending, keeping
         self._runs, self._boards = runs, boards
         self._welcome = welcome
 
@@ -73,20 +80,21 @@ class SessionBook:
             return
         text = f"the worker sees no process {session.pid} with that start time; both must share a PID namespace"
         self._lending.refuse(session.peer, id, WorkerUnavailableError(text, detail="pid"))
-        self._forget(session)
+        self._forget(session, died=True)
 
     def died(self, event: Died) -> None:
         """Take up what the dead process had sealed, free the rest."""
         session = self._t.sessions.get(event.session)
         if session is not None:
             self._t.log("info", "process died", session=session.name, count="sessions_died", pid=session.pid)
-            self._forget(session)
+            self._forget(session, died=True)
             self._runs.leave(session, f"its process {session.pid} died")
+        else:
+            self._keeping.died(event.session)
 
     def goodbye(self, session: Session) -> None:
         """End a session in order."""
         self._t.log("info", "session closed", session=session.name, count="sessions_closed")
-        self._t.actions.append(Unwatch(session=session.name))
         self._forget(session)
         self._runs.leave(session, "its checkpointer was closed")
 
@@ -95,12 +103,12 @@ class SessionBook:
         old = self._t.sessions.get(session.replaces)
         if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
             self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")
-            self._t.actions.append(Unwatch(session=old.name))
             self._runs.hand_over(old, session)
             self._forget(old, session)
 
-    def _forget(self, session: Session, successor: Session | None = None) -> None:
+    def _forget(self, session: Session, successor: Session | None = None, *, died: bool = False) -> None:
         self._t.sessions.pop(session.name, None)
+        self._keeping.session_ended(session, died=died, replaced=successor is not None)
         self._boards.ended(session, successor)
         self._t.peers.pop(session.peer, None)
         for number in sorted(session.slots):

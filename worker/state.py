@@ -23,6 +23,7 @@ A slot's states:
     lent       the session stages into it; only the session decides when it is used again
     closing    Release, Goodbye, or proof of death: it is read once more (a sealed snapshot is taken up, one that was
                begun and not sealed is abandoned), then freed when no save and no job needs it any more
+    kept       its session has ended, and what it holds may be loaded (`keeping`): freed or lent again later
 
 A slot is read when its doorbell (Submit) comes, when it is closing, and when a drain begins. `taken` holds the highest
 generation that was taken up: together with the save id it makes every message repeatable. Messages may be lost,
@@ -48,6 +49,7 @@ from asyncckpt.protocol.messages import (
     Lineage,
     Message,
     Ok,
+    Recall,
     Release,
     Share,
     Status,
@@ -82,6 +84,7 @@ from asyncckpt_worker.events import (
 )
 from asyncckpt_worker.following import FollowBook
 from asyncckpt_worker.intake import Intake
+from asyncckpt_worker.keeping import KeepBook
 from asyncckpt_worker.leading import LeadBook
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.lineages import LineageBook
@@ -102,11 +105,12 @@ class Brain:
         self._runs, changes = RunBook(self.tables), ChangeBook(self.tables)
         self._saves = SaveBook(self.tables, self._runs, changes)
         self._intake = Intake(self.tables, self._saves, self._runs, changes)
-        self._lending = Lending(self.tables, self._intake)
+        self.keeping = KeepBook(self.tables, config.keep_snapshots_s)
+        self._lending = Lending(self.tables, self._intake, self.keeping)
         self._following = FollowBook(self.tables, self._runs, self._saves, self._lending)
         self._lineages = LineageBook(self.tables, self._runs, self._lending, self._following.lineage)
         self._boards = BoardBook(self.tables, changes)
-        self._sessions = SessionBook(self.tables, self._lending, self._runs, self._boards, self._welcome)
+        self._sessions = SessionBook(self.tables, self._lending, self.keeping, self._runs, self._boards, self._welcome)
         self._leading = LeadBook(self.tables, self._runs, self._intake, self._saves, self._lending, self._lineages)
         self._lineages.tell_followers = self._leading.epoch_found
         self._ending = Ending(self.tables, self._lending, config, lambda: self._leading.busy or self._following.busy)
@@ -122,6 +126,7 @@ class Brain:
             self._saves.gone(run, rank)
         self._lending.free_what_is_over()
         self._lending.create_what_was_postponed()
+        self.keeping.answer()
         self._following.flush()
         self._leading.flush()
         t.actions += news(t)
@@ -179,6 +184,8 @@ class Brain:
                 self._saves.broken(event)
             case Tick():
                 self._ending.kept = event.kept
+                if event.memory_short:
+                    self.keeping.make_room(wholly=True)
                 self._saves.tick()
                 self._following.tick()
                 self._leading.tick()
@@ -224,6 +231,8 @@ class Brain:
                 self._answer(session, m.id, self._boards.share(session, m))
             case Fetch():
                 self._answer(session, m.id, self._boards.fetch(session, m))
+            case Recall():
+                self.keeping.recall(session, m)
             case Goodbye():
                 self._lending.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)

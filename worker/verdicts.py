@@ -21,8 +21,28 @@ from asyncckpt_worker.records import RankSave, Save
 BOX = re.compile(r" \[[0-9:,]*\]\Z")
 """What follows the FQN in the name of a sample that is of a shard: its box."""
 
+_KIND = re.compile(r"\w{1,40}\Z", re.ASCII)
+
+MAX_KINDS = 200
+"""Kinds of failures that are counted apart: more than we have; another worker may tell any."""
+
 SHOWN = 20
 """Ranks that a text names at most; the error's field has more."""
+
+
+def kind_of(error: Wire) -> str:
+    """Return a short word for what went wrong: an error's own `code` (`ENOSPC`, `coverage`), else that of its class."""
+    own = (error.get("fields") or {}).get("code")
+    kind = own if isinstance(own, str) and _KIND.match(own) else error.get("code")
+    return kind if isinstance(kind, str) and _KIND.match(kind) else "other"
+
+
+def count(failures: dict[str, int], error: Wire) -> None:
+    """Count a save that has ended with `error`."""
+    kind = kind_of(error)
+    if kind not in failures and len(failures) >= MAX_KINDS:
+        kind = "other"
+    failures[kind] = failures.get(kind, 0) + 1
 
 
 def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:

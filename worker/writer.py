@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncckpt import __version__
@@ -26,6 +27,7 @@ from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt_worker.actions import Commit, Prepare, Write
+from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.shared import await_shared
@@ -103,11 +105,12 @@ class Writer:
 
                 view = memory.mapping.view()
                 try:
-                    return write_rank_files(
+                    result = write_rank_files(
                         self._rank_job(request), view, files=self._files, pool=self._pool, check=check
                     )
                 finally:
                     view.release()
+            return replace(result, rest_print=rest_print(request))
 
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 

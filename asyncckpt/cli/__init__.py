@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from asyncckpt import __version__
 from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, verify, worker
-from asyncckpt.cli.output import EXIT_FAILED, exit_code_of
+from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
 COMMANDS = {
@@ -70,5 +70,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (AsyncCkptError, OSError) as error:
-        print(f"asyncckpt {args.command}: {error}", file=sys.stderr)
+        say(f"asyncckpt {args.command}: {error}", file=sys.stderr)
         return exit_code_of(error)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.cli.foreground import EXIT_SIGNAL
-from asyncckpt.cli.output import EXIT_OK, print_json
+from asyncckpt.cli.output import EXIT_OK, print_json, say
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.kinds import KINDS
 from asyncckpt.sizes import human
@@ -86,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**asdict(report), "seconds": round(seconds, 3)})
         return EXIT_OK
-    print(
+    say(
         f"{args.target}: {report.kind} to {report.to}, {report.tensors} tensors, {report.objects} objects, "
         f"{human(report.nbytes)} in {seconds:.1f} s, read back and compared"
     )
     for line in report.changed:
-        print(f"  changed: {line}")
+        say(f"  changed: {line}")
     for name in report.left_out:
-        print(f"  left out: {name}")
+        say(f"  left out: {name}")
     return EXIT_OK
 
 

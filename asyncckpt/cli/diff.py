@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 
 HELP = "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ"
 EXAMPLE = "asyncckpt diff runs/a/step-300 runs/b/step-300"
@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"equal": not rows, "leaves": found.leaves, "differences": rows})
     elif not rows:
-        print(f"equal: {found.leaves} leaves" + (", data not compared" if args.fast else ""))
+        say(f"equal: {found.leaves} leaves" + (", data not compared" if args.fast else ""))
     else:
-        print(f"{len(rows)} of {found.leaves} leaves differ")
+        say(f"{len(rows)} of {found.leaves} leaves differ")
         print_table(
             ("FQN", "WHAT", "A", "B", "MAX ABS DIFFERENCE"),
             [[r["fqn"], r["what"], r["a"] or "-", r["b"] or "-", _number(r["max_abs_difference"])] for r in rows],

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, say
 from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.doctor.findings import FAIL, WARN, Finding, ok, warn
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
         print_json({"ok": code == EXIT_OK, "checks": [dataclasses.asdict(one) for one in found]})
         return code
     count = {status: sum(one.status == status for one in found) for status in (WARN, FAIL)}
-    print(f"{len(found)} checks: {count[FAIL]} failed, {count[WARN]} warnings")
+    say(f"{len(found)} checks: {count[FAIL]} failed, {count[WARN]} warnings")
     if not args.directory:
-        print("no directory was checked: asyncckpt doctor DIR")
+        say("no directory was checked: asyncckpt doctor DIR")
     return code
 
 
@@ -100,6 +100,6 @@ def _worker() -> Finding:
 
 
 def _print(finding: Finding) -> None:
-    print(f"{finding.status:4}  {finding.name}: {finding.text}")
+    say(f"{finding.status:4}  {finding.name}: {finding.text}")
     if finding.advice:
-        print(f"      -> {finding.advice}")
+        say(f"      -> {finding.advice}")

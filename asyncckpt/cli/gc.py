@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import CheckpointNotFoundError, WorkerUnavailableError
@@ -135,7 +135,7 @@ def _row(garbage: Garbage, done: Collected | None, *, deleted: bool) -> dict[str
 
 def _print(args: argparse.Namespace, rows: list[dict[str, Any]], worker: str) -> None:
     if not rows:
-        print(f"nothing to remove in {args.root}" + ("" if args.recursive else "; -r looks further down"))
+        say(f"nothing to remove in {args.root}" + ("" if args.recursive else "; -r looks further down"))
         return
     print_table(
         ("ACTION", "KIND", "FILES", "SIZE", "AGE", "PATH"),
@@ -143,9 +143,9 @@ def _print(args: argparse.Namespace, rows: list[dict[str, Any]], worker: str) ->
     )
     asked = f"the worker at {worker} was asked what is under way" if worker else "no worker answers here"
     would = sum(row["nbytes"] for row in rows if row["action"] == "would go")
-    print(f"{asked}; --older-than {args.older_than:g} s")
+    say(f"{asked}; --older-than {args.older_than:g} s")
     if would:
-        print(f"nothing was changed: --delete removes {human(would)}")
+        say(f"nothing was changed: --delete removes {human(would)}")
 
 
 def _where(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, print_json, print_table
+from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
 from asyncckpt.foreign.kinds import OURS, read_any
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
@@ -129,18 +129,18 @@ def _print(described: dict[str, Any]) -> None:
     if described["kind"] == OURS:
         names += ["layout", "step", "save_id", "fsync", "world_size"]
     for name in names:
-        print(f"{name}: {described[name]}")
-    print(f"size: {human(described['nbytes'])}")
-    print("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
+        say(f"{name}: {described[name]}")
+    say(f"size: {human(described['nbytes'])}")
+    say("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
     if described["kind"] == OURS:
-        print("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
-    print(f"\nshards: {len(described['shards'])}")
+        say("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
+    say(f"\nshards: {len(described['shards'])}")
     print_table(
         ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]
     )
-    print(f"\ntensors: {len(described['tensors'])}")
+    say(f"\ntensors: {len(described['tensors'])}")
     print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "RANKS"), _tensor_rows(described["tensors"]))
-    print(f"\nobjects: {len(described['objects'])}")
+    say(f"\nobjects: {len(described['objects'])}")
     print_table(("FQN", "VALUE", "RANKS"), _object_rows(described["objects"]))
 
 

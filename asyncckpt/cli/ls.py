@@ -9,7 +9,7 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, print_json, print_table
+from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.sizes import human
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(rows)
     elif not rows:
-        print(f"no checkpoints in {args.root}" + ("" if args.recursive else "; -r looks further down"))
+        say(f"no checkpoints in {args.root}" + ("" if args.recursive else "; -r looks further down"))
     else:
         print_table(
             ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),

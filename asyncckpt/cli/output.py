@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
@@ -22,6 +24,9 @@ EXIT_CORRUPT = 3
 EXIT_NOT_FOUND = 4
 EXIT_UNREACHABLE = 5
 
+_COMMANDS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys, what turns the direction of writing, and what has no UTF-8 form."""
+
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code that says what `error` means."""
@@ -36,6 +41,16 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_NOT_FOUND if isinstance(error, (CheckpointNotFoundError, FileNotFoundError)) else EXIT_FAILED
 
 
+def shown(text: str) -> str:
+    """Return text for a terminal. Names and metadata are whatever somebody has put into a checkpoint."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print text as `shown`; to stdout unless told otherwise."""
+    print(shown(text), file=file or sys.stdout)
+
+
 def print_json(value: Any) -> None:
     """Print `value` as indented JSON."""
     print(json.dumps(value, indent=1, default=str))
@@ -43,6 +58,7 @@ def print_json(value: Any) -> None:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns under `header`."""
+    rows = [[shown(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -10,7 +10,7 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json, say
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.foreign.kinds import OURS
 from asyncckpt.foreign.verification import verify_any
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"used": used, "tried": rows} if args.newest else rows)
     elif args.newest:
-        print(f"would be used: {used}" if used else f"none of {args.paths[0]} would be used")
+        say(f"would be used: {used}" if used else f"none of {args.paths[0]} would be used")
     return next(code for code in _GRAVEST_FIRST if code in codes)
 
 
@@ -130,13 +130,13 @@ def _print(row: dict[str, Any], fast: bool) -> None:
     if row["state"] == OK:
         if row["kind"] != OURS:
             depth = row["unchecked"] or f"{human(row['read_nbytes'])} compared with their CRC-32"
-            print(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
+            say(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
             return
         depth = "sizes and indexes" if fast else f"{human(row['read_nbytes'])} compared"
-        print(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
+        say(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
         return
-    print(f"{row['path']}: {row['state'].upper()}")
+    say(f"{row['path']}: {row['state'].upper()}")
     for fault in row["faults"][:MAX_SHOWN]:
-        print(f"  {fault['message']}")
+        say(f"  {fault['message']}")
     if len(row["faults"]) > MAX_SHOWN:
-        print(f"  and {len(row['faults']) - MAX_SHOWN} more")
+        say(f"  and {len(row['faults']) - MAX_SHOWN} more")

@@ -14,7 +14,7 @@ from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
-from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+from asyncckpt.protocol.endpoint import check_directory, default_endpoint, socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
 from asyncckpt.sizes import human
@@ -101,10 +101,12 @@ def ask(
 
     Raises:
         WorkerUnavailableError: Nobody answers within `timeout_s`.
+        EndpointError: Somebody else may be listening there.
         AsyncCkptError: The worker refused.
     """
     import zmq
 
+    check_directory(endpoint)
     path, unreachable = socket_path(endpoint), f"no worker answers at {endpoint}"
     if not os.path.exists(path):
         raise WorkerUnavailableError(unreachable, endpoint=endpoint, detail="no socket")
@@ -142,7 +144,7 @@ def _print_status(endpoint: str, report: dict[str, Any]) -> None:
             print(f"{name}: {human(value) if name.endswith('bytes') else value}")
         elif isinstance(value, dict):
             print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
-    for name in ("sessions", "slots", "saves"):
+    for name in ("sessions", "slots", "kept", "saves"):
         rows = [dict(row) for row in report.get(name) or ()]
         print(f"\n{name}: {len(rows)}")
         if rows:

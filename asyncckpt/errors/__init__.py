@@ -36,6 +36,7 @@
     |   what is on disk or in a slot
     +-- CheckpointNotFoundError      (FileNotFoundError)  nothing is there
     +-- CheckpointNotCommittedError  (FileNotFoundError)  files are there, but no manifest: never committed
+    +-- SnapshotUnavailableError     (LookupError)        source="memory": the worker does not hold it: missing_ranks
     +-- CorruptCheckpointError       (ValueError)         bytes differ from what was staged: file, fqn, offset
     |   +-- NoSoundCheckpointError                        restore_latest(): not one of a directory's verifies: tried
     +-- UnsupportedFormatError       (ValueError)         a newer format version, or no checkpoint of ours
@@ -200,6 +201,12 @@ class CheckpointNotFoundError(AsyncCkptError, FileNotFoundError, code="not_found
 
 class CheckpointNotCommittedError(AsyncCkptError, FileNotFoundError, code="not_committed", fields=("path",)):
     """The directory holds no valid commit: a save was begun there and never committed."""
+
+
+class SnapshotUnavailableError(
+    AsyncCkptError, LookupError, code="snapshot_unavailable", fields=("path", "save_id", "missing_ranks", "detail")
+):
+    """`source="memory"`: no worker holds this snapshot, or not the parts of `missing_ranks`; `detail` says why."""
 
 
 class CorruptCheckpointError(

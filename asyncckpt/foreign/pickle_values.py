@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from asyncckpt.format.hashes import all_met
 
 MAX_KEY_MEMBERS = 1000
 """In a tuple or frozenset that is a key or a member of a set: hashing one has no bound of its own. Chosen."""
@@ -34,6 +36,16 @@ def shown(value: Any) -> str:
     if type(value) is str:
         return repr(value[:100])
     return value.name if type(value) is Maker else f"a {type(value).__name__}"
+
+
+def keys_of(keys: Iterable[Any]) -> list[Any]:
+    """Return the keys of one dict, or the members of one set.
+
+    Raises:
+        UnpicklingError: As `hashable`.
+        ValueError: Too many have one hash.
+    """
+    return all_met(map(hashable, keys))
 
 
 def hashable(key: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, hashable, shown
+from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, keys_of, shown
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
 
@@ -152,7 +152,8 @@ def _encoded(text: str, encoding: str) -> bytes:
 
 
 def _pairs(members: Any) -> list[tuple[Any, Any]]:
-    return [(hashable(key), value) for key, value in (members.items() if isinstance(members, dict) else members)]
+    found = [(key, value) for key, value in (members.items() if isinstance(members, dict) else members)]
+    return list(zip(keys_of(key for key, _ in found), (value for _, value in found), strict=True))
 
 
 def _ordered(members: Any = ()) -> OrderedDict[Any, Any]:
@@ -216,8 +217,8 @@ def _makers() -> dict[str, Maker]:
         "collections.defaultdict": lambda factory=None: {},
         "_codecs.encode": _encoded,
         "builtins.bytearray": _bytearray,
-        "builtins.set": lambda members=(): set(map(hashable, members)),
-        "builtins.frozenset": lambda members=(): frozenset(map(hashable, members)),
+        "builtins.set": lambda members=(): set(keys_of(members)),
+        "builtins.frozenset": lambda members=(): frozenset(keys_of(members)),
         "builtins.complex": lambda real, imag=0.0: complex(real, imag),
         "builtins.slice": slice,
         "torch.Size": lambda members=(): Opaque("torch.Size", list(size_of(members))),

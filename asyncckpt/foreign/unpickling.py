@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, hashable, shown
+from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, hashable, keys_of, shown
+from asyncckpt.format.hashes import Hashes
 from asyncckpt.format.records import Record
 
 MAX_NBYTES = 1 << 30
@@ -63,6 +64,7 @@ class _Machine:
         self.data, self.known, self.persistent, self.at = data, known, persistent, at
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.hashes = Hashes()
         self.may_give = _GIVEN_PER_BYTE * len(data) + _GIVEN_ANYWAY
 
     def run(self) -> Any:
@@ -154,7 +156,7 @@ class _Machine:
         if type(target) not in (dict, OrderedDict) or len(members) % 2:
             raise UnpicklingError(f"it sets items of a {type(target).__name__}")
         for i in range(0, len(members), 2):
-            target[hashable(members[i])] = members[i + 1]
+            target[self.hashes.met(hashable(members[i]))] = members[i + 1]
 
     def append(self, members: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
@@ -165,7 +167,7 @@ class _Machine:
         members = self.marked()
         if type(self.stack[-1]) is not set:
             raise UnpicklingError(f"it adds to a {type(self.stack[-1]).__name__}")
-        self.stack[-1].update(map(hashable, members))
+        self.stack[-1].update(self.hashes.met(hashable(member)) for member in members)
 
     def persistent_id(self) -> None:
         if self.persistent is None:
@@ -240,7 +242,7 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "\x86": lambda m: m.tuple_of(2),
         "\x87": lambda m: m.tuple_of(3),
         "l": lambda m: m.push(m.marked()),
-        "\x91": lambda m: m.push(frozenset(map(hashable, m.marked()))),
+        "\x91": lambda m: m.push(frozenset(keys_of(m.marked()))),
         "a": lambda m: m.append([m.stack.pop()]),
         "e": lambda m: m.append(m.marked()),
         "s": lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),

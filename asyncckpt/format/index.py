@@ -26,6 +26,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.format.structure import MAX_INT, MAX_STRUCTURE_NBYTES
 from asyncckpt.format.versions import MUST, check_version, list_of
+from asyncckpt.msgpacked import unpack_whole
 
 INDEX_VERSION = 1
 MAX_INDEX_NBYTES = 2 * MAX_STRUCTURE_NBYTES
@@ -100,7 +101,7 @@ def decode_index(data: bytes) -> RankIndex:
     try:
         if len(data) > MAX_INDEX_NBYTES:
             raise ValueError(f"{len(data)} bytes")
-        raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
+        raw = unpack_whole(data)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
         check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index", known=("layout",))

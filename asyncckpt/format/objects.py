@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format import numpy_scalars
+from asyncckpt.format.hashes import all_met
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.versions import check_version, list_of
 
@@ -145,9 +146,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "time": datetime.time.fromisoformat,
     "timedelta": lambda v: datetime.timedelta(*v),
     "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": dict,
+    "set": lambda v: set(all_met(v)),
+    "frozenset": lambda v: frozenset(all_met(v)),
+    "dict": lambda v: dict(zip(all_met(k for k, _ in v), (value for _, value in v), strict=True)),
 }
 
 TAGS = tuple(sorted(_MAKERS))

@@ -18,6 +18,7 @@ from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import tree
 from asyncckpt.format.names import MAX_PARTS
 from asyncckpt.format.versions import check_version, list_of
+from asyncckpt.msgpacked import unpack_whole
 
 STRUCTURE_VERSION = 1
 MAX_STRUCTURE_NBYTES = 1 << 30
@@ -99,7 +100,7 @@ def decode_structure(data: bytes) -> Structure:
     try:
         if len(data) > MAX_STRUCTURE_NBYTES:
             raise ValueError(f"{len(data)} bytes")
-        raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
+        raw = unpack_whole(data)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
         check_version(raw, "structure", STRUCTURE_VERSION, what="structure")

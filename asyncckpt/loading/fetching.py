@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable
 
 import torch
 
-from asyncckpt.errors import ConfigError, CorruptCheckpointError
+from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMemoryError
 from asyncckpt.loading.foreign_ranges import read_foreign
 from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.planning.torch_types import torch_dtype
@@ -15,6 +16,12 @@ from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
+
+_MAX_NBYTES = 1 << 62
+"""Beyond it torch counts no bytes."""
+
+_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
+"""How torch says it: a plain RuntimeError on the CPU, one of its subclasses on a GPU."""
 
 
 def thread_count(threads: int | None) -> int:
@@ -42,20 +49,24 @@ def tensor_for(
 
     Raises:
         CorruptCheckpointError: torch makes no tensor of such a shape, which nobody can have saved.
+        InsufficientMemoryError: There is no room for it.
         UnsupportedLeafError: This torch has no such dtype.
     """
+    wanted = saved.global_shape if shape is None else shape
+    dtype = dtype or torch_dtype(saved.dtype)
     try:
-        return new_tensor(
-            saved.global_shape if shape is None else shape,
-            dtype or torch_dtype(saved.dtype),
-            device or torch.device("cpu"),
-        )
+        return new_tensor(wanted, dtype, device or torch.device("cpu"))
     except RuntimeError as error:
-        if 0 not in saved.global_shape:
+        nbytes = math.prod(wanted) * dtype.itemsize
+        if 0 in saved.global_shape or nbytes > _MAX_NBYTES:
+            detail = f"torch makes no tensor of shape {list(saved.global_shape)}"
+            raise CorruptCheckpointError(
+                f"{path}: tensor {saved.fqn!r}: {detail}", path=path, fqn=saved.fqn, detail=detail
+            ) from error
+        if not any(words in str(error).lower() for words in _NO_MEMORY):
             raise
-        detail = f"torch makes no tensor of shape {list(saved.global_shape)}"
-        raise CorruptCheckpointError(
-            f"{path}: tensor {saved.fqn!r}: {detail}", path=path, fqn=saved.fqn, detail=detail
+        raise InsufficientMemoryError(
+            f"{path}: tensor {saved.fqn!r}: there is no room for its {nbytes:,} bytes: {error}", nbytes=nbytes
         ) from error
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError
-from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import leaves
 from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.matching import Mismatch, match
 from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
+from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list
 from asyncckpt.loading.target_tensors import placements_of
@@ -62,14 +62,17 @@ def plan_load(
     key_map: KeyMap | None = None,
     *,
     rank_info: RankInfo | None = None,
+    source: str = "auto",
 ) -> LoadPlan:
     """Say what `load(path, state_dict)` would do. Reads manifest and indexes, no data; changes nothing.
 
     Args:
         path, state_dict, keys, key_map: As `load` has them.
         rank_info: Which rank loads; None: this process's.
+        source: As `load` has it; what is committed is told by the indexes on disk.
 
     Raises:
+        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
         CheckpointNotFoundError: Nothing is there.
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
@@ -83,7 +86,7 @@ def plan_load(
     """
     names = key_list(keys)
     reader = find_rank_info(rank_info)
-    contents = read_any(absolute_path(path), Files())
+    contents = read_from(absolute_path(path), check_source(source), None, Files(), lambda f: f.contents, once=True)
     saved = SavedTree(contents, reader)
     refused: list[Mismatch] = []
     matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)

@@ -19,6 +19,7 @@ def load(
     default_map_location: MapLocation = None,
     strict: bool = False,
     verify: bool = True,
+    source: str = "auto",
     threads: int | None = None,
     low_memory: bool = True,
     redundant_reads: str = "none",
@@ -52,6 +53,11 @@ def load(
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
         verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
             checksum.
+        source: "auto" takes what this node's worker still holds of this very checkpoint from its memory, and the rest
+            from disk; where nothing was committed yet, or could not be, the newest snapshot that all ranks have staged
+            there. "memory": from memory only; the newest such snapshot, committed or not. "disk": asks no worker.
+            No worker is started. Bytes from memory are verified like others, but for a snapshot that has no checksums
+            yet: of that it is proven that nobody wrote to it since it was staged.
         threads: Reading threads; None takes 4.
         low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
             into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
@@ -71,6 +77,7 @@ def load(
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
         UnsupportedFormatError: Written by a newer version.
+        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
         MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them. Or the
             checkpoint was overwritten meanwhile, by one that lacks what had been read.
         ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared.
@@ -83,7 +90,7 @@ def load(
         OverlappingShardsError: The shards of a target tensor share elements.
         SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
         PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.
-        InsufficientMemoryError: There is no room for what `low_memory=False` copies.
+        InsufficientMemoryError: There is no room for a tensor without a target, or for what `low_memory=False` copies.
         UnsupportedPathError: A URL, or no path at all.
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else
@@ -100,6 +107,7 @@ def load(
         keys=keys,
         strict=strict,
         verify=verify,
+        source=source,
         threads=threads,
         low_memory=low_memory,
         redundant_reads=redundant_reads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,16 +19,18 @@ from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
+from asyncckpt.loading.held_open import Held, open_from
 from asyncckpt.loading.mapped import mapped_tensor
-from asyncckpt.loading.overwritten import read_of_one_save
+from asyncckpt.loading.recalled import check_source
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
-from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 
 
@@ -56,13 +59,15 @@ class OpenCheckpoint:
         metadata: The JSON that was given to `save`, or what the format keeps beside its tensors.
     """
 
-    def __init__(self, contents: Contents, reader: RankInfo, files: Files, *, allow_pickle: bool = False) -> None:
+    def __init__(self, found: Bytes, reader: RankInfo, *, allow_pickle: bool = False, held: Held | None = None) -> None:
+        contents, files = found.contents, found.files
         manifest = contents.manifest
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
         self.save_id = str(manifest.save_id)
         self.metadata: dict[str, Any] = dict(manifest.metadata)
         self.kind = contents.source.kind if contents.source is not None else OURS
         self._contents, self._reader, self._files = contents, reader, files
+        self._held, self._has_checksums = held, found.has_checksums
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
 
@@ -116,6 +121,7 @@ class OpenCheckpoint:
             PerRankUnavailableError: It belongs to other ranks; ask for their stored names.
             ConfigError: Slices or threads that make no sense.
             CorruptCheckpointError: The files differ from what was saved.
+            SnapshotUnavailableError: It is in memory, and a living trainer has used that for another save; or closed.
             UnsupportedLeafError: This torch lacks the dtype.
             OSError: The files cannot be read.
 
@@ -124,10 +130,10 @@ class OpenCheckpoint:
         count, saved = thread_count(threads), self._found(fqn)
         if mmap:
             region_of(slices, saved.global_shape, fqn)  # refuses what reading would
-            mapped = mapped_tensor(self._contents, saved, self._files)
+            mapped = mapped_tensor(self._contents, saved, self._files) if self._held is None else None
             if mapped is not None:
                 return mapped if slices is None else mapped[tuple(slices) if isinstance(slices, list) else slices]
-        return read_tensor(self._contents, saved, slices, self._files, threads=count, verify=verify)
+        return self._read(saved, slices, threads=count, verify=verify)
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
@@ -185,11 +191,18 @@ class OpenCheckpoint:
         return self._hoisted(node[0], self._saved.tensors[node[1]])
 
     def _hoisted(self, kind: str, saved: SavedTensor) -> Any:
-        found = read_tensor(self._contents, saved, None, self._files, threads=DEFAULT_THREADS, verify=True)
+        found = self._read(saved, None, threads=DEFAULT_THREADS, verify=True)
         return bytes_of(found) if kind == "B" else array_of(found)
 
+    def _read(self, saved: SavedTensor, slices: Any, *, threads: int, verify: bool) -> torch.Tensor:
+        with self._held.reading() if self._held is not None else contextlib.nullcontext():
+            checked = verify and self._has_checksums
+            return read_tensor(self._contents, saved, slices, self._files, threads=threads, verify=checked)
+
     def close(self) -> None:
-        """Do nothing: no file is open between reads."""
+        """Let a snapshot in memory go, where it is one; of files none is open between reads. Twice is fine."""
+        if self._held is not None:
+            self._held.close()
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -242,16 +255,23 @@ def _info(saved: SavedTensor) -> TensorInfo:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, rank_info: RankInfo | None = None, allow_pickle: bool = False
+    path: str | os.PathLike[str],
+    *,
+    rank_info: RankInfo | None = None,
+    allow_pickle: bool = False,
+    source: str = "auto",
 ) -> OpenCheckpoint:
-    """Open a committed checkpoint for reading single tensors and objects of it.
+    """Open a checkpoint for reading single tensors and objects of it.
 
     Args:
         path: The checkpoint's directory.
         rank_info: Whose values to give where ranks have their own; None: this process's.
         allow_pickle: Unpickles objects that were pickled, when they are looked up. DANGER: as for `load`.
+        source: "disk" opens what is committed. "auto" opens, where nothing is, the newest snapshot of the path that
+            all ranks have staged and this node's worker holds; it holds it until this is closed. "memory": only that.
 
     Raises:
+        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
         CheckpointNotFoundError: Nothing is there.
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
@@ -262,7 +282,6 @@ def open_checkpoint(
 
     Blocks: for reading the indexes.
     """
-    files = Files()
-    reader = find_rank_info(rank_info)
-    contents = read_of_one_save(absolute_path(path), files, lambda found: found)
-    return OpenCheckpoint(contents, reader, files, allow_pickle=allow_pickle)
+    reader, where = find_rank_info(rank_info), check_source(source)
+    found, held = open_from(absolute_path(path), where, None, Files())
+    return OpenCheckpoint(found, reader, allow_pickle=allow_pickle, held=held)

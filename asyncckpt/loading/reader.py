@@ -7,12 +7,11 @@ import gc
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
-from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import Node, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
@@ -21,11 +20,13 @@ from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.key_names import KeyMap, missing_hint
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import Matches, match
-from asyncckpt.loading.overwritten import Attempts, read_of_one_save
+from asyncckpt.loading.overwritten import Attempts
+from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.loading.shared_reads import SharedReads
+from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.loading.target_tensors import TargetTensor
 from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
@@ -60,6 +61,7 @@ class DefaultReader(CheckpointReader):
         files: The storage seam.
         rank_info: Which rank reads; None finds out at each read, as a checkpointer does.
         allow_pickle: The default of `read`'s argument.
+        endpoint: Of the worker that may hold snapshots in memory; None: this user's of this job.
         attempts: What earlier reads have left in the one target that this reader is for: each read must fill all of
             that, and adds its own. None: every read is for a target of its own.
     """
@@ -70,9 +72,10 @@ class DefaultReader(CheckpointReader):
         rank_info: RankInfo | None = None,
         *,
         allow_pickle: bool = False,
+        endpoint: str | None = None,
         attempts: Attempts | None = None,
     ) -> None:
-        self._files = files or Files()
+        self._files, self._endpoint = files or Files(), endpoint
         self._rank_info, self._allow_pickle, self._attempts = rank_info, allow_pickle, attempts
 
     def read(
@@ -84,6 +87,7 @@ class DefaultReader(CheckpointReader):
         keys: str | Iterable[str] | None = None,
         strict: bool = False,
         verify: bool = True,
+        source: str = "auto",
         threads: int | None = None,
         low_memory: bool = True,
         redundant_reads: str = "none",
@@ -99,9 +103,10 @@ class DefaultReader(CheckpointReader):
         reader = find_rank_info(self._rank_info)
         attempts = self._attempts or Attempts()
 
-        def load(contents: Contents) -> tuple[Any, list[str]]:
-            attempts.manifest = contents.manifest
-            one = _Load(contents, options, self._files, reader, attempts.touched, shared)
+        def load(found: Bytes) -> tuple[Any, list[str]]:
+            attempts.manifest = found.contents.manifest
+            checked = replace(options, verify=options.verify and found.has_checksums)
+            one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared)
             return one.new() if state_dict is None else one.into(state_dict)
 
         with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
@@ -119,10 +124,9 @@ class DefaultReader(CheckpointReader):
                 key_map=key_map,
                 allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
             )
-            directory = absolute_path(path)
-            if shared is not None:  # all ranks would have to begin again together
-                return load(read_any(directory, self._files))
-            return read_of_one_save(directory, self._files, load)
+            directory, where = absolute_path(path), check_source(source)
+            # Where it is shared, all ranks would have to begin again together.
+            return read_from(directory, where, self._endpoint, self._files, load, once=shared is not None)
 
 
 def _flag(name: str, value: Any) -> bool:

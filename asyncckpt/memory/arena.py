@@ -27,11 +27,11 @@ class SlotMemory:
         mapping, control: The mapped bytes and their control pages.
     """
 
-    def __init__(self, fd: int, nbytes: int, token: bytes) -> None:
+    def __init__(self, fd: int, nbytes: int, token: bytes, *, writable: bool = True) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self.token = token
-        self.mapping = Mapping(fd, nbytes)
+        self.mapping = Mapping(fd, nbytes, writable=writable)
         self.control = SlotControl(self.mapping.address, nbytes)
 
     @classmethod
@@ -55,7 +55,7 @@ class SlotMemory:
         return slot
 
     @classmethod
-    def attach(cls, pid: int, fd_number: int, nbytes: int, token: bytes) -> SlotMemory:
+    def attach(cls, pid: int, fd_number: int, nbytes: int, token: bytes, *, writable: bool = True) -> SlotMemory:
         """Open another process's slot and prove that it is the one promised.
 
         Args:
@@ -63,19 +63,20 @@ class SlotMemory:
             fd_number: The fd's number there.
             nbytes: The promised size.
             token: The promised token.
+            writable: False maps it for reading only.
 
         Raises:
             SlotError: It is not that slot: no memfd, or other size, seals or token.
             OSError: It cannot be opened.
         """
         _check_size(nbytes)
-        fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{pid}/fd/{fd_number}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != nbytes:
                 raise SlotError(f"the slot has {os.fstat(fd).st_size} bytes, promised were {nbytes}")
             if _seals(fd) & SEALS != SEALS:
                 raise SlotError("the slot is not sealed against resizing")
-            slot = cls(fd, nbytes, token)
+            slot = cls(fd, nbytes, token, writable=writable)
         except BaseException:
             os.close(fd)
             raise

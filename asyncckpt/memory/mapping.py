@@ -26,6 +26,13 @@ _MADV_POPULATE_WRITE = 23
 """Kernel 5.14, include/uapi/asm-generic/mman-common.h."""
 
 
+def populate_at(address: int, nbytes: int) -> None:
+    """Fault in, for reading, the pages of a range of a mapping. Where the kernel cannot, they come one by one."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ)
+
+
 def _raise_errno(what: str) -> None:
     code = ctypes.get_errno()
     raise OSError(code, f"{what}: {os.strerror(code)}")

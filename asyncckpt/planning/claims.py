@@ -12,6 +12,7 @@ import msgpack
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
+from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.planning.sharding.grid import Box, Grid
 
 MAX_MESH_DIMS = 16
@@ -111,7 +112,7 @@ def decode_claims(data: bytes) -> tuple[ShardClaim, ...]:
     Raises:
         ValueError, TypeError, IndexError: Anything else.
     """
-    raw_grids, rows = msgpack.unpackb(data, use_list=False)
+    raw_grids, rows = unpack_whole(data)
     grids = [_grid(*raw) for raw in raw_grids]
     if len(rows) > MAX_TENSORS:
         raise ValueError("too many shards")

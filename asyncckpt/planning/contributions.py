@@ -13,6 +13,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksum import DIGEST_NBYTES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
+from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.planning.claims import ShardClaim, decode_claims, encode_claims
 
 TensorKey = tuple[str, str, tuple[int, ...]]
@@ -104,7 +105,7 @@ class Change:
             ProtocolError: Anything else.
         """
         try:
-            raw = msgpack.unpackb(data, strict_map_key=False, use_list=False)
+            raw = unpack_whole(data, strict_map_key=False)
             per_rank = raw["per_rank"]
             if not isinstance(per_rank, tuple) or not all(type(name) is str for name in per_rank):
                 raise ValueError("per_rank is not a list of names")
@@ -158,13 +159,13 @@ def _encode(contribution: Contribution, memo: dict[int, bytes]) -> bytes:
 
 
 def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo, shards_memo: _Memo) -> Contribution:
-    raw_tensors, own_nbytes, raw_digests, *more = msgpack.unpackb(data, use_list=False)
+    raw_tensors, own_nbytes, raw_digests, *more = unpack_whole(data)
     tensors = tensors_memo.get(raw_tensors)
     if tensors is None:
-        tensors = tensors_memo[raw_tensors] = tuple(_tensors(msgpack.unpackb(raw_tensors, use_list=False)))
+        tensors = tensors_memo[raw_tensors] = tuple(_tensors(unpack_whole(raw_tensors)))
     digests = digests_memo.get(raw_digests)
     if digests is None:
-        digests = digests_memo[raw_digests] = _digests(msgpack.unpackb(raw_digests, use_list=False))
+        digests = digests_memo[raw_digests] = _digests(unpack_whole(raw_digests))
     if type(own_nbytes) is not int or own_nbytes < 0:
         raise ValueError(f"own_nbytes is {own_nbytes!r}")
     if len(digests) != len(tensors):

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from asyncckpt.errors import ProtocolError, ProtocolVersionError
+from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Message
 
 MAGIC = b"ACKP"
@@ -113,7 +114,7 @@ def request_id(frames: Sequence[bytes]) -> int:
 
 def _unpack(body: bytes) -> dict[str, Any]:
     try:
-        raw = msgpack.unpackb(body, use_list=False, strict_map_key=True)
+        raw = unpack_whole(body)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the body is no msgpack map: {error}", detail="body") from error
     if not isinstance(raw, dict) or not all(type(k) is str for k in raw):

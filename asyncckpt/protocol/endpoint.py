@@ -115,6 +115,29 @@ def make_directory(endpoint: str) -> str:
         raise EndpointError(
             f"cannot make {directory} for the worker's socket: {error.strerror}", endpoint=endpoint, path=directory
         ) from error
+    _refuse_open(endpoint, directory, found)
+    return path
+
+
+def check_directory(endpoint: str) -> None:
+    """Prove that whoever listens at the endpoint is this user: who can enter its directory can listen in its place.
+
+    Raises:
+        EndpointError: The directory is there, and belongs to somebody else or is open to others, or cannot be seen.
+        ConfigError: The endpoint is malformed.
+    """
+    directory = os.path.dirname(socket_path(endpoint))
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        text = f"cannot look at {directory}, where the worker's socket is: {error.strerror}"
+        raise EndpointError(text, endpoint=endpoint, path=directory) from error
+    _refuse_open(endpoint, directory, found)
+
+
+def _refuse_open(endpoint: str, directory: str, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise EndpointError(
             f"{directory} must be a directory of this user with mode 0700 (found uid {found.st_uid}, "
@@ -122,7 +145,6 @@ def make_directory(endpoint: str) -> str:
             endpoint=endpoint,
             path=directory,
         )
-    return path
 
 
 def _make_parents(directory: str) -> None:

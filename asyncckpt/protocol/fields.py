@@ -191,6 +191,34 @@ def _save_row(value: Any) -> bool:
     return ("error" not in value or _error(value["error"])) and ("report" not in value or _report(value["report"]))
 
 
+def recall_rows(value: Any) -> bool:
+    """A list of at most `MAX_TABLE` maps, each with the fields of `RECALL_ROW`."""
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) <= MAX_TABLE
+        and all(
+            mapping(row) and all(name in row and fits(row[name]) for name, fits in RECALL_ROW.items()) for row in value
+        )
+    )
+
+
+RECALL_ROW: dict[str, Check] = {
+    "save_id": save_id,
+    "step": sint,
+    "path": path,
+    "rank": uint,
+    "world_size": uint,
+    "whole": flag,
+    "committed": flag,
+    "slot": uint,
+    "fd": uint,
+    "nbytes": uint,
+    "token": token,
+    "generation": uint,
+}
+"""Where one rank's part of a snapshot lies."""
+
+
 def _plain(value: Any) -> bool:
     return type(value) in (int, float, bool, str)
 

@@ -26,7 +26,7 @@ def open_pidfd(pid: int, started: int) -> int | None:
     """
     try:
         fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the second: beyond what any pid can be
         return None
     # IMPORTANT: compared after the pidfd is open; before, the pid could become another process in between.
     if start_ticks(pid) != started:

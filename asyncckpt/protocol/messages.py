@@ -14,6 +14,7 @@ from asyncckpt.protocol.answers import Granted, LineageFound, Ok, Refused, Saves
 from asyncckpt.protocol.fields import Check
 from asyncckpt.protocol.linking import Follow, Following, Lead, Leading
 from asyncckpt.protocol.message import Message
+from asyncckpt.protocol.recall import Recall, Recalled
 from asyncckpt.protocol.sharing import Fetch, Fetched, Share
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "LineageFound",
     "Message",
     "Ok",
+    "Recall",
+    "Recalled",
     "Refused",
     "Release",
     "Saves",
@@ -51,7 +54,7 @@ __all__ = [
     "Withdraw",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
 
 MAX_PATH_BYTES = check.MAX_PATH_BYTES
@@ -239,10 +242,10 @@ class Drain(Message):
 
 
 _REQUESTS = (
-    *(Hello, Allocate, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch),
+    *(Hello, Allocate, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch, Recall),
     *(Heartbeat, Goodbye, Status, Drain),
 )
-_REPLIES = (Welcome, Granted, Leading, Following, LineageFound, Fetched, Ok, Refused, Saves, StatusReport)
+_REPLIES = (Welcome, Granted, Leading, Following, LineageFound, Fetched, Recalled, Ok, Refused, Saves, StatusReport)
 
 REQUESTS: dict[str, type[Message]] = {c.name: c for c in _REQUESTS}
 REPLIES: dict[str, type[Message]] = {c.name: c for c in _REPLIES}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 IDLE_EXIT_S = 600.0
+KEEP_SNAPSHOTS_S = 600.0
 DRAIN_TIMEOUT_S = 120.0
 LOG_FORMATS = ("human", "json")
 LOOPBACK = "127.0.0.1"
@@ -69,6 +70,13 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "PID",
         "help": "never exit for idleness while this process lives; its death begins the idle time",
     },
+    "--keep-snapshots-s": {
+        "type": float,
+        "default": KEEP_SNAPSHOTS_S,
+        "metavar": "S",
+        "help": "keep the last snapshot of trainers that are gone in memory for S seconds, for the restarted ones to "
+        "load; 0: free it at once (default: %(default)s)",
+    },
     "--drain-timeout-s": {
         "type": float,
         "default": DRAIN_TIMEOUT_S,
@@ -115,6 +123,7 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments that say the same, with paths made absolute: a started worker has another directory."""
     arguments = [
         f"--idle-exit-s={options.idle_exit_s}",
+        f"--keep-snapshots-s={options.keep_snapshots_s}",
         f"--drain-timeout-s={options.drain_timeout_s}",
         f"--threads={options.threads}",
         f"--port={options.port}",

@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 
 from asyncckpt.errors import ProtocolError
+from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.protocol.samples import are_samples
@@ -101,7 +102,7 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
         ProtocolError: Anything that the SPEC forbids.
     """
     try:
-        raw = msgpack.unpackb(data, use_list=False, strict_map_key=True)
+        raw = unpack_whole(data)
         if not isinstance(raw, dict) or raw.pop("v", None) != PROTOCOL_VERSION:
             raise ValueError("version")
         if not isinstance(raw["parts"], tuple):

@@ -17,7 +17,7 @@ from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.memory.copying import copy_bytes, view_at
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
@@ -207,7 +207,12 @@ class _Reader:
         reader = self._open(source)
         start, end = steps[0].start, steps[-1].end
         at = 0
-        if reader.is_cached(start, end - start):
+        if (lies_at := reader.address(start, end - start)) is not None:  # no copy of it is made on the way
+            for step in steps:
+                with view_at(lies_at + step.start - start, step.end - step.start) as view:
+                    self._hand_on(source, step, view, lies_at + step.start - start)
+            at = len(steps)
+        elif reader.is_cached(start, end - start):
             while at < len(steps):
                 nbytes = steps[at].end - steps[at].start
                 with buffer[:nbytes] as view:

@@ -74,7 +74,7 @@ def read_contents(path: str, files: Files) -> Contents:
     manifest = read_manifest(path, files)
     reach("load: manifest read")
     ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
-    return Contents(path=path, manifest=manifest, ranks=ranks, tensors=_join(path, ranks))
+    return Contents(path=path, manifest=manifest, ranks=ranks, tensors=join(path, ranks))
 
 
 def read_named_file(path: str, name: str, *, nbytes: int, max_nbytes: int, checksum: str, files: Files) -> bytes:
@@ -123,7 +123,12 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
     return RankContents(index=index, structure=structure)
 
 
-def _join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
+def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
+    """Return the tensors of all ranks by FQN.
+
+    Raises:
+        CorruptCheckpointError: The ranks contradict each other, or the chunks of a tensor do not cover it exactly once.
+    """
     first: dict[str, TensorEntry] = {}
     found: dict[str, list[tuple[int, Chunk]]] = {}
     for rank, contents in enumerate(ranks):

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes) in elements."""
 
+MAX_CUTS = 64
+"""One inside the other. A mesh has one for each dimension, a mesh of what a mesh has cut two. Chosen, not measured."""
+
+MAX_PAIRS = 1_000_000
+"""Boxes that are compared with each other, about a second. What a mesh has cut is compared with nothing."""
+
 
 def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Say what is wrong with `boxes` as a partition of a tensor of `global_shape`; None when nothing is.
@@ -21,7 +27,11 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
     wanted, found = math.prod(global_shape), sum(math.prod(sizes) for _, sizes in filled)
     if found == wanted and _fits_together(filled, tuple((0, n) for n in global_shape)):
         return None
-    if len(filled) > 1:
+    if len(filled) > 1 and not is_affordable(filled, len(global_shape)):
+        # IMPORTANT: refused, whoever is right: boxes that somebody has thought up would take hours.
+        if found == wanted:
+            return f"its {len(filled)} chunks lie in no order in which they could be compared"
+    elif len(filled) > 1:
         twice = overlapping(filled, len(global_shape))
         if twice is not None:
             return f"elements {filled[twice[0]]} and {filled[twice[1]]} (offsets, sizes) are stored twice"
@@ -30,12 +40,29 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
     return None
 
 
-def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...]) -> bool:
+def is_affordable(boxes: Sequence[Box], n_dims: int) -> bool:
+    """Whether the sweep for boxes that overlap compares few enough of them."""
+    if n_dims == 0:
+        return True
+    d = max(range(n_dims), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
+    starts = sorted(offsets[d] for offsets, _ in boxes)
+    ends = sorted(offsets[d] + sizes[d] for offsets, sizes in boxes)
+    pairs = over = 0
+    for begun, start in enumerate(starts):
+        while ends[over] <= start:
+            over += 1
+        pairs += begun - over
+    return pairs <= MAX_PAIRS
+
+
+def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...], cuts: int = 0) -> bool:
     """Whether `boxes` cover `region` ((start, end) in each dimension) exactly once. False may also mean: not obviously.
 
     Where no box lies on both sides of a cut through the region, both sides are looked at by themselves: sorting is all
     that thousands of boxes cost, which come from meshes, and from rows of what meshes have cut.
     """
+    if cuts > MAX_CUTS:
+        return False
     if len(boxes) < 2 or not region:
         return [tuple((o, o + s) for o, s in zip(*box, strict=True)) for box in boxes] == [region]
     others = (tuple(start for start, _ in region[1:]), tuple(end - start for start, end in region[1:]))
@@ -60,7 +87,7 @@ def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...]) -> boo
         bounds.append(end)
         if len(slabs) > 1:
             parts = zip(slabs, itertools.pairwise(bounds), strict=True)
-            return all(_fits_together(slab, (*region[:d], part, *region[d + 1 :])) for slab, part in parts)
+            return all(_fits_together(slab, (*region[:d], part, *region[d + 1 :]), cuts + 1) for slab, part in parts)
     return False
 
 

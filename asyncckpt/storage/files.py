@@ -65,6 +65,10 @@ class Files:
         _libc.munmap(address, nbytes)
         return not failed and pages.raw.count(b"\x01") == len(pages)
 
+    def address(self, fd: int) -> int | None:
+        """Return where the bytes of an open file lie in this process's memory; None where they do not."""
+        return None
+
     def advise_random(self, fd: int) -> None:
         """Switch the kernel's read-ahead off for this descriptor."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from asyncckpt.storage.coverage import Box, coverage_fault, overlapping
+from asyncckpt.storage.coverage import Box, coverage_fault, is_affordable, overlapping
 
 MAX_BOXES = 3
 """Missing boxes that a text names."""
@@ -35,11 +35,13 @@ def located_fault(
     if fault is None:
         return None
     filled = [(rank, box) for rank, box in zip(ranks, boxes, strict=True) if 0 not in box[1]]
-    twice = overlapping([box for _, box in filled], len(global_shape)) if len(filled) > 1 else None
+    stored = [box for _, box in filled]
+    may_look = len(stored) > 1 and is_affordable(stored, len(global_shape))
+    twice = overlapping(stored, len(global_shape)) if may_look else None
     if twice is not None:
         (one, first), (other, second) = filled[twice[0]], filled[twice[1]]
         return f"rank {one} stores {shown(first)} and rank {other} {shown(second)}: elements of both are stored twice"
-    missing = missing_boxes(global_shape, [box for _, box in filled])
+    missing = missing_boxes(global_shape, stored)
     if not missing:
         return fault
     parts = [f"{shown(box)} is missing{_beside(box, filled)}" for box in missing[:MAX_BOXES]]

@@ -24,6 +24,7 @@ from asyncckpt.format.names import DCP, index_name, items_name, objects_name, sh
 from asyncckpt.storage.dcp_commit import dcp_items, refuse_foreign_metadata
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
 from asyncckpt.storage.image import Image, is_page_aligned
+from asyncckpt.storage.prints import shards_print
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.shard_writer import ShardWriter
 from asyncckpt.storage.standing import overtaken
@@ -135,7 +136,14 @@ class RankWriter:
             "index": time.perf_counter() - started,
         }
         direct = all(s.direct for s in self.shards)
-        return RankResult(record=record, nbytes=record.nbytes, seconds=seconds, direct=direct, dcp=self.dcp)
+        return RankResult(
+            record=record,
+            nbytes=record.nbytes,
+            seconds=seconds,
+            direct=direct,
+            dcp=self.dcp,
+            shards_print=shards_print(self.shards),
+        )
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:

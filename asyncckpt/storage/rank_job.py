@@ -46,6 +46,7 @@ class RankResult:
     """What was written: the rank's line in the manifest, bytes, seconds per phase, whether O_DIRECT served all.
 
     `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
+    `shards_print`: of what the shards hold (`storage.prints`); `rest_print`: of all else, added by a worker.
     `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp_metadata.metadata_of`.
     `tally`: of the structure, seeded by the run (`seed_of`), for the proof of coverage; None: not made.
     """
@@ -55,4 +56,6 @@ class RankResult:
     seconds: dict[str, float]
     direct: bool
     dcp: tuple[bytes, bytes] | None = None
+    shards_print: bytes = b""
+    rest_print: bytes = b""
     tally: Tally | None = None

@@ -90,6 +90,14 @@ class ShardReader:
             f"{self._path}: {detail}", path=self._directory, file=self.name, offset=offset, nbytes=nbytes, detail=detail
         )
 
+    def address(self, offset: int, nbytes: int) -> int | None:
+        """Where a range of the file lies in this process's memory, to be looked at; None where it must be read."""
+        lies_at = self._files.address(self._fd)
+        if lies_at is None:
+            return None
+        self._files.advise_needed(self._fd, offset, nbytes)
+        return lies_at + offset
+
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether a range seems to be in the page cache; `read_cached` may still find that it is not."""
         return self._nowait and self._files.resident(self._fd, offset, nbytes)

@@ -17,6 +17,7 @@ from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count, 
 from asyncckpt.format.layout import round_up
 from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all
 from asyncckpt.storage.image import Image
+from asyncckpt.storage.prints import first_block
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 
@@ -38,7 +39,7 @@ class ShardWriter:
         extent_nbytes_total: What the extents must cover: whole pages when O_DIRECT may be used.
         direct: Whether writes go by O_DIRECT.
         created: Whether the file was created here.
-        digests: One checksum per block, filled by `write_extent`.
+        digests: One checksum per block, filled by `write_extent`; `first`: as `storage.prints` has it, likewise.
         fsync_s: Seconds that fsync took.
     """
 
@@ -60,6 +61,7 @@ class ShardWriter:
         self.extent_nbytes_total = round_up(nbytes) if self.direct else nbytes
         self.created = False
         self.digests = bytearray(block_count(nbytes) * DIGEST_NBYTES)
+        self.first = b""
         self.fsync_s = 0.0
         self._image, self._offset = image, offset
         self._mode, self._fsync, self._files = mode, fsync, files
@@ -79,6 +81,8 @@ class ShardWriter:
                 with view[at : min(at + BLOCK_NBYTES, exact)] as block:
                     where = (start + at) // BLOCK_NBYTES * DIGEST_NBYTES
                     self.digests[where : where + DIGEST_NBYTES] = block_digest(block)
+                    if where == 0:
+                        self.first = first_block(block)
             done = self._write_direct(view, start) if self.direct else 0
             write_all(self._files, self._fd, view[done:], start + done, self.path)
         reach("shard: extent written")

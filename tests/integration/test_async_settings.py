@@ -202,6 +202,7 @@ def test_on_error_raise_raises_what_nobody_fetched(shared_worker: RealWorker, tm
     with pytest.raises(PendingSavesError):
         checkpointer.close()
     checkpointer.close()
+    assert shared_worker.status()["failures"]["checkpoint_exists"] >= 4, "the worker has counted them"
 
 
 def test_on_error_warn_raises_nothing(

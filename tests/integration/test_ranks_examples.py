@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 import rank_processes
 import real_worker
+import torch.distributed as dist
 
 
 def _run(rank: int, example: str, arguments: list[str]) -> list[float]:
@@ -20,10 +20,9 @@ def _run(rank: int, example: str, arguments: list[str]) -> list[float]:
 
 def run(endpoint: str, example: str, world_size: int, *arguments: object) -> list[float]:
     """Run an example as torchrun would start it; return its losses, the same on all ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ASYNCCKPT_ENDPOINT": endpoint}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that is held, not found free
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "ASYNCCKPT_ENDPOINT": endpoint}
+    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     words = [str(argument) for argument in arguments]
     found = rank_processes.run(world_size, _run, example, words, group=False, environ=environ)
     assert all(losses == found[0] for losses in found)

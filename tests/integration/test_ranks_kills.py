@@ -16,7 +16,7 @@ from real_worker import wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.errors import CheckpointNotCommittedError
+from asyncckpt.errors import CheckpointNotCommittedError, CheckpointNotFoundError
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -83,6 +83,6 @@ def test_a_killed_group_of_which_one_rank_did_not_stage_commits_nothing_and_the_
     )
     assert "rank 1" in rows[0]["error"]
     wait_until(lambda: not worker.status()["jobs"], "the job that makes the directory has ended too")
-    with pytest.raises(CheckpointNotCommittedError):
+    with pytest.raises((CheckpointNotCommittedError, CheckpointNotFoundError)):  # a Begin may die with its sender
         asyncckpt.load(tmp_path / "step-1")
     wait_until(lambda: not worker.status()["sessions"] and not worker.status()["slots"], "everything is given back")

@@ -37,6 +37,14 @@ def start(
     return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
 
 
+def waited_for_a_core_s(pid: int) -> float:
+    """Return how long the first thread of a process could have run but other processes did."""
+    try:
+        return int(pathlib.Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (FileNotFoundError, IndexError):  # a kernel without CONFIG_SCHED_INFO
+        return 0.0
+
+
 def end(process: subprocess.Popen[bytes]) -> str:
     """End a worker and return what it wrote to stderr."""
     process.terminate()
@@ -77,7 +85,7 @@ def test_worker_answers_within_the_promised_time_of_its_start(endpoint: str) -> 
         process = start(endpoint)
         with Client(endpoint) as client:
             client.hello()
-            took.append(time.monotonic() - began)
+            took.append(time.monotonic() - began - waited_for_a_core_s(process.pid))
         end(process)
 
 
@@ -184,6 +192,7 @@ def test_json_log_has_save_and_session_on_every_line(endpoint: str, tmp_path: pa
         (("--endpoint", "tcp://127.0.0.1:1"), b"ipc://"),
         (("--threads", "-1"), b"threads"),
         (("--idle-exit-s", "nan"), b"idle_exit_s"),
+        (("--keep-snapshots-s", "-1"), b"keep_snapshots_s"),
         (("--advertise", "no-such-host.invalid"), b"'no-such-host.invalid', which cannot be resolved"),
         (("--detach", "--advertise", "no-such-host.invalid"), b"cannot be resolved"),
     ],

@@ -45,6 +45,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Consent(id=12, save_id=SAVE_ID, granted=False, reason="the loss is NaN"),
     m.Share(id=13, board="plan-7", offset=0, total=5, data=b"bytes"),
     m.Fetch(id=14, board="plan-7", rank=1, offset=0),
+    m.Recall(id=17, path="/runs/a", hold=True),
     m.Heartbeat(id=8, saves=(SAVE_ID,)),
     m.Goodbye(id=9),
     m.Status(id=10),
@@ -55,6 +56,25 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Following(id=16, leader=HEX),
     m.LineageFound(id=4, epoch=3),
     m.Fetched(id=14, missing=(), total=5, data=b"bytes"),
+    m.Recalled(
+        id=17,
+        parts=(
+            {
+                "save_id": SAVE_ID,
+                "step": -1,
+                "path": "/runs/a/step-300",
+                "rank": 1,
+                "world_size": 2,
+                "whole": True,
+                "committed": False,
+                "slot": 3,
+                "fd": 17,
+                "nbytes": 1 << 30,
+                "token": bytes(range(16)),
+                "generation": 4,
+            },
+        ),
+    ),
     m.Ok(id=5),
     m.Refused(id=6, error=to_wire(SaveFailedError("disk full", code="ENOSPC", rank=0))),
     m.Saves(

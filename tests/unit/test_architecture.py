@@ -29,19 +29,21 @@ MAY_IMPORT = {
     "errors": set(),
     "dtypes": set(),
     "failpoints": set(),
-    "format": {"errors", "dtypes"},
+    "msgpacked": set(),
+    "format": {"errors", "dtypes", "msgpacked"},
     "memory": {"errors", "dtypes", "failpoints"},
-    "protocol": {"errors", "dtypes"},
+    "protocol": {"errors", "dtypes", "msgpacked"},
     "storage": {"errors", "dtypes", "failpoints", "format", "memory"},
     "foreign": {"errors", "dtypes", "format", "storage"},
     "per_rank": set(),
-    "planning": {"errors", "dtypes", "format", "protocol", "per_rank"},
+    "planning": {"errors", "dtypes", "msgpacked", "format", "protocol", "per_rank"},
 }
 """Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("failpoints", "protocol", "format", "memory", "storage", "foreign", "cli", "doctor"),
+    *("msgpacked", "failpoints"),
+    *("protocol", "format", "memory", "storage", "foreign", "recall", "cli", "doctor"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 

@@ -28,7 +28,6 @@ from asyncckpt import (  # noqa: E402
 )
 from asyncckpt.errors import ConfigError  # noqa: E402
 from asyncckpt.loading.opened import OpenCheckpoint  # noqa: E402
-from asyncckpt.loading.reader import DefaultReader  # noqa: E402
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -123,6 +122,7 @@ LOAD = {
     "unit/test_loading_load.py::test_map_location_as_callable_gets_each_storage_once",
     "strict": "unit/test_loading_load.py::test_strict_lists_all_missing_keys_and_changes_nothing",
     "verify": "unit/test_loading_load.py::test_without_verification_damage_is_not_noticed",
+    "source": "integration/test_recall.py::test_what_is_committed_and_in_memory_is_read_from_there",
     "threads": "unit/test_thread_arguments.py::test_threads_read_at_once",
     "key_map": "unit/test_loading_load.py::test_key_map_renames",
     "allow_pickle": "unit/test_allow_pickle.py::test_any_leaf_comes_back_when_both_sides_allow_it",
@@ -207,6 +207,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "test_all_ranks_go_on_from_the_save_that_was_in_flight_when_their_predecessors_died",
             "timeout_s": "integration/test_ranks_arguments.py::"
             "test_latest_checkpoint_waits_timeout_s_for_saves_in_flight",
+            "source": "integration/test_recall.py::test_snapshot_that_could_not_be_written_is_loaded_and_is_the_newest",
         },
     ),
     (asyncckpt.restore_latest, RESTORE),
@@ -237,6 +238,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "keys": "unit/test_plan_load.py::test_keys_limit_what_is_looked_at",
             "key_map": "unit/test_plan_load.py::test_key_map_renames",
             "rank_info": "unit/test_plan_load.py::test_values_of_other_ranks_are_told_apart",
+            "source": "integration/test_recall.py::test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow",
         },
     ),
     (
@@ -245,6 +247,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "path": "unit/test_open_checkpoint.py::test_it_says_what_is_there_without_reading_data",
             "rank_info": "unit/test_open_checkpoint.py::test_a_rank_sees_its_own_values",
             "allow_pickle": "unit/test_allow_pickle.py::test_opening_may_unpickle_when_told_to",
+            "source": "integration/test_recall.py::test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow",
         },
     ),
     (
@@ -293,6 +296,13 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
             "kind": f"{SHARDING}test_a_type_that_is_none_cannot_be_registered",
             "to_shards": f"{SHARDING}test_padded_shards_of_a_registered_type_are_stored_without_their_padding",
             "from_shards": f"{SHARDING}test_a_registered_type_is_told_once_when_all_its_parts_are_in",
+        },
+    ),
+    (
+        asyncckpt.held_snapshots,
+        {
+            "root": "integration/test_recall.py::test_snapshot_that_could_not_be_written_is_loaded_and_is_the_newest",
+            "endpoint": "integration/test_recall.py::test_worker_is_asked_at_the_endpoint_that_is_named",
         },
     ),
     (
@@ -366,17 +376,6 @@ def test_the_synchronous_checkpointer_refuses_the_fields_that_it_has_no_use_for(
 def test_fields_that_are_not_there_yet_are_refused_by_name(made: Any, name: str) -> None:
     with pytest.raises((ConfigError, TypeError), match=name):
         made(**{name: "latest"})
-
-
-def test_a_source_to_load_from_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    with SyncCheckpointer() as checkpointer:
-        checkpointer.save({"a": 1}, tmp_path / "a")
-        with pytest.raises(ConfigError, match="source"):
-            checkpointer.load(tmp_path / "a", source="memory")
-    with pytest.raises(TypeError, match="source"):
-        asyncckpt.load(tmp_path / "a", source="memory")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="source"):
-        DefaultReader().read(tmp_path / "a", source="disk")
 
 
 # ---- replaced parts

@@ -43,6 +43,23 @@ def test_two_owners_see_the_same_bytes(slot: SlotMemory) -> None:
         other.close()
 
 
+def test_reader_sees_the_bytes_and_cannot_change_them(slot: SlotMemory) -> None:
+    slot.mapping.view()[PAGE_NBYTES] = 7
+    reader = _attach(slot, writable=False)
+    try:
+        assert reader.mapping.view()[PAGE_NBYTES] == 7
+        (mapped,) = [line for line in _maps() if line.startswith(f"{reader.mapping.address:x}-")]
+        assert mapped.split()[1] == "r--s"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(reader.fd, b"x", PAGE_NBYTES)
+    finally:
+        reader.close()
+
+
+def _maps() -> list[str]:
+    return pathlib.Path("/proc/self/maps").read_text().splitlines()
+
+
 def test_memory_outlives_the_one_who_made_it() -> None:
     made = SlotMemory.create(NBYTES)
     made.mapping.view()[PAGE_NBYTES] = 7
@@ -99,7 +116,7 @@ def test_fd_or_process_that_is_not_there_is_an_os_error(slot: SlotMemory) -> Non
 
 
 def test_creation_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "no memory")
 
     monkeypatch.setattr(arena, "Mapping", refuse)

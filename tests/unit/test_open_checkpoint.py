@@ -30,6 +30,7 @@ from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET
 from asyncckpt.loading import boxes, slicing
 from asyncckpt.loading.opened import OpenCheckpoint
+from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.storage.contents import SavedTensor, read_contents
 
 
@@ -56,7 +57,7 @@ class CountingFiles(RecordingFiles):
 
 def opened(path: str, files: CountingFiles | None = None, rank: int = 0, world_size: int = 1) -> OpenCheckpoint:
     files = files or CountingFiles()
-    return OpenCheckpoint(read_contents(path, files), RankInfo(rank, world_size), files)
+    return OpenCheckpoint(Bytes(read_contents(path, files), files), RankInfo(rank, world_size))
 
 
 STATE = {

@@ -43,8 +43,8 @@ def _default(**environ: str) -> str:
     return default_endpoint(environ, uid=1000, package="0.1.0", interpreter="/usr/bin/python3")
 
 
-def test_default_endpoint_lies_in_the_runtime_directory(tmp_path: pathlib.Path) -> None:
-    run = tmp_path / "r"
+def test_default_endpoint_lies_in_the_runtime_directory(short_path: pathlib.Path) -> None:
+    run = short_path / "r"
     run.mkdir()
     short = "/tmp" if len(str(run)) > 60 else str(run)
     assert _default(XDG_RUNTIME_DIR=short).startswith(f"ipc://{short}/asyncckpt/")
@@ -127,11 +127,11 @@ def test_lock_through_a_link_is_refused(endpoint_dir: pathlib.Path) -> None:
         acquire_lock(f"{endpoint_dir}/w.sock")
 
 
-def test_missing_parents_are_not_open_to_others_whatever_the_umask(tmp_path: pathlib.Path) -> None:
+def test_missing_parents_are_not_open_to_others_whatever_the_umask(short_path: pathlib.Path) -> None:
     before = os.umask(0)
     try:
-        make_directory(f"ipc://{tmp_path}/a/b/c/w.sock")
+        make_directory(f"ipc://{short_path}/a/b/c/w.sock")
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")]
+    modes = [stat.S_IMODE((short_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")]
     assert modes == [0o755, 0o755, 0o700]

@@ -60,6 +60,7 @@ def test_invalid_message_can_be_neither_built_nor_received(message: Message) -> 
                 codec.decode([HEADER, packed({**body, name: value})], KNOWN)
 
 
+RECALLED: dict[str, Any] = dict(next(m.parts[0] for m in MESSAGES if isinstance(m, messages.Recalled)))
 BAD_ERRORS: list[Any] = [
     None,
     "disk full",
@@ -109,6 +110,17 @@ BAD_VALUES = {
     "token": [b"", bytes(15), bytes(17), "x" * 16, bytearray(16)],
     "flag": [0, 1, None, "true"],
     "mapping": [[], None, {1: 2}, {b"a": 1}],
+    "recall_rows": [
+        [{}],
+        [RECALLED] * 1025,
+        [[]],
+        {},
+        None,
+        *([{n: v for n, v in RECALLED.items() if n != left_out}] for left_out in RECALLED),
+        *([{**RECALLED, name: None}] for name in RECALLED),
+        [{**RECALLED, "token": b""}],
+        [{**RECALLED, "generation": -1}],
+    ],
     "save_ids": [[""], [None], SAVE_ID, [SAVE_ID] * 1025, {SAVE_ID: 1}, None],
     "save_rows": [
         [{}],

@@ -116,6 +116,20 @@ def test_the_manifest_is_put_last_and_flushed_around(tmp_path: Path) -> None:
     assert not os.path.exists(temporary)
 
 
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_modes_are_those_of_the_saves_umask_whatever_the_process_has(tmp_path: Path, umask: int) -> None:
+    before = os.umask(0o077)
+    try:
+        prepare_directory(str(tmp_path / "a/b"), save_id=SAVE_ID, files=FILES, umask=umask, fsync=False)
+        with Snapshot({"x": 9000}) as snapshot:
+            result = snapshot.write(str(tmp_path / "a/b"), umask=umask, fsync=False)
+        publish(str(tmp_path / "a/b"), manifest_of(result, fsync=False), files=FILES, umask=umask)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a/b").iterdir()} == {0o666 & ~umask}
+    assert {stat.S_IMODE((tmp_path / d).stat().st_mode) for d in ("a", "a/b")} == {0o777 & ~umask}
+
+
 def test_publishing_twice_succeeds(tmp_path: Path) -> None:
     manifest = written(tmp_path)
     put(tmp_path, manifest)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 
 from asyncckpt.storage.coverage import Box, coverage_fault
+from asyncckpt.storage.holes import located_fault
 
 
 def partition(rng: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Box]:
@@ -72,3 +74,42 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...], boxes: list[Box], sou
 def test_ten_thousand_columns_are_judged_quickly() -> None:
     boxes = [((0, i), (1000, 1)) for i in range(10_000)]
     assert coverage_fault((1000, 10_000), boxes) is None
+
+
+def stairs(n: int) -> list[Box]:
+    """A row, a column, a row, a column ...: each cut leaves one box and all others."""
+    found: list[Box] = []
+    for i in range(n):
+        found.append(((i, i), (1, n - i)))
+        if i + 1 < n:
+            found.append(((i + 1, i), (n - i - 1, 1)))
+    return found
+
+
+def test_cuts_inside_cuts_without_end_are_judged_all_the_same() -> None:
+    for n in (5, 100, 400):
+        boxes = stairs(n)
+        assert coverage_fault((n, n), boxes) is None
+        assert "stored" in str(coverage_fault((n, n), boxes[:-1]))
+        assert "twice" in str(coverage_fault((n, n), [*boxes[:-1], ((0, 0), (1, 1))]))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_boxes_that_were_thought_up_to_be_compared_with_each_other_are_refused_at_once(is_whole: bool) -> None:
+    n, side = 60_000, 250
+    boxes = [((i, i % side, i // side), (10**6, 1, 1)) for i in range(n)]
+    shape = (10**6, side, n // side) if is_whole else (2 * 10**6, side, n // side)
+    started = time.process_time()
+    assert coverage_fault(shape, boxes) is not None
+    assert located_fault(shape, boxes, [0] * n) is not None
+    assert coverage_fault((4000, 4000), stairs(4000)) is not None
+    assert time.process_time() - started < 10
+
+
+def test_meshes_of_any_kind_are_compared_with_nothing() -> None:
+    for sides in ((4096,), (64, 64), (16, 16, 16), (2, 2048)):
+        shape = tuple(3 * side for side in sides)
+        boxes = [(tuple(3 * i for i in at), (3,) * len(sides)) for at in itertools.product(*map(range, sides))]
+        random.Random(0).shuffle(boxes)
+        assert coverage_fault(shape, boxes) is None
+        assert "twice" in str(coverage_fault(shape, [*boxes, boxes[7]]))

@@ -19,6 +19,7 @@ from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
+from asyncckpt_worker.keeping import MAX_KEPT_SAVES
 from asyncckpt_worker.records import MAX_HISTORY, MAX_SESSIONS, Slot
 from asyncckpt_worker.results import pack_result
 from asyncckpt_worker.run_record import MAX_DIRECTORIES
@@ -187,6 +188,9 @@ class Mob(Bench):
         assert len(t.runs) <= MAX_RUNS + MAX_SESSIONS
         assert all(len(r.withdrawn) <= MAX_WITHDRAWN and len(r.epochs) <= MAX_DIRECTORIES for r in t.runs.values())
         assert self.brain._boards.nbytes <= MAX_BOARDS_NBYTES and len(self.brain._boards._boards) <= MAX_BOARDS
+        assert len({t.slots[n].key for n in t.slots if t.slots[n].kept}) <= MAX_KEPT_SAVES * 3 + len(t.sessions)
+        for session in t.sessions.values():
+            assert all(t.slots[n].session == session.name for n in session.slots)
         for save in t.saves.values():
             assert all(rank < save.world_size for rank in save.ranks)
 
@@ -207,7 +211,7 @@ def test_messages_that_make_no_sense_end_nothing_but_their_own_saves(schedule: i
         elif dice < 0.9 and mob.jobs:
             mob.finish()
         else:
-            mob.take(mob.brain.handle(ev.Tick(now=mob.now)))
+            mob.take(mob.brain.handle(ev.Tick(now=mob.now, memory_short=rng.random() < 0.05)))
         mob.check()
     mob.jobs.clear()
     for rank, (peer, slot) in enumerate(zip((b"h0", b"h1"), slots, strict=True)):

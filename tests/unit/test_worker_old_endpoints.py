@@ -18,10 +18,10 @@ MINE = "f" * 16
 
 
 @pytest.fixture
-def directory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def directory(short_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """The directory of made-up endpoints, with only three of them kept."""
     monkeypatch.setattr(old_endpoints, "MAX_KEPT", 3)
-    found = tmp_path / f"asyncckpt-{os.geteuid()}"
+    found = short_path / f"asyncckpt-{os.geteuid()}"
     found.mkdir(mode=0o700)
     return found
 
@@ -84,13 +84,13 @@ def test_files_of_other_names_stay(directory: pathlib.Path) -> None:
 
 
 def test_nothing_is_removed_in_a_directory_that_a_user_chose(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    short_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(old_endpoints, "MAX_KEPT", 1)
-    (tmp_path / "sockets").mkdir(mode=0o700)
-    leave(tmp_path / "sockets", "0" * 16, 1)
-    with claimed(tmp_path / "sockets"):
-        assert stems(tmp_path / "sockets") == {"0" * 16, MINE}
+    (short_path / "sockets").mkdir(mode=0o700)
+    leave(short_path / "sockets", "0" * 16, 1)
+    with claimed(short_path / "sockets"):
+        assert stems(short_path / "sockets") == {"0" * 16, MINE}
 
 
 def test_a_directory_that_cannot_be_tidied_does_not_keep_a_worker_from_starting(

@@ -251,3 +251,11 @@ def test_liveness_tells_the_living_from_the_dead_and_the_mistaken(use_pidfd: boo
     assert not liveness.watch("child", child.pid, started)
     liveness.close()
     assert liveness.fds() == []
+
+
+@pytest.mark.parametrize("use_pidfd", [True, False])
+@pytest.mark.parametrize("pid", [1 << 31, 1 << 40, (1 << 63) - 1, 0])
+def test_a_number_that_no_process_can_have_is_a_dead_one(pid: int, use_pidfd: bool) -> None:
+    liveness = Liveness(use_pidfd=use_pidfd)
+    assert liveness.watch("s", pid, 1) is False
+    assert liveness.fds() == [] and liveness.dead() == []

@@ -185,6 +185,8 @@ class World:
 
     def check_slots(self) -> None:
         tables = self.brain.tables
+        for session in tables.sessions.values():
+            assert all(tables.slots[n].session == session.name and not tables.slots[n].closing for n in session.slots)
         for _, entry in tables.entries():
             if entry.phase in IN_FLIGHT or entry.writing:
                 assert entry.slot in tables.slots and entry.slot in self.memory, f"{entry} lost its slot"

@@ -18,8 +18,8 @@ from asyncckpt_worker.report import report as brains_report
 
 @pytest.fixture
 def bench() -> Bench:
-    """A brain with one session."""
-    bench = Bench()
+    """A brain with one session, that keeps nothing for trainers that are gone (`test_worker_keeping`)."""
+    bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
     bench.hello()
     return bench
 
@@ -734,7 +734,7 @@ def test_message_of_the_dead_is_refused(bench: Bench) -> None:
 @pytest.fixture
 def pair() -> tuple[Bench, int, int]:
     """Two ranks of one world and a slot of each."""
-    bench = Bench()
+    bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
     bench.hello(b"p", "1" * 16, 0, 2)
     bench.hello(b"q", "2" * 16, 1, 2)
     return bench, bench.slot(b"p"), bench.slot(b"q")
@@ -750,6 +750,17 @@ def test_save_of_two_ranks_commits_when_both_are_durable(pair: tuple[Bench, int,
     assert bench.of(ac.Commit)[0].results == ("r0", "r1")
     bench.feed(ev.Published, save_id=FIRST)
     assert sorted(a.peer for a in bench.of(ac.Send)) == [b"p", b"q"]
+
+
+def test_save_of_two_ranks_waits_for_the_one_that_still_writes(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    bench.at_writing(first)
+    bench.at_writing(second, peer=b"q", rank=1)
+    bench.feed(ev.Written, key=(FIRST, 0), result="r0")
+    assert (bench.phase(rank=0), bench.phase(rank=1)) == ("durable", "writing")
+    assert not bench.of(ac.Commit)
+    bench.feed(ev.Written, key=(FIRST, 1), result="r1")
+    assert bench.of(ac.Commit)[0].results == ("r0", "r1")
 
 
 def test_failure_of_one_rank_ends_the_save_on_all(pair: tuple[Bench, int, int]) -> None:

@@ -22,6 +22,7 @@ CONFIG = BrainConfig(
     idle_exit_s=600.0,
     drain_timeout_s=120.0,
     staging_grace_s=10.0,
+    keep_snapshots_s=30.0,
 )
 FIRST = "000001-00000000-aaaaaaaaaaaa"
 SECOND = "000001-00000001-aaaaaaaaaaaa"

@@ -1,0 +1,124 @@
+"""One snapshot in the worker's memory, mapped for reading while the worker holds it still."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from types import TracebackType
+
+from asyncckpt.errors import CorruptCheckpointError, ProtocolError, SnapshotUnavailableError
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
+from asyncckpt.protocol.request import SaveRequest, decode_request
+from asyncckpt.recall.snapshots import HeldSnapshot, Part
+from asyncckpt.storage.staged_image import Image, StagedCheckpoint, StagedRank
+
+
+class MappedSnapshot:
+    """The parts of a snapshot, mapped. A context manager: everything that reads must have ended before it does.
+
+    Args:
+        snapshot: What the worker holds for this process.
+        pid: Of the worker, which answered just now.
+
+    Attributes:
+        staged: What was found.
+
+    Raises:
+        SnapshotUnavailableError: A part cannot be mapped, or is not what the worker says.
+    """
+
+    def __init__(self, snapshot: HeldSnapshot, pid: int) -> None:
+        self.snapshot = snapshot
+        self._mapped: list[tuple[Part, SlotMemory]] = []
+        try:
+            requests = [self._map(snapshot.parts[rank], pid) for rank in snapshot.ranks]
+            self.staged = self._staged(requests)
+        except (SlotError, ProtocolError, OSError) as error:
+            self.close()
+            raise self._unavailable(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, part: Part, pid: int) -> SaveRequest:
+        memory = SlotMemory.attach(pid, part.fd, part.nbytes, part.token, writable=False)
+        self._mapped.append((part, memory))
+        generation, data = memory.control.read_request()
+        request = decode_request(data, memory.nbytes - PAGE_NBYTES)
+        wanted = self.snapshot
+        found = (generation, request.save_id, request.path, request.rank, request.world_size)
+        if found != (part.generation, str(wanted.save_id), wanted.path, part.rank, wanted.world_size):
+            raise SlotError(f"the slot of rank {part.rank} holds another snapshot by now: {found}")
+        return request
+
+    def _staged(self, requests: list[SaveRequest]) -> StagedCheckpoint:
+        first, ranks = requests[0], []
+        for request, (_, memory) in zip(requests, self._mapped, strict=True):
+            if (request.layout, request.step) != (first.layout, first.step):
+                raise SlotError(f"rank {request.rank} has staged another layout or step than rank {first.rank}")
+            ranks.append(
+                StagedRank(
+                    rank=request.rank,
+                    images=tuple(Image(memory.mapping.address + p.offset, p.nbytes) for p in request.parts),
+                    structure=request.structure,
+                    objects=request.objects,
+                    n_tensors=request.n_tensors,
+                )
+            )
+        return StagedCheckpoint(
+            path=first.path,
+            save_id=self.snapshot.save_id,
+            step=first.step,
+            world_size=first.world_size,
+            layout=first.layout,
+            package=first.package,
+            metadata=json.loads(first.metadata),
+            ranks=ranks,
+        )
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Surround reads: what was read counts only if nobody wrote to it meanwhile.
+
+        Raises:
+            SnapshotUnavailableError: Somebody did, before or meanwhile.
+        """
+        self._check()
+        try:
+            yield
+        except CorruptCheckpointError:
+            self._check()  # it only looks damaged: it is another save's
+            raise
+        # IMPORTANT: after the last read. A block that was verified may have been overwritten before it was copied.
+        self._check()
+
+    def _check(self) -> None:
+        """Prove that nobody wrote to it since it was mapped.
+
+        Raises:
+            SnapshotUnavailableError: A living trainer has begun its next save there.
+        """
+        for part, memory in self._mapped:
+            if not memory.control.is_sealed(part.generation):
+                raise self._unavailable(f"rank {part.rank} has used its slot for another save meanwhile")
+
+    def _unavailable(self, detail: str) -> SnapshotUnavailableError:
+        return SnapshotUnavailableError(
+            f"{self.snapshot.path}: save {self.snapshot.save_id} cannot be loaded from the worker's memory: {detail}",
+            path=self.snapshot.path,
+            save_id=str(self.snapshot.save_id),
+            detail=detail,
+        )
+
+    def close(self) -> None:
+        """Unmap everything; later calls do nothing."""
+        for _, memory in self._mapped:
+            memory.close()
+
+    def __enter__(self) -> MappedSnapshot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

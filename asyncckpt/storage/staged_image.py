@@ -1,0 +1,225 @@
+"""A checkpoint whose files lie in memory, as they were staged: read by the same code as those on disk.
+
+The slot is the file, so a shard is a range of mapped bytes. `OverlaidFiles` gives these in the place of files of the
+same names; `staged_contents` says what a checkpoint holds that has no manifest and no index yet.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum
+from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
+from asyncckpt.format.manifest import DcpRecord, Manifest, RankRecord
+from asyncckpt.format.names import DCP, SaveId, index_name, objects_name, shard_name
+from asyncckpt.format.structure import decode_structure
+from asyncckpt.memory.copying import view_at
+from asyncckpt.memory.mapping import populate_at
+from asyncckpt.storage.contents import Contents, RankContents, join
+from asyncckpt.storage.files import MODE_FILE, Files
+
+_FIRST_FD = 1 << 30
+"""Of files that the kernel knows nothing of: far above every real descriptor (fs.nr_open is 2^20)."""
+
+_NO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
+
+
+class Image(NamedTuple):
+    """A file's bytes in memory."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedRank:
+    """What one rank has staged. `images`: of its shards, in order; the rest as the save request has it."""
+
+    rank: int
+    images: tuple[Image, ...]
+    structure: bytes
+    objects: bytes
+    n_tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedCheckpoint:
+    """What some or all ranks of one save have staged."""
+
+    path: str
+    save_id: SaveId
+    step: int
+    world_size: int
+    layout: str
+    package: str
+    metadata: Mapping[str, Any]
+    ranks: Sequence[StagedRank]
+
+
+class _Held(NamedTuple):
+    """A file that is held in memory. `address`: None for one that is small, and a copy already."""
+
+    view: memoryview
+    address: int | None
+
+
+class OverlaidFiles(Files):
+    """Files, of which some lie in memory. Only what a reader calls.
+
+    Args:
+        below: For all others.
+        staged: What lies in memory, which must outlive this.
+    """
+
+    def __init__(self, below: Files, staged: StagedCheckpoint) -> None:
+        self._below = below
+        self._lock = threading.Lock()
+        self._opened: dict[int, _Held] = {}
+        self._next = _FIRST_FD
+        self._held: dict[str, _Held] = {}
+        for rank in staged.ranks:
+            for part, image in enumerate(rank.images):
+                name = shard_name(staged.save_id, rank.rank, part, staged.layout)
+                held = _Held(view_at(image.address, image.nbytes), image.address)
+                self._held[os.path.join(staged.path, name)] = held
+            name = objects_name(staged.save_id, rank.rank)
+            self._held[os.path.join(staged.path, name)] = _Held(memoryview(rank.objects), None)
+
+    def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
+        """Open a held file under a number of its own, or the one on disk."""
+        held = self._held.get(path)
+        if held is None:
+            return self._below.open(path, flags, mode)
+        with self._lock:
+            self._next += 1
+            self._opened[self._next] = held
+            return self._next
+
+    def close(self, fd: int) -> None:
+        """Close it."""
+        if fd < _FIRST_FD:
+            return self._below.close(fd)
+        with self._lock:
+            del self._opened[fd]
+        return None
+
+    def address(self, fd: int) -> int | None:
+        """Where a held file lies."""
+        return self._opened[fd].address if fd >= _FIRST_FD else self._below.address(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
+        """Read at `offset`."""
+        if fd < _FIRST_FD:
+            return self._below.preadv(fd, buffers, offset, flags)
+        view, done = self._opened[fd].view, 0
+        for buffer in buffers:
+            nbytes = max(0, min(len(buffer), len(view) - offset - done))
+            memoryview(buffer)[:nbytes] = view[offset + done : offset + done + nbytes]
+            done += nbytes
+        return done
+
+    def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Whether a range is in memory."""
+        return fd >= _FIRST_FD or self._below.resident(fd, offset, nbytes)
+
+    def advise_random(self, fd: int) -> None:
+        """Nothing to advise of a held file."""
+        if fd < _FIRST_FD:
+            self._below.advise_random(fd)
+
+    def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
+        """Map the pages of a range at once: faulted in one by one, they take a third of a load's time."""
+        if fd < _FIRST_FD:
+            self._below.advise_needed(fd, offset, nbytes)
+        elif (address := self._opened[fd].address) is not None:
+            populate_at(address + offset, min(nbytes, len(self._opened[fd].view) - offset))
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Stat an open file."""
+        return _stat_of(self._opened[fd]) if fd >= _FIRST_FD else self._below.fstat(fd)
+
+    def lstat(self, path: str) -> os.stat_result:
+        """Stat a file by its name."""
+        held = self._held.get(path)
+        return _stat_of(held) if held is not None else self._below.lstat(path)
+
+    def stat(self, path: str) -> os.stat_result:
+        """Stat a file by its name, links followed."""
+        held = self._held.get(path)
+        return _stat_of(held) if held is not None else self._below.stat(path)
+
+    def listdir(self, path: str) -> list[str]:
+        """Return the names on disk."""
+        return self._below.listdir(path)
+
+
+def _stat_of(held: _Held) -> os.stat_result:
+    return os.stat_result((stat.S_IFREG | 0o400, 0, 0, 1, 0, 0, len(held.view), 0, 0, 0))
+
+
+def staged_contents(staged: StagedCheckpoint) -> Contents:
+    """Return what a checkpoint holds that all of its ranks have staged; nothing is read from disk.
+
+    There are no checksums of blocks: those are made when the files are written.
+
+    Raises:
+        CorruptCheckpointError: A structure does not decode, or is not that of the shards; or the chunks of a tensor do
+            not cover it exactly once.
+        UnsupportedFormatError: A structure of a newer version.
+    """
+    assert [r.rank for r in staged.ranks] == list(range(staged.world_size))
+    manifest = Manifest(
+        save_id=staged.save_id,
+        step=staged.step,
+        world_size=staged.world_size,
+        created="",
+        fsync=False,
+        writer=f"asyncckpt {staged.package}",
+        ranks=tuple(_record(staged, rank) for rank in staged.ranks),
+        metadata=staged.metadata,
+        dcp=DcpRecord(nbytes=0, checksum=_NO_CHECKSUM) if staged.layout == DCP else None,
+    )
+    ranks = tuple(_contents(staged, rank) for rank in staged.ranks)
+    return Contents(path=staged.path, manifest=manifest, ranks=ranks, tensors=join(staged.path, ranks))
+
+
+def _record(staged: StagedCheckpoint, rank: StagedRank) -> RankRecord:
+    return RankRecord(
+        rank=rank.rank,
+        index_name=index_name(staged.save_id, rank.rank),
+        index_nbytes=0,
+        index_checksum=_NO_CHECKSUM,
+        n_tensors=rank.n_tensors,
+        n_files=len(rank.images) + 1,
+        nbytes=sum(image.nbytes for image in rank.images) + len(rank.objects),
+    )
+
+
+def _contents(staged: StagedCheckpoint, rank: StagedRank) -> RankContents:
+    save_id, structure = staged.save_id, decode_structure(rank.structure)
+    if structure.part_nbytes != tuple(image.nbytes for image in rank.images):
+        detail = f"what rank {rank.rank} has staged has other lengths than its structure says"
+        raise CorruptCheckpointError(f"{staged.path}: {detail}", path=staged.path, detail=detail)
+    objects = ObjectsRecord(
+        name=objects_name(save_id, rank.rank), nbytes=len(rank.objects), checksum=file_checksum(rank.objects)
+    )
+    shards = tuple(
+        ShardRecord(name=shard_name(save_id, rank.rank, part, staged.layout), nbytes=image.nbytes, digests=b"")
+        for part, image in enumerate(rank.images)
+    )
+    index = RankIndex(
+        save_id=save_id,
+        rank=rank.rank,
+        world_size=staged.world_size,
+        shards=shards,
+        objects=objects,
+        structure=rank.structure,
+        layout=staged.layout,
+    )
+    return RankContents(index=index, structure=structure)

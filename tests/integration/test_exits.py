@@ -1,0 +1,171 @@
+"""P13: whatever the worker does, a trainer's interpreter ends within five seconds, and what was staged is not lost.
+
+The trainers of a test are forked from one process that has torch imported, and end as every interpreter does. They do
+so side by side, since most of what they do is wait.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import torch
+from real_worker import RealWorker, wait_until
+
+import asyncckpt
+
+EXIT_S = 5.0
+DEADLINE_S = 200.0
+"""For a dozen interpreters that import torch's parts, and end, on a machine that others use too."""
+
+SLACK_S = 1.0
+"""For processes that end at the same time and wait for a core."""
+
+STAGINGS = ("auto", "blocking", "overlap")
+
+TRAINERS = """
+    import atexit, gc, json, os, sys, threading, time
+
+    def at_the_very_end():
+        if pid == 0:
+            with open(f"{root}/{number}.ended", "x") as file:
+                file.write(str(time.monotonic()))
+
+    atexit.register(at_the_very_end)  # before ours, so that it runs after it
+    import torch
+    from asyncckpt import AsyncCheckpointer
+    from asyncckpt.staging.copy_cpu import SlotImage
+
+    endpoint, root, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+
+    def never(*arguments):
+        time.sleep(60 if threading.current_thread().name == "asyncckpt-overlap" else 0)
+        return copy(*arguments)
+
+    def block(done):
+        called.set()
+        assert threading.current_thread() is not threading.main_thread()
+        threading.Event().wait(60)
+
+    def until(condition):
+        deadline = time.monotonic() + 150
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def train(name, staging, how):
+        model = torch.nn.Linear(100, 100)
+        with torch.no_grad():
+            model.weight.fill_(1.0), model.bias.fill_(2.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        checkpointer = AsyncCheckpointer(endpoint=endpoint, staging=staging)
+        if staging != "blocking":
+            checkpointer.attach(optimizer)
+        with checkpointer if how.startswith("within") else open(os.devnull):
+            checkpointer.save({"model": model.state_dict()}, f"{root}/{name}-before").written.result(150)
+            if how == "called back":  # and it does not return, in the thread that listens to the worker
+                handle = checkpointer.save({"model": model.state_dict()}, f"{root}/{name}-more")
+                handle.written.add_done_callback(block)
+                until(called.is_set)
+            open(f"{root}/{name}.ready", "x").close()
+            until(lambda: os.path.exists(f"{root}/go"))
+            if how == "copying":
+                SlotImage.copy = never
+            handle = checkpointer.save({"model": model.state_dict()}, f"{root}/{name}")
+            if how != "copying":
+                until(handle.staged.done)
+            with open(f"{root}/{name}.left", "x") as file:
+                file.write(str(time.monotonic()))
+            if how == "within, raises":
+                raise KeyError("mine")
+            if how == "within, exits":
+                sys.exit(7)
+        return checkpointer, optimizer
+
+    torch.optim.SGD([torch.ones(1)], lr=1.0)  # which imports much, once for all
+    copy, called = SlotImage.copy, threading.Event()
+    running, codes = {}, {}
+    gc.freeze()  # so that no child searches all that was imported for cycles when it ends: that takes a second
+    for number, (staging, how) in enumerate(cases):
+        pid = os.fork()
+        if pid == 0:
+            kept = train(number, staging, how)
+            break  # the end of the program, of its interpreter and of this process
+        running[pid] = number
+    else:
+        while running:
+            pid, status = os.wait()
+            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        print(json.dumps(codes))
+"""
+
+
+def ends_of(
+    worker: RealWorker, root: pathlib.Path, cases: list[tuple[str, str]], number: int
+) -> list[tuple[float, int]]:
+    """Let trainers end, after the worker has got a signal.
+
+    Returns:
+        Of each: seconds until all that is ours had ended, the interpreter's own end not counted, and the exit code.
+    """
+    program = [sys.executable, "-c", textwrap.dedent(TRAINERS), worker.endpoint, str(root), json.dumps(cases)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as trainers:
+        try:
+            names = range(len(cases))
+            wait_until(
+                lambda: trainers.poll() is not None or all((root / f"{n}.ready").exists() for n in names),
+                "every trainer has saved once",
+                DEADLINE_S,
+            )
+            worker.signal(number)
+            (root / "go").touch()
+            out, err = trainers.communicate(timeout=DEADLINE_S)
+        finally:
+            trainers.kill()
+            worker.signal(signal.SIGCONT)
+    assert trainers.returncode == 0, err
+    codes = json.loads(out)
+    took_s = [float((root / f"{n}.ended").read_text()) - float((root / f"{n}.left").read_text()) for n in names]
+    return [(took_s[n], codes[str(n)]) for n in names]
+
+
+def code_of(how: str) -> int:
+    """Return the exit code that a trainer of this kind must have: its own, whatever becomes of the save."""
+    return {"within, raises": 1, "within, exits": 7}.get(how, 0)
+
+
+HOWS = ("pending", "within, raises", "within, exits", "called back")
+"""While a save is pending: at the end of the program, by an exception within the `with` block, by `sys.exit` there, and
+while a callback of an earlier save blocks."""
+
+CASES = [("auto", how) for how in HOWS] + [(s, how) for s in STAGINGS if s != "auto" for how in HOWS[:2]]
+COPYING = [(staging, "copying") for staging in STAGINGS if staging != "blocking"]
+"""And while the state is still being copied."""
+
+
+def test_no_exit_waits_longer_than_five_seconds_for_a_worker_that_is_frozen(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    cases = CASES + COPYING
+    for case, (took_s, code) in zip(cases, ends_of(worker, tmp_path, cases, signal.SIGSTOP), strict=True):
+        assert took_s < EXIT_S + SLACK_S, case
+        assert code == code_of(case[1]), case
+    for number in range(len(CASES)):
+        path = tmp_path / str(number)
+        wait_until((path / "manifest.json").exists, f"what was staged is committed: {cases[number]}")
+        model = asyncckpt.load(path)["model"]
+        assert torch.equal(model["weight"], torch.full((100, 100), 1.0)), cases[number]
+        assert torch.equal(model["bias"], torch.full((100,), 2.0)), cases[number]
+    wait_until(lambda: not worker.status()["slots"], "all slots are freed")
+    assert not [n for n in range(len(CASES), len(cases)) if (tmp_path / str(n) / "manifest.json").exists()]
+
+
+def test_no_exit_waits_for_a_worker_that_is_gone(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    for case, (took_s, code) in zip(CASES, ends_of(worker, tmp_path, CASES, signal.SIGKILL), strict=True):
+        assert took_s < EXIT_S + SLACK_S, case
+        assert code == code_of(case[1]), case
+    assert not worker.alive

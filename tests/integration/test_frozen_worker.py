@@ -1,0 +1,49 @@
+"""P13: a worker that hangs, on its disk say, holds no step of the training up longer than was configured."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import Any
+
+import pytest
+import states
+from overlapping import backward, linear, state_of
+from real_worker import RealWorker, wait_until, written
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.errors import AsyncCkptError
+
+SLOT_TIMEOUT_S, WORKER_TIMEOUT_S = 0.3, 1.2
+SLACK_S = 1.5
+"""For a machine on which others work, and for looking whether the worker is back."""
+
+
+@pytest.mark.parametrize(("staging", "slots"), [("blocking", 1), ("auto", 2)])
+@pytest.mark.parametrize("on_busy", ["wait", "skip", "error"])
+def test_no_step_waits_longer_than_configured_while_the_worker_is_frozen(
+    worker: RealWorker, tmp_path: pathlib.Path, staging: str, on_busy: str, slots: int
+) -> None:
+    model, optimizer = linear(16)
+    options: dict[str, Any] = {"on_busy": on_busy, "slots": slots, "slot_timeout_s": SLOT_TIMEOUT_S}
+    options |= {"staging": staging, "worker_timeout_s": WORKER_TIMEOUT_S}
+    with AsyncCheckpointer(endpoint=worker.endpoint, **options) as checkpointer:
+        checkpointer.attach(optimizer) if staging == "auto" else None
+        written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
+        took_s, handles = [], []
+        with worker.frozen():
+            for step in range(4):
+                began = time.monotonic()
+                handles.append(checkpointer.save(state_of(model, optimizer), tmp_path / str(step)))
+                backward(model)
+                optimizer.step()
+                took_s.append(time.monotonic() - began)
+            # A slot that is in use is waited for; one that the worker has to make, until it counts as lost.
+            assert max(took_s) < SLOT_TIMEOUT_S + WORKER_TIMEOUT_S + SLACK_S, took_s
+            assert handles[0].staged.exception(0) is None
+            assert isinstance(handles[-1].written.exception(0), AsyncCkptError)
+        wait_until(lambda: all(h.written.done() for h in handles), "every save ends once the worker goes on")
+        state = state_of(model, optimizer)
+        written(checkpointer.save(state, tmp_path / "after"))
+    states.assert_same(asyncckpt.load(tmp_path / "after"), state)

@@ -1,0 +1,185 @@
+"""Two ranks die, and their successors load from the worker's memory what all of them had staged: P5."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from real_worker import status_of, wait_until
+from worker_here import DEADLINE_S, Here
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer, PerRank, ShardedSlice
+from asyncckpt.errors import CheckpointNotCommittedError, SnapshotUnavailableError
+from tests.torch_free_client import Client, Snapshot, new_save_id
+
+ROWS = 600
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    """Replicated, sharded, and a rank's own."""
+    generator = torch.Generator().manual_seed(step)
+    whole = torch.randn(2 * ROWS, 300, generator=generator)
+    shard = whole[rank * ROWS : (rank + 1) * ROWS].clone()
+    return {
+        "sharded": ShardedSlice(shard, whole.shape, (rank * ROWS, 0)),
+        "replica": torch.randn(500, 700, generator=generator),
+        "own": PerRank(torch.full((50,), float(100 * step + rank))),
+        "step": step,
+    }
+
+
+def is_state(found: dict[str, Any], rank: int, step: int) -> bool:
+    wanted = state_of(rank, step)
+    same = torch.equal(found["sharded"].tensor, wanted["sharded"].tensor)
+    same = same and torch.equal(found["replica"], wanted["replica"])
+    return same and torch.equal(found["own"].value, wanted["own"].value) and found["step"] == step
+
+
+@pytest.fixture
+def here(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """A worker in this process, which the ranks find."""
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    found = Here(endpoint)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def trains(rank: int, root: str, stages: bool) -> None:
+    checkpointer = AsyncCheckpointer()
+    checkpointer.save(state_of(rank, 0), f"{root}/step-0").written.result(DEADLINE_S)
+    rank_processes.talk().say("trains")
+    rank_processes.talk().hear()
+    if stages:
+        handle = checkpointer.save(state_of(rank, 1), f"{root}/step-1")
+        handle.staged.result(DEADLINE_S)
+        assert not handle.written.done()
+    rank_processes.talk().say("staged")
+    time.sleep(60)
+
+
+def resumes(rank: int, root: str) -> tuple[str, bool, str, float]:
+    """What it goes on from, whether the values are right, what was logged, and how long the first save stalls."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("asyncckpt.loading").addHandler(handler)
+    logging.getLogger("asyncckpt.loading").setLevel(logging.INFO)
+    with AsyncCheckpointer() as checkpointer:
+        newest = str(checkpointer.latest_checkpoint(root, timeout_s=0.2))
+        target = state_of(rank, 7)
+        checkpointer.load(newest, target)
+        step = int(newest[-1])
+        right = is_state(target, rank, step)
+        rank_processes.talk().say("loaded")
+        rank_processes.talk().hear()
+        began = time.perf_counter()
+        handle = checkpointer.save(state_of(rank, 2), f"{root}/step-2")
+        stall_s = time.perf_counter() - began
+        handle.written.result(DEADLINE_S)
+    return newest, right, "\n".join(lines), stall_s
+
+
+def dead_between_staged_and_written(here: Here, root: pathlib.Path, *, stages: tuple[bool, bool]) -> None:
+    """Two trainers save, stage again while the disk is slow, and are killed."""
+    environ = {"ASYNCCKPT_ENDPOINT": here.endpoint}
+    with rank_processes.running(2, trains, str(root), True, environ=environ) as ranks:
+        assert [ranks.receive(r) for r in (0, 1)] == ["trains"] * 2
+        here.storage.flows.clear()
+        for r in (0, 1):
+            if stages[r]:
+                ranks.send(r, "go")
+                assert ranks.receive(r) == "staged"
+        ranks.kill()
+        for process in ranks.processes:
+            process.join(10)
+    wait_until(lambda: not status_of(here.endpoint)["sessions"], "the deaths are noticed")
+
+
+def test_restarted_ranks_load_what_all_had_staged_while_nothing_of_it_is_on_disk(
+    here: Here, tmp_path: pathlib.Path
+) -> None:
+    dead_between_staged_and_written(here, tmp_path, stages=(True, True))
+    held = asyncckpt.held_snapshots(tmp_path)[0]
+    assert (held.path[-1], held.ranks, held.committed, held.step) == ("1", (0, 1), False, 1)
+    assert not (tmp_path / "step-1" / "manifest.json").exists()
+    with rank_processes.running(2, resumes, str(tmp_path), environ={"ASYNCCKPT_ENDPOINT": here.endpoint}) as ranks:
+        assert [ranks.receive(r) for r in (0, 1)] == ["loaded"] * 2
+        assert not (tmp_path / "step-1" / "manifest.json").exists()
+        here.storage.flows.set()
+        wait_until((tmp_path / "step-1" / "manifest.json").exists, "the worker commits it")
+        wait_until(lambda: len(status_of(here.endpoint)["kept"]) == 2, "the snapshot is kept")
+        lent = status_of(here.endpoint)["counters"]["slots_lent"]
+        for r in (0, 1):
+            ranks.send(r, "go")
+        for newest, right, log, _ in ranks.results():
+            assert newest == str(tmp_path / "step-1") and right
+            assert "not committed yet, or never, is loaded from the worker's memory" in log
+    counters = status_of(here.endpoint)["counters"]
+    assert (counters["slots_lent"], counters["slots_lent_again"]) == (lent, 2), "the first save makes no memory"
+    found = asyncckpt.load(tmp_path / "step-2", keys=["replica", "step"], source="disk")
+    assert torch.equal(found["replica"], state_of(0, 2)["replica"]) and found["step"] == 2
+
+
+def test_step_that_one_rank_had_not_staged_is_not_offered_and_the_one_before_is_loaded(
+    here: Here, tmp_path: pathlib.Path
+) -> None:
+    dead_between_staged_and_written(here, tmp_path, stages=(True, False))
+    here.storage.flows.set()
+    wait_until(lambda: not status_of(here.endpoint)["jobs"], "the save has ended")
+    held = {s.path[-1]: s.ranks for s in asyncckpt.held_snapshots(tmp_path)}
+    assert held == {"0": (1,)}, "rank 0 has used its memory for the step that is lost"
+    with pytest.raises(CheckpointNotCommittedError):
+        asyncckpt.load(tmp_path / "step-1")
+    with pytest.raises(SnapshotUnavailableError, match=r"it lacks ranks \[0\]") as caught:
+        asyncckpt.load(tmp_path / "step-0", source="memory")
+    assert caught.value.missing_ranks == [0]
+    for shard in (tmp_path / "step-0").glob("rank-00001-part*"):
+        shard.unlink()  # what rank 1 holds in memory is not read from disk
+    with rank_processes.running(2, resumes, str(tmp_path), environ={"ASYNCCKPT_ENDPOINT": here.endpoint}) as ranks:
+        assert [ranks.receive(r) for r in (0, 1)] == ["loaded"] * 2
+        for r in (0, 1):
+            ranks.send(r, "go")
+        for newest, right, log, _ in ranks.results():
+            assert newest == str(tmp_path / "step-0") and right
+            assert "loaded from the worker's memory (ranks 1; the others from disk)" in log
+
+
+def test_torn_staging_leaves_the_snapshot_before_it_to_load(here: Here, tmp_path: pathlib.Path) -> None:
+    run = new_save_id()
+    here.storage.flows.clear()
+    snapshots = [Snapshot(seed=rank, shard=(rank, 2)) for rank in (0, 1)]
+    clients = [Client(here.endpoint, rank=rank, world_size=2) for rank in (0, 1)]
+    for client, snapshot in zip(clients, snapshots, strict=True):
+        client.hello()
+        slot = client.allocate(snapshot.slot_nbytes())
+        client.stage(slot, snapshot, run, str(tmp_path / "a"), step=1)
+        client.submit(slot, run)
+    later = run._replace(sequence=1)
+    for client, snapshot in zip(clients, snapshots, strict=True):
+        slot = client.allocate(snapshot.slot_nbytes())
+        client.begin(slot, later, str(tmp_path / "b"), step=2, nbytes=snapshot.nbytes)
+        snapshot.fill(slot.memory, later, fraction=1.0 if client.rank == 0 else 0.5)
+        if client.rank == 0:
+            client.seal(slot, snapshot, later, str(tmp_path / "b"), step=2)
+            client.submit(slot, later)
+        client.goodbye()
+        client.close()
+    wait_until(lambda: not status_of(here.endpoint)["sessions"], "both have left")
+    assert [(s.path, s.ranks) for s in asyncckpt.held_snapshots(tmp_path)] == [(str(tmp_path / "a"), (0, 1))]
+    found = asyncckpt.load(tmp_path / "a")
+    for name, tensor in found.items():
+        if name != "step":
+            whole = b"".join(snapshot.tensors[name] for snapshot in snapshots)
+            assert bytes(tensor.numpy().tobytes()) == whole
+    assert found["step"] == 1
+    with pytest.raises(CheckpointNotCommittedError):
+        asyncckpt.load(tmp_path / "b")

@@ -1,0 +1,357 @@
+"""Snapshots that are loaded from the worker's memory: the same bits, whatever the disk does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import real_worker
+import torch
+from real_worker import slots_of, wait_until, written
+from states import assert_same, every_leaf
+from worker_here import DEADLINE_S, Here
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer, SyncCheckpointer
+from asyncckpt.errors import (
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    MissingKeysError,
+    SaveFailedError,
+    SnapshotUnavailableError,
+)
+from asyncckpt.loading import staged_bytes
+from asyncckpt.loading.recalled import read_from
+from asyncckpt.storage.files import Files
+from asyncckpt_worker import shortage
+
+
+@pytest.fixture
+def here(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """A worker in this process, which is everybody's default."""
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    found = Here(endpoint)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def saver(here: Here) -> Iterator[AsyncCheckpointer]:
+    """A trainer of that worker."""
+    with AsyncCheckpointer() as found:
+        yield found
+        here.storage.flows.set()
+
+
+def state_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"w": torch.randn(3000, 400, generator=generator), "b": torch.full((7,), float(step)), "step": step}
+
+
+def is_state(found: Any, step: int) -> bool:
+    wanted = state_of(step)
+    return all(torch.equal(found[name], wanted[name]) for name in ("w", "b")) and found["step"] == step
+
+
+def is_held(handle: asyncckpt.SaveHandle) -> None:
+    """Wait until the worker has heard of what was staged."""
+    handle.staged.result(DEADLINE_S)
+    wait_until(lambda: asyncckpt.held_snapshots(handle.path), "the worker has taken it up")
+
+
+def without_shards(path: pathlib.Path) -> None:
+    for shard in [*path.glob("*.safetensors"), *path.glob("*.objects.json")]:
+        shard.unlink()
+
+
+# ---- committed, and still in memory
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"low_memory": False}, {"verify": False}, {"threads": 1}, {"source": "memory"}]
+)
+def test_what_is_committed_and_in_memory_is_read_from_there(
+    saver: AsyncCheckpointer, tmp_path: pathlib.Path, options: dict[str, Any]
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    without_shards(tmp_path / "a")
+    assert is_state(asyncckpt.load(tmp_path / "a", **options), 1)
+    target = {"w": torch.zeros(3000, 400), "step": 0}
+    assert saver.load(tmp_path / "a", target, **options) is target
+    assert torch.equal(target["w"], state_of(1)["w"]) and target["step"] == 1
+    with pytest.raises(CorruptCheckpointError, match="missing"):
+        asyncckpt.load(tmp_path / "a", source="disk")
+
+
+def test_every_kind_of_leaf_comes_back_from_memory(saver: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    written(saver.save({"all": every_leaf()}, tmp_path / "a"))
+    from_disk = asyncckpt.load(tmp_path / "a", source="disk")
+    without_shards(tmp_path / "a")
+    for source in ("auto", "memory"):
+        assert_same(asyncckpt.load(tmp_path / "a", source=source), from_disk)
+
+
+def test_damage_on_disk_does_not_matter_while_memory_has_it(saver: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    (shard,) = (tmp_path / "a").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+    with pytest.raises(CorruptCheckpointError, match="differ from their checksum"):
+        asyncckpt.load(tmp_path / "a", source="disk")
+
+
+def test_damage_in_memory_is_found_and_the_disk_is_read(
+    saver: AsyncCheckpointer, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    (slot,) = slots_of(saver)
+    view = slot.memory.mapping.view()
+    view[1 << 20] ^= 1
+    view.release()
+    with caplog.at_level(logging.INFO):
+        assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+    assert "is read from disk: its snapshot in memory cannot be" in caplog.text
+    with pytest.raises(CorruptCheckpointError, match="differ from their checksum"):
+        asyncckpt.load(tmp_path / "a", source="memory")
+
+
+def test_checkpoint_whose_memory_was_used_again_is_read_from_disk(
+    saver: AsyncCheckpointer, tmp_path: pathlib.Path
+) -> None:
+    for step in (1, 2):
+        written(saver.save(state_of(step), tmp_path / str(step)))
+    assert [s.step for s in asyncckpt.held_snapshots(tmp_path)] == [2]
+    assert is_state(asyncckpt.load(tmp_path / "1"), 1)
+    with pytest.raises(SnapshotUnavailableError, match="holds nothing of this path"):
+        asyncckpt.load(tmp_path / "1", source="memory")
+
+
+def test_memory_that_is_used_again_while_it_is_read_is_read_from_disk(
+    saver: AsyncCheckpointer, tmp_path: pathlib.Path, here: Here
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    files: list[Files] = []
+
+    def use(found: staged_bytes.Bytes) -> str:
+        files.append(found.files)
+        if len(files) == 1:
+            written(saver.save(state_of(2), tmp_path / "b"))
+        return str(found.contents.manifest.step)
+
+    plain = Files()
+    assert read_from(str(tmp_path / "a"), "auto", here.endpoint, plain, use) == "1"
+    assert files[0] is not plain and files[1] is plain
+
+
+def test_error_of_the_targets_is_not_tried_twice(
+    saver: AsyncCheckpointer, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    without_shards(tmp_path / "a")
+    with pytest.raises(MissingKeysError):
+        asyncckpt.load(tmp_path / "a", {"other": torch.zeros(2)}, strict=True)
+    assert "from disk" not in caplog.text
+
+
+# ---- not committed
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+@pytest.mark.parametrize("source", ["auto", "memory"])
+def test_snapshot_is_loaded_while_the_disk_is_slow(
+    here: Here, tmp_path: pathlib.Path, source: str, layout: str
+) -> None:
+    with AsyncCheckpointer(layout=layout) as saver:
+        here.storage.flows.clear()
+        handle = saver.save(state_of(1), tmp_path / "a", metadata={"loss": 0.5})
+        is_held(handle)
+        assert is_state(asyncckpt.load(tmp_path / "a", source=source), 1)
+        with pytest.raises(CheckpointNotCommittedError, match=r"holds it in memory, as save .* of step 1"):
+            asyncckpt.load(tmp_path / "a", source="disk")
+        assert not handle.written.done()
+        here.storage.flows.set()
+        written(handle)
+
+
+@pytest.mark.parametrize("source", ["auto", "memory"])
+def test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, source: str
+) -> None:
+    here.storage.flows.clear()
+    handle = saver.save(state_of(1), tmp_path / "a", metadata={"loss": 0.5})
+    is_held(handle)
+    with asyncckpt.open_checkpoint(tmp_path / "a", source=source) as opened:
+        assert opened.step == 1 and opened.metadata == {"loss": 0.5} and opened.objects["step"] == 1
+        for mmap in (False, True):
+            assert torch.equal(opened.tensor("w", (slice(5, 9), slice(None)), mmap=mmap), state_of(1)["w"][5:9])
+    opened.close()
+    with pytest.raises(SnapshotUnavailableError, match="was closed"):
+        opened.tensor("w")
+    assert asyncckpt.plan_load(tmp_path / "a", state_of(1), source=source).fits
+    for call in (asyncckpt.open_checkpoint, lambda path, source: asyncckpt.plan_load(path, {}, source=source)):
+        with pytest.raises(CheckpointNotCommittedError, match="holds it in memory"):
+            call(tmp_path / "a", source="disk")
+        with pytest.raises(SnapshotUnavailableError):
+            call(tmp_path / "none", source="memory")
+    here.storage.flows.set()
+    written(handle)
+
+
+def test_opened_snapshot_whose_memory_is_used_again_gives_nothing_more(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path
+) -> None:
+    here.storage.broken = True
+    with pytest.raises(SaveFailedError):
+        written(saver.save(state_of(1), tmp_path / "a"))
+    opened = asyncckpt.open_checkpoint(tmp_path / "a")
+    assert torch.equal(opened.tensor("b"), state_of(1)["b"])
+    here.storage.broken = False
+    written(saver.save(state_of(2), tmp_path / "b"))
+    with pytest.raises(SnapshotUnavailableError, match="another save"):
+        opened.tensor("b")
+    opened.close()
+
+
+def test_snapshot_that_could_not_be_written_is_loaded_and_is_the_newest(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "1"))
+    here.storage.broken = True
+    with pytest.raises(SaveFailedError):
+        written(saver.save(state_of(2), tmp_path / "2"))
+    (held,) = asyncckpt.held_snapshots(tmp_path)
+    assert (held.path, held.step, held.ranks, held.world_size) == (str(tmp_path / "2"), 2, (0,), 1)
+    assert held.complete and not held.committed
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "1")
+    assert saver.latest_checkpoint(tmp_path, source="disk") == str(tmp_path / "1")
+    for source in ("auto", "memory"):
+        assert saver.latest_checkpoint(tmp_path, source=source) == str(tmp_path / "2")
+    assert is_state(saver.load(tmp_path / "2"), 2)
+
+
+def test_committed_checkpoint_is_not_hidden_by_a_newer_snapshot_of_its_path(here: Here, tmp_path: pathlib.Path) -> None:
+    with AsyncCheckpointer(overwrite=True) as saver:
+        written(saver.save(state_of(1), tmp_path / "a"))
+        here.storage.broken = True
+        with pytest.raises(SaveFailedError):
+            written(saver.save(state_of(2), tmp_path / "a"))
+        assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+        assert is_state(asyncckpt.load(tmp_path / "a", source="memory"), 2)
+        assert saver.latest_checkpoint(tmp_path) == str(tmp_path / "a"), "which loads as what is committed"
+
+
+def test_snapshot_of_a_trainer_that_left_is_loaded_for_as_long_as_it_is_kept(
+    here: Here, tmp_path: pathlib.Path
+) -> None:
+    here.storage.broken = True
+    with AsyncCheckpointer() as saver, contextlib.suppress(SaveFailedError):
+        written(saver.save(state_of(1), tmp_path / "a"))
+    wait_until(lambda: real_worker.status_of(here.endpoint)["kept"], "it is kept")
+    assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+    wait_until(lambda: real_worker.status_of(here.endpoint)["kept"][0]["readers"] == 0, "and nobody reads it any more")
+
+
+def test_worker_is_asked_at_the_endpoint_that_is_named(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "a"))
+    monkeypatch.delenv("ASYNCCKPT_ENDPOINT")
+    assert asyncckpt.held_snapshots(tmp_path) == []
+    assert [s.step for s in asyncckpt.held_snapshots(tmp_path, endpoint=here.endpoint)] == [1]
+    with pytest.raises(SnapshotUnavailableError):
+        asyncckpt.load(tmp_path / "a", source="memory")
+    with AsyncCheckpointer(endpoint=here.endpoint) as other:
+        assert is_state(other.load(tmp_path / "a", source="memory"), 1)
+
+
+def test_worker_that_is_told_so_keeps_nothing(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    here = Here(endpoint, keep_snapshots_s=0)
+    try:
+        with AsyncCheckpointer() as saver:
+            written(saver.save(state_of(1), tmp_path / "a"))
+        wait_until(lambda: not real_worker.status_of(endpoint)["slots"], "the slot is freed")
+        assert not real_worker.status_of(endpoint)["kept"]
+    finally:
+        here.close()
+
+
+def test_what_is_kept_goes_when_the_machine_is_short_of_memory(
+    here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AsyncCheckpointer() as saver:
+        written(saver.save(state_of(1), tmp_path / "a"))
+    wait_until(lambda: real_worker.status_of(here.endpoint)["kept"], "it is kept")
+    monkeypatch.setattr(shortage, "is_short", lambda total, available: True)
+    wait_until(lambda: not real_worker.status_of(here.endpoint)["kept"], "it is given up")
+    assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+
+
+# ---- no worker, or one that does not answer
+
+
+def test_load_beside_no_worker_starts_none_and_waits_for_none(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    with SyncCheckpointer() as saver:
+        saver.save(state_of(1), tmp_path / "a")
+    began = time.monotonic()
+    assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+    assert asyncckpt.held_snapshots(tmp_path) == []
+    with pytest.raises(SnapshotUnavailableError, match="no worker listens") as caught:
+        asyncckpt.load(tmp_path / "a", source="memory")
+    assert caught.value.path == str(tmp_path / "a") and isinstance(caught.value, LookupError)
+    with pytest.raises(CheckpointNotFoundError):
+        asyncckpt.load(tmp_path / "none")
+    assert time.monotonic() - began < 2
+    assert not os.path.exists(endpoint.removeprefix("ipc://"))
+
+
+def test_socket_that_a_dead_worker_left_is_not_waited_for(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    with real_worker.running(endpoint) as worker, AsyncCheckpointer(on_error="warn") as saver:
+        written(saver.save(state_of(1), tmp_path / "a"))
+        worker.kill()
+        assert os.path.exists(endpoint.removeprefix("ipc://"))
+        with pytest.raises(SnapshotUnavailableError, match="no worker listens"):
+            asyncckpt.load(tmp_path / "a", source="memory")
+        assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+
+
+def test_worker_that_hangs_costs_a_load_a_second_at_most(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
+    monkeypatch.setattr(staged_bytes, "PATIENT_S", 0.3)
+    with SyncCheckpointer() as saver:
+        saver.save(state_of(1), tmp_path / "a")
+    with worker.frozen():
+        began = time.monotonic()
+        assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+        assert 0.5 < time.monotonic() - began < 3
+        with pytest.raises(SnapshotUnavailableError, match="does not answer"):
+            asyncckpt.load(tmp_path / "a", source="memory")
+
+
+@pytest.mark.parametrize("source", ["ram", "", None, True])
+def test_unknown_source_is_refused(saver: AsyncCheckpointer, tmp_path: pathlib.Path, source: Any) -> None:
+    for call in (lambda: asyncckpt.load(tmp_path, source=source), lambda: saver.latest_checkpoint("/x", source=source)):
+        with pytest.raises(ConfigError, match="source"):
+            call()

@@ -1,0 +1,270 @@
+"""`make mutants`: known bugs put in on purpose, one at a time, and which tests catch them.
+
+    python -m tests.mutants.run [NAME ...] [--all] [--check] [--write FILE] [--diff]
+
+A patch in this directory is a header, an empty line, and a diff without line numbers:
+
+    what: the fsync of a shard file is dropped
+    promise: P1
+    tests: tests/unit/test_storage_rank_files.py::test_every_file_is_fsynced
+
+    --- asyncckpt/storage/shard_writer.py
+    @@
+     what must be there, once in the file, however far it is indented
+    -what goes
+    +what comes
+
+Each is applied to a copy of the working tree, never to the tree itself, and the tests that it names run there; with
+`--all` the whole of `tests/unit` where these do not notice. A patch that no longer applies, or that nothing notices,
+fails the run. `test_mutants.py` checks in `make test` that all apply and that the tests exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import difflib
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PATCHES = ROOT / "tests" / "mutants"
+RESULTS = PATCHES / "RESULTS.md"
+TEST_TIMEOUT_S = 60
+RUN_TIMEOUT_S = 900
+FIELDS = ("what", "promise", "tests")
+
+
+class PatchError(ValueError):
+    """A patch that is malformed or does not apply; the text says which and why."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One patch: its name, its header, and per file the pairs of text to be found and text to take its place."""
+
+    name: str
+    what: str
+    promise: str
+    tests: tuple[str, ...]
+    changes: Mapping[str, tuple[tuple[str, str], ...]]
+
+    def applied(self, root: pathlib.Path) -> dict[str, str]:
+        """Return the changed files' texts by their paths below `root`.
+
+        Raises:
+            PatchError: What must be found is not there, or more than once.
+        """
+        found = {}
+        for path, pairs in self.changes.items():
+            try:
+                text = (root / path).read_text()
+            except OSError as error:
+                raise PatchError(f"{self.name}: {path}: {error.strerror}") from error
+            for pair in pairs:
+                moved = (tuple(_indented(part, by) for part in pair) for by in (0, -4, 4, -8, 8))
+                fitting = next((both for both in moved if text.count(both[0]) == 1), None)
+                if fitting is None:
+                    count = text.count(pair[0])
+                    raise PatchError(f"{self.name}: {path}: found {count} times, expected once:\n{pair[0]}")
+                text = text.replace(*fitting)
+            compile(text, path, "exec")
+            found[path] = text
+        return found
+
+
+def _indented(text: str, by: int) -> str:
+    """Return lines moved to the right, or left: what is found stays what it is in another block."""
+    if by < 0 and any(line.strip() and not line.startswith(" " * -by) for line in text.splitlines()):
+        return "\0"
+    lines = text.splitlines(keepends=True)
+    return "".join(line if not line.strip() else " " * by + line if by > 0 else line[-by:] for line in lines)
+
+
+def parsed(path: pathlib.Path) -> Mutant:
+    """Read a patch.
+
+    Raises:
+        PatchError: Malformed.
+    """
+    head, _, body = path.read_text().partition("\n\n")
+    fields = dict(line.partition(": ")[::2] for line in head.splitlines())
+    if tuple(fields) != FIELDS:
+        raise PatchError(f"{path.name}: its header has {list(fields)}, expected {list(FIELDS)}")
+    changes: dict[str, list[tuple[str, str]]] = {}
+    old: list[str] = []
+    new: list[str] = []
+    file = ""
+
+    def close() -> None:
+        if old or new:
+            changes.setdefault(file, []).append(("\n".join(old) + "\n", "\n".join(new) + "\n"))
+            old.clear()
+            new.clear()
+
+    for line in body.splitlines():
+        if line.startswith("--- "):
+            close()
+            file = line[4:]
+        elif line == "@@":
+            close()
+        elif line[:1] in (" ", "-", "+", ""):
+            if line[:1] != "+":
+                old.append(line[1:])
+            if line[:1] != "-":
+                new.append(line[1:])
+        else:
+            raise PatchError(f"{path.name}: {line!r}")
+    close()
+    if not changes or any(a == b for pairs in changes.values() for a, b in pairs):
+        raise PatchError(f"{path.name}: it changes nothing")
+    return Mutant(path.stem, fields["what"], fields["promise"], tuple(fields["tests"].split()), {
+        name: tuple(pairs) for name, pairs in changes.items()
+    })  # fmt: skip
+
+
+def every_mutant() -> list[Mutant]:
+    """Return all patches, by name."""
+    return [parsed(path) for path in sorted(PATCHES.glob("*.patch"))]
+
+
+def missing_tests(mutant: Mutant) -> list[str]:
+    """Return the tests that a patch names and that are not there."""
+    missing = []
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        path, function = ROOT / file, re.escape(name.partition("[")[0])
+        if not path.is_file() or not re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE):
+            missing.append(test)
+    return missing
+
+
+def diff_of(mutant: Mutant) -> str:
+    """Return the patch as `git apply` takes it."""
+    lines: list[str] = []
+    for path, text in mutant.applied(ROOT).items():
+        before = (ROOT / path).read_text().splitlines(keepends=True)
+        lines += difflib.unified_diff(before, text.splitlines(keepends=True), f"a/{path}", f"b/{path}")
+    return "".join(lines)
+
+
+# ---- running them ---------------------------------------------------------------------------------------------------
+
+
+class Copy:
+    """A copy of the working tree, with what git does not ignore, in which one mutant at a time lives."""
+
+    def __init__(self, directory: str) -> None:
+        self.root = pathlib.Path(directory)
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+        for name in filter(None, names):
+            source, target = ROOT / name, self.root / name
+            if source.is_file() and ".typing" not in pathlib.PurePath(name).parts:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
+        (self.root / ".typing").mkdir()
+        (self.root / ".typing" / "asyncckpt_worker").symlink_to("../worker")
+
+    def run(self, tests: tuple[str, ...]) -> tuple[list[str], float, str]:
+        """Run tests; returns those that failed, the seconds that it took, and what pytest said."""
+        path = os.pathsep.join((str(self.root), str(self.root / ".typing")))
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=line"]
+        command += [f"--timeout={TEST_TIMEOUT_S}", *tests]
+        started = time.monotonic()
+        done = subprocess.run(
+            command,
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
+        )
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::\S+)", done.stdout, re.MULTILINE)
+        if done.returncode not in (0, 1) and not failed:
+            failed = [f"(pytest ended with {done.returncode})"]
+        return list(dict.fromkeys(failed)), time.monotonic() - started, done.stdout
+
+    def caught(self, mutant: Mutant, *, everything: bool) -> tuple[list[str], float]:
+        """Return the tests that fail under a mutant, and the seconds until that was known."""
+        texts = mutant.applied(self.root)
+        kept = {path: (self.root / path).read_text() for path in texts}
+        try:
+            for path, text in texts.items():
+                (self.root / path).write_text(text)
+            failed, seconds, _ = self.run(mutant.tests)
+            if not failed and everything:
+                failed, more, _ = self.run(("tests/unit",))
+                seconds += more
+            return failed, seconds
+        finally:
+            for path, text in kept.items():
+                (self.root / path).write_text(text)
+
+
+def _rows(found: Mapping[str, tuple[Mutant, list[str], float]]) -> Iterator[str]:
+    yield "| mutant | what it does | promise | caught by | s |"
+    yield "|---|---|---|---|---|"
+    for name, (mutant, failed, seconds) in found.items():
+        tests = list(dict.fromkeys(f"`{f.partition('[')[0].rpartition('/')[2]}`" for f in failed))
+        shown = ", ".join(tests[:4]) + (f" and {len(tests) - 4} more" if len(tests) > 4 else "")
+        yield f"| {name} | {mutant.what} | {mutant.promise} | {shown or '**nothing**'} | {seconds:.0f} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of patches, without .patch; none runs all")
+    parser.add_argument("--all", action="store_true", help="run tests/unit where the named tests notice nothing")
+    parser.add_argument("--check", action="store_true", help="only look whether the patches apply")
+    parser.add_argument("--diff", action="store_true", help="print the patches as git takes them")
+    parser.add_argument("--write", type=pathlib.Path, help="where the table goes; all patches go to RESULTS.md")
+    args = parser.parse_args()
+    mutants = [m for m in every_mutant() if not args.names or m.name in args.names]
+    broken = []
+    for mutant in mutants:
+        try:
+            mutant.applied(ROOT)
+            if args.diff:
+                print(diff_of(mutant))
+        except PatchError as error:
+            print(f"does not apply: {error}")
+            broken.append(mutant.name)
+    if args.check or args.diff or broken:
+        print(f"{len(mutants) - len(broken)} of {len(mutants)} patches apply", file=sys.stderr)
+        return 1 if broken else 0
+    found: dict[str, tuple[Mutant, list[str], float]] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-of-") as directory:
+        copy = Copy(directory)
+        sound, seconds, said = copy.run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
+        if sound:
+            print(said, "\nthese tests fail without any mutant:", *sound, sep="\n")
+            return 1
+        print(f"without a mutant every test passes ({seconds:.0f} s)", flush=True)
+        for mutant in mutants:
+            failed, seconds = copy.caught(mutant, everything=args.all)
+            found[mutant.name] = mutant, failed, seconds
+            print(f"{'caught  ' if failed else 'SURVIVES'} {mutant.name} ({seconds:.0f} s)", flush=True)
+    survivors = [name for name, (_, failed, _) in found.items() if not failed]
+    target = args.write or (None if args.names else RESULTS)
+    if target is not None:
+        today = datetime.date.today().isoformat()
+        head = f"{len(found) - len(survivors)} of {len(found)} caught, {today}, Python {platform.python_version()}"
+        target.write_text("\n".join((f"# Seeded bugs\n\nMade by `make mutants`: {head}.\n", *_rows(found))) + "\n")
+    print(f"{len(survivors)} survive: {', '.join(survivors)}" if survivors else f"all {len(found)} are caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What the commands print of a checkpoint that somebody else has made: nothing that a terminal obeys."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.cli import main
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
+
+
+@pytest.fixture
+def evil(tmp_path: pathlib.Path) -> list[pathlib.Path]:
+    """Checkpoints whose names and metadata are orders to a terminal; of ours, and of another format."""
+    header = {f"w{EVIL}\ud800\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {"a": EVIL}}
+    raw = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(4))
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({f"w{EVIL}": torch.ones(2), f"o{EVIL}": EVIL}, tmp_path / "c", metadata={EVIL: EVIL})
+        checkpointer.save({"w": torch.ones(2)}, tmp_path / "d")
+    return [tmp_path / "a.safetensors", tmp_path / "c"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "ls", "diff"])
+def test_names_that_are_orders_to_a_terminal_are_shown_and_not_given(
+    evil: list[pathlib.Path], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    for path in evil:
+        paths = [str(path), str(path.parent / "d")] if command == "diff" else [str(path)]
+        main([command, *paths])
+        said = "".join(capsys.readouterr())
+        assert said and not OBEYED.search(said)
+        said.encode()
+
+
+def test_a_message_about_a_damaged_file_is_shown_the_same_way(
+    evil: list[pathlib.Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = next(evil[1].glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["verify", str(evil[1])]) == 3
+    assert main(["inspect", str(evil[1] / EVIL)]) == 4
+    assert not OBEYED.search("".join(capsys.readouterr()))

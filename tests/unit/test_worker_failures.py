@@ -1,0 +1,117 @@
+"""P9: the worker counts every failure by its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from worker_bench import COMMIT_TIMEOUT_S, FIRST, RUN, SECOND, Bench
+
+from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError, to_wire
+from asyncckpt.protocol import messages as m
+from asyncckpt_worker import events as ev
+from asyncckpt_worker.report import report
+from asyncckpt_worker.verdicts import MAX_KINDS, count, kind_of
+
+FULL = to_wire(SaveFailedError("no room", code="ENOSPC"))
+EXISTS = to_wire(CheckpointExistsError("it stands", path="/a"))
+UNKNOWN = to_wire(CommitUnknownError("nobody knows", code="EIO"))
+
+
+def failures(bench: Bench) -> Mapping[str, int]:
+    found: Mapping[str, int] = report(bench.brain.tables, "x")["failures"]
+    return found
+
+
+def bench_of(world_size: int = 1) -> tuple[Bench, int]:
+    bench = Bench()
+    bench.hello(world_size=world_size)
+    return bench, bench.slot()
+
+
+def cannot_prepare(bench: Bench, slot: int) -> None:
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0), error=EXISTS)
+
+
+def cannot_write(bench: Bench, slot: int) -> None:
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), error=FULL)
+
+
+def cannot_commit(bench: Bench, slot: int) -> None:
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), result=object())
+    bench.feed(ev.Published, save_id=FIRST, error=FULL)
+
+
+def commit_unknown(bench: Bench, slot: int) -> None:
+    bench.at_writing(slot)
+    bench.feed(ev.Written, key=(FIRST, 0), result=object())
+    bench.feed(ev.Published, save_id=FIRST, error=UNKNOWN, unknown=True)
+
+
+def withdrawn(bench: Bench, slot: int) -> None:
+    bench.begin(slot)
+    bench.say(m.Withdraw, save_id=FIRST, reason="x", skipped=False)
+
+
+def skipped(bench: Bench, slot: int) -> None:
+    bench.begin(slot)
+    bench.say(m.Withdraw, save_id=FIRST, reason="x", skipped=True)
+
+
+def rank_is_missing(bench: Bench, slot: int) -> None:
+    bench.at_writing(slot)
+    bench.now += COMMIT_TIMEOUT_S
+    bench.feed(ev.Tick)
+
+
+def broken(bench: Bench, slot: int) -> None:
+    bench.at_writing(slot)
+    bench.feed(ev.Broken, save_id=FIRST, reason="a bug")
+
+
+@pytest.mark.parametrize(
+    ("fails", "world_size", "kind"),
+    [
+        (cannot_prepare, 1, "checkpoint_exists"),
+        (cannot_write, 1, "ENOSPC"),
+        (cannot_commit, 1, "ENOSPC"),
+        (commit_unknown, 1, "EIO"),
+        (withdrawn, 1, "withdrawn"),
+        (skipped, 1, "save_skipped"),
+        (rank_is_missing, 2, "commit_timeout"),
+        (broken, 1, "internal"),
+    ],
+)
+def test_each_kind_of_failure_has_its_counter(fails: Callable[[Bench, int], None], world_size: int, kind: str) -> None:
+    bench, slot = bench_of(world_size)
+    assert failures(bench) == {}
+    fails(bench, slot)
+    assert failures(bench) == {kind: 1}
+
+
+def test_failures_add_up_and_a_commit_is_none() -> None:
+    bench, slot = bench_of()
+    cannot_write(bench, slot)
+    bench.at_writing(slot, SECOND, 2)
+    bench.feed(ev.Written, key=(SECOND, 0), error=FULL)
+    third = f"000001-00000002-{RUN}"
+    bench.at_writing(slot, third, 3)
+    bench.feed(ev.Written, key=(third, 0), result=object())
+    bench.feed(ev.Published, save_id=third)
+    assert failures(bench) == {"ENOSPC": 2}
+
+
+@pytest.mark.parametrize("strange", [{}, {"code": 7}, {"code": "a b"}, {"code": "x" * 50}, {"fields": {"code": []}}])
+def test_what_another_worker_tells_is_counted_whatever_it_is(strange: dict[str, Any]) -> None:
+    assert kind_of(strange) == "other"
+
+
+def test_kinds_are_bounded() -> None:
+    found: dict[str, int] = {}
+    for n in range(2 * MAX_KINDS):
+        count(found, {"code": f"k{n}"})
+    assert len(found) == MAX_KINDS + 1 and found["other"] == MAX_KINDS

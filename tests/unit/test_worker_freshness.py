@@ -1,0 +1,176 @@
+"""What is compared to find a snapshot that is the one before, and what the brain makes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulated_workers import result_of
+from worker_bench import ERROR, FIRST, REQUEST, SECOND, Bench
+
+from asyncckpt.format.layout import SAVE_ID_OFFSET, save_id_bytes
+from asyncckpt.format.names import SaveId
+from asyncckpt.format.objects import encode_objects
+from asyncckpt.storage.prints import PRINT_NBYTES, first_block
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+from asyncckpt_worker.freshness import Committed, Contents, contents_of, rest_print, unchanged
+from asyncckpt_worker.results import pack_result, unpack_result
+
+THIRD = FIRST[:14] + "2" + FIRST[15:]
+ONE, OTHER = b"1" * PRINT_NBYTES, b"2" * PRINT_NBYTES
+
+
+def request(step: int, *values: Any, save_id: str = FIRST, metadata: Any = None) -> Any:
+    """Return a rank's request that stores these objects."""
+    objects = encode_objects(SaveId.parse(save_id), values)
+    return replace(REQUEST, save_id=save_id, step=step, objects=objects, metadata=json.dumps(metadata or {}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (100, 200),
+        ("runs/step-100", "runs/step-200"),
+        ("step_000100", "step_000200"),
+        ({"global_step": 100}, {"global_step": 200}),
+        ([100, "at 100."], [200, "at 200."]),
+        (-100, -200),
+    ],
+)
+def test_objects_that_differ_by_the_step_only_are_equal(before: Any, after: Any) -> None:
+    assert rest_print(request(100, before, 7)) == rest_print(request(200, after, 7, save_id=SECOND))
+    assert rest_print(request(100, metadata={"x": before})) == rest_print(request(200, metadata={"x": after}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (100, 100),
+        (100, 201),
+        (1000, 2000),
+        (1100, 1200),
+        (100.5, 200.5),
+        (0.1, 0.2),
+        (1e100, 1e200),
+        (True, False),
+        ("100", 200),
+        ("a", "b"),
+        ([], [None]),
+    ],
+)
+def test_objects_that_differ_otherwise_are_not(before: Any, after: Any) -> None:
+    assert rest_print(request(100, before)) != rest_print(request(200, after, save_id=SECOND))
+
+
+def test_a_structure_that_differs_is_not_equal() -> None:
+    assert rest_print(request(1)) != rest_print(replace(request(1), structure=b"another"))
+
+
+def test_a_first_block_is_equal_but_for_its_save_id() -> None:
+    def block(save_id: str, tail: bytes = b"t" * 100) -> memoryview:
+        return memoryview(b"h" * SAVE_ID_OFFSET + save_id_bytes(SaveId.parse(save_id)) + tail)
+
+    assert first_block(block(FIRST)) == first_block(block(SECOND))
+    assert first_block(block(FIRST)) != first_block(block(FIRST, b"t" * 99 + b"u"))
+    assert first_block(block(FIRST)) != first_block(block(FIRST, b"u" + b"t" * 99))
+
+
+@pytest.mark.parametrize(
+    ("step", "tensors", "rest", "figures"),
+    [
+        (6, ONE, ONE, {"same_tensors_as_step": 5, "unchanged": True}),
+        (4, ONE, ONE, {"same_tensors_as_step": 5, "unchanged": True}),
+        (6, ONE, OTHER, {"same_tensors_as_step": 5}),
+        (6, OTHER, ONE, {}),
+        (5, ONE, ONE, {}),
+    ],
+)
+def test_what_is_told_of_a_save(step: int, tensors: bytes, rest: bytes, figures: dict[str, Any]) -> None:
+    before = Committed(0, 5, Contents(ONE, ONE))
+    assert unchanged(before, Committed(1, step, Contents(tensors, rest))) == figures
+
+
+def printed(rank: int, shards: bytes = ONE, rest: bytes = ONE) -> Any:
+    return replace(result_of(FIRST, rank), shards_print=shards, rest_print=rest)
+
+
+def test_every_rank_counts_and_one_that_told_nothing_makes_it_unknown() -> None:
+    requests = [REQUEST, REQUEST]
+    whole = contents_of(requests, [printed(0), printed(1)])
+    assert whole is not None and whole == contents_of(requests, [printed(0), printed(1)])
+    assert contents_of(requests, [printed(0), printed(1, OTHER)]) not in (None, whole)
+    assert contents_of(requests, [printed(0), printed(1, ONE, OTHER)]) not in (None, whole)
+    assert contents_of(requests, [printed(0), result_of(FIRST, 1)]) is None
+    assert contents_of([replace(REQUEST, n_tensors=0)] * 2, [printed(0), printed(1)]) is None
+
+
+def test_prints_travel_between_workers_and_an_older_one_tells_none() -> None:
+    packed = pack_result(printed(1, ONE, OTHER))
+    assert unpack_result(packed, FIRST, 1) == printed(1, ONE, OTHER)
+    del packed["shards_print"]
+    assert unpack_result(packed, FIRST, 1).shards_print == b""
+
+
+@pytest.mark.parametrize("wrong", [b"short", "text", None, 7])
+def test_a_print_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="print"):
+        unpack_result({**pack_result(printed(1)), "rest_print": wrong}, FIRST, 1)
+
+
+# ---- the brain
+
+
+def commits(bench: Bench, slot: int, save_id: str, generation: int, step: int, contents: Contents | None) -> Any:
+    """Let a save be committed; return its row, and the warnings."""
+    bench.begin(slot, save_id, generation, path=f"/ckpt/{save_id}", step=step)
+    bench.feed(ev.Prepared, key=(save_id, 0))
+    bench.submit(slot, save_id, generation)
+    bench.read(slot, save_id, generation, path=f"/ckpt/{save_id}", step=step)
+    bench.feed(ev.Written, key=(save_id, 0), result=object())
+    actions = bench.brain.handle(ev.Published(now=0.0, save_id=save_id, contents=contents))
+    warnings = [a for a in actions if isinstance(a, ac.Log) and a.level == "warning"]
+    return bench.row(save_id)["report"], warnings
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    bench.hello()
+    return bench
+
+
+SAME = Contents(ONE, ONE)
+
+
+def test_the_brain_reports_warns_and_counts_once(bench: Bench) -> None:
+    slot = bench.slot()
+    assert commits(bench, slot, FIRST, 1, 5, SAME) == ({}, [])
+    report, (warning,) = commits(bench, slot, SECOND, 2, 6, SAME)
+    assert report == {"same_tensors_as_step": 5, "unchanged": True}
+    assert warning.count == "saves_unchanged" and "step 6" in warning.text and "step 5" in warning.text
+    assert commits(bench, slot, THIRD, 3, 7, Contents(OTHER, ONE)) == ({}, [])
+
+
+def test_equal_tensors_beside_other_objects_are_no_warning(bench: Bench) -> None:
+    slot = bench.slot()
+    commits(bench, slot, FIRST, 1, 5, SAME)
+    assert commits(bench, slot, SECOND, 2, 6, Contents(ONE, OTHER)) == ({"same_tensors_as_step": 5}, [])
+
+
+def test_a_save_of_which_nothing_is_known_is_forgotten(bench: Bench) -> None:
+    slot = bench.slot()
+    commits(bench, slot, FIRST, 1, 5, SAME)
+    assert commits(bench, slot, SECOND, 2, 6, None) == ({}, [])
+    assert commits(bench, slot, THIRD, 3, 7, SAME) == ({}, [])
+
+
+def test_a_save_that_failed_is_not_compared_with(bench: Bench) -> None:
+    slot = bench.slot()
+    commits(bench, slot, FIRST, 1, 5, SAME)
+    bench.at_writing(slot, SECOND, 2)
+    bench.feed(ev.Written, key=(SECOND, 0), error=ERROR)
+    report, _ = commits(bench, slot, THIRD, 3, 7, SAME)
+    assert report["same_tensors_as_step"] == 5
