@@ -100,7 +100,8 @@ def test_a_hundred_dead_workers_leave_the_trainer_as_it_was(
     stop_whoever_serves(samples[-1]["endpoint"])
     report(samples, record_property)
     last = samples[-1]
-    assert last["written"] + last["failed"] == saves and last["written"] >= saves * 2 // 3 - 1
+    assert last["n"] > saves - 20, "the last sample is of a save that met no dead worker"
+    assert last["written"] + last["failed"] == last["n"] and last["written"] >= last["n"] * 2 // 3 - 1
     assert last["slowest_s"] < 12.0
     assert slope(samples, "trainer", "rss_kb") < MAX_SLOPE_KB * 3, "per save; a third of them meet a dead worker"
     assert grown(samples, "trainer", "fds") <= 1
