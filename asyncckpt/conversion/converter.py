@@ -97,7 +97,7 @@ def convert(
             own. None: one file; for `hf` 5 GB.
         overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
         partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
-        threads: Reading threads; None takes 4.
+        threads: That read and write; None takes 4.
         read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
             types, shapes, places and values are compared, not the elements of tensors.
         progress: Called with (bytes done, bytes in all); bytes that are written and read back both count.
@@ -229,8 +229,8 @@ class _Conversion:
         mode = MODE_FILE & ~self._umask
         if target.is_directory:
             self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
-        reader = RunReader(outline.contents, outline.tensors, self._files, threads=self._threads)
-        blocks = write_files(temporary, target, reader, self._files, mode, self._step)
+        reader = RunReader(outline.contents, outline.tensors, self._files)
+        blocks = write_files(temporary, target, reader, self._files, mode, self._step, threads=self._threads)
         for name in extras:
             self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
         if target.finish is not None:

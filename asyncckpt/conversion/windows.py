@@ -11,8 +11,8 @@ from typing import NamedTuple
 from asyncckpt.conversion.pieces import OutputFile
 from asyncckpt.format.archive import Payload
 
-WINDOW_NBYTES = 32 << 20
-"""Whole blocks of checksums. Four are in memory; with the readers' buffers that is less than 256 MB."""
+WINDOW_NBYTES = 8 << 20
+"""Whole blocks of checksums."""
 
 
 class Run(NamedTuple):

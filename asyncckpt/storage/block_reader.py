@@ -6,6 +6,7 @@ the rest comes by O_DIRECT in large extents, through an aligned buffer per threa
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,7 @@ def read_shards(
     threads: int = DEFAULT_THREADS,
     verify: bool = True,
     on_corrupt: Callable[[CorruptCheckpointError], None] | None = None,
+    buffer: memoryview | None = None,
 ) -> ReadReport:
     """Read, verify and hand on all wanted ranges.
 
@@ -66,6 +68,8 @@ def read_shards(
         threads: Readers, the calling thread among them.
         verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
+        buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
+            the kernel's fresh pages cost as much as a copy. None, or more threads: new memory.
 
     Raises:
         CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
@@ -81,7 +85,7 @@ def read_shards(
     reader = _Reader(path, save_id, files, verify, on_corrupt)
     todo = [extent for request in requests for extent in reader.plan(request, threads)]
     if todo:
-        reader.run(todo, threads)
+        reader.run(todo, threads, buffer)
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
 
 
@@ -140,11 +144,22 @@ class _Reader:
         self._sources.append(source)
         return [_Extent(source, steps) for steps in groups] + [_Extent(source, [], batch) for batch in batches]
 
-    def run(self, todo: list[_Extent], threads: int) -> None:
+    def run(self, todo: list[_Extent], threads: int, buffer: memoryview | None) -> None:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
         room = round_up(max(extent.nbytes for extent in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
+        if threads == 1 and buffer is not None and room <= len(buffer):
+            try:
+                self._work_in(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+            finally:
+                self._close()
+        else:
+            self._run_in_new(threads, room)
+        if self._error is not None:
+            raise self._error
+
+    def _run_in_new(self, threads: int, room: int) -> None:
         with Mapping(-1, room * threads) as memory:
             try:
                 if threads == 1:
@@ -161,29 +176,32 @@ class _Reader:
                         for future in futures:
                             future.result()
             finally:
-                for source in self._sources:
-                    if source.reader is not None:
-                        source.reader.close()
-        if self._error is not None:
-            raise self._error
+                self._close()
+
+    def _close(self) -> None:
+        for source in self._sources:
+            if source.reader is not None:
+                source.reader.close()
 
     def _work(self, memory: Mapping, at: int, room: int) -> None:
-        """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
-        address = memory.address + at
         with memory.view() as whole, whole[at : at + room] as buffer:
-            while True:
-                with self._lock:
-                    if not self._todo:
-                        return
-                    extent = self._todo.pop()
-                try:
-                    if extent.batch:
-                        self._read_batch(extent.source, extent.batch, buffer, address)
-                    else:
-                        self._read(extent.source, extent.steps, buffer, address)
-                except BaseException as error:
-                    self._stop(error)
+            self._work_in(buffer, memory.address + at)
+
+    def _work_in(self, buffer: memoryview, address: int) -> None:
+        """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
+        while True:
+            with self._lock:
+                if not self._todo:
                     return
+                extent = self._todo.pop()
+            try:
+                if extent.batch:
+                    self._read_batch(extent.source, extent.batch, buffer, address)
+                else:
+                    self._read(extent.source, extent.steps, buffer, address)
+            except BaseException as error:
+                self._stop(error)
+                return
 
     def _stop(self, error: BaseException) -> None:
         with self._lock:
