@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.config import RankInfo
-from asyncckpt.conversion.holding import Holding, listed, settled
+from asyncckpt.conversion.changes import changes
+from asyncckpt.conversion.holding import Holding, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress
 from asyncckpt.conversion.pieces import Target
 from asyncckpt.conversion.proof import prove_bytes, prove_structure
 from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
 from asyncckpt.conversion.runs import RunReader
-from asyncckpt.conversion.sharing import sharing
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, torch_target
 from asyncckpt.conversion.writing import write_files
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
-from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import PICKLED_TAGS
 from asyncckpt.loading.differences import report_differences
@@ -195,13 +194,7 @@ class _Conversion:
             tensors=len(kinds) - kinds.count("O"),
             objects=kinds.count("O"),
             nbytes=target.nbytes,
-            changed=tuple(
-                holding.changed
-                + self._metadata_lost(contents)
-                + _versions_lost(whole)
-                + _opened(outline, self._to)
-                + self._apart(outline)
-            ),
+            changed=tuple(holding.changed + changes(whole, outline, self._to, keys, self._files)),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
         )
@@ -274,28 +267,6 @@ class _Conversion:
             raw = outline.objects[node[1]] if node[0] == "O" else None
             if isinstance(raw, dict) and raw.get("$") in PICKLED_TAGS:
                 holding.cannot[fqn] = "it was stored as a pickle (allow_pickle=True)"
-
-    def _metadata_lost(self, contents: Contents) -> list[str]:
-        names = sorted(name for name in contents.manifest.metadata if name not in ("files", PLANNER_KEY))
-        if not names or self._to not in ("dcp", "torch"):
-            return []
-        return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
-
-    def _apart(self, outline: Outline) -> list[str]:
-        names = sharing(outline, self._files)
-        return [f"views of the same elements are stored apart: {listed(names)}"] if names else []
-
-
-def _opened(outline: Outline, to: str) -> list[str]:
-    if not outline.opened or to in ("safetensors", "hf"):
-        return []
-    return [f"lists that lack members became dicts of their numbers: {listed(outline.opened)}"]
-
-
-def _versions_lost(outline: Outline) -> list[str]:
-    if not outline.emptied:
-        return []
-    return [f"the _metadata of {listed(outline.emptied)} is not kept: renaming left nothing there"]
 
 
 _CHECKS: dict[str, Callable[[Outline], Holding]] = {

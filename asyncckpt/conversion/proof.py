@@ -64,8 +64,8 @@ def prove_structure(path: str, outline: Outline, target: Target, files: Files, t
             raise _failed(path, fqn, "has another value")
     written = _written(path, target)
     looked_for = _places(found, [number for number in numbers if found.nbytes_of(number)], files, threads)
-    for other, place in looked_for:
-        number, fqn = numbers[other]
+    for at, place in looked_for:
+        number, fqn = numbers[at]
         if place not in written[number]:
             raise _failed(path, fqn, f"is looked for at {place}, and was not written there")
 

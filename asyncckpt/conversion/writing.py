@@ -25,6 +25,7 @@ from asyncckpt.storage.shard_writer import ShardWriter
 MAX_THREADS = 8
 """With a window and a buffer to read each, they have 128 MiB."""
 
+
 def write_files(
     directory: str,
     target: Target,

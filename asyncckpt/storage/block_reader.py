@@ -149,45 +149,34 @@ class _Reader:
         room = round_up(max(extent.nbytes for extent in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
-        if threads == 1 and buffer is not None and room <= len(buffer):
-            try:
-                self._work_in(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
-            finally:
-                self._close()
-        else:
-            self._run_in_new(threads, room)
+        try:
+            if threads == 1 and buffer is not None and room <= len(buffer):
+                self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+            else:
+                with Mapping(-1, room * threads) as memory:
+                    self._work_together(memory, room, threads)
+        finally:
+            for source in self._sources:
+                if source.reader is not None:
+                    source.reader.close()
         if self._error is not None:
             raise self._error
 
-    def _run_in_new(self, threads: int, room: int) -> None:
-        with Mapping(-1, room * threads) as memory:
+    def _work_together(self, memory: Mapping, room: int, threads: int) -> None:
+        whole = memory.view()
+        parts = [(whole[n * room : (n + 1) * room], memory.address + n * room) for n in range(threads)]
+        with ThreadPoolExecutor(threads, "asyncckpt-read") as pool:  # the calling thread is one of them
+            futures: list[Future[None]] = []
             try:
-                if threads == 1:
-                    self._work(memory, 0, room)
-                else:
-                    with ThreadPoolExecutor(threads - 1, "asyncckpt-read") as pool:
-                        futures: list[Future[None]] = []
-                        try:
-                            for n in range(1, threads):
-                                futures.append(pool.submit(self._work, memory, n * room, room))
-                            self._work(memory, 0, room)
-                        except BaseException as error:
-                            self._stop(error)
-                        for future in futures:
-                            future.result()
-            finally:
-                self._close()
+                for part in parts[1:]:
+                    futures.append(pool.submit(self._work, *part))
+                self._work(*parts[0])
+            except BaseException as error:
+                self._stop(error)
+            for future in futures:
+                future.result()
 
-    def _close(self) -> None:
-        for source in self._sources:
-            if source.reader is not None:
-                source.reader.close()
-
-    def _work(self, memory: Mapping, at: int, room: int) -> None:
-        with memory.view() as whole, whole[at : at + room] as buffer:
-            self._work_in(buffer, memory.address + at)
-
-    def _work_in(self, buffer: memoryview, address: int) -> None:
+    def _work(self, buffer: memoryview, address: int) -> None:
         """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
         while True:
             with self._lock:
