@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from asyncckpt.conversion import windows
@@ -128,48 +127,86 @@ class _Works:
         self._reader = reader
         self._todo = ((o, window) for o in outputs for window in windows_of(o.file, windows.WINDOW_NBYTES))
         self._lock = threading.Lock()
-        self._turned = threading.Condition()
+        self._turned = threading.Condition(threading.RLock())
         self._stopped = False
+        self._at_work = 0
         self._done: SimpleQueue[int | BaseException | None] = SimpleQueue()
 
     def run(self, threads: int, step: Callable[[int], None]) -> None:
         """Work through all windows; the first error of any thread is raised once all have stopped."""
-        size = round_up(windows.WINDOW_NBYTES)
-        with Mapping(-1, threads * 2 * size) as memory, ThreadPoolExecutor(threads, "asyncckpt-convert") as pool:
+        workers = [threading.Thread(target=self._work, name=f"asyncckpt-convert-{n}") for n in range(threads)]
+        try:
+            for worker in workers:
+                worker.start()
+            for _ in workers:
+                while (found := self._done.get()) is not None:
+                    if isinstance(found, BaseException):
+                        raise found
+                    step(found)
+        finally:
+            self._stop_all()
+            for worker in workers:
+                if worker.is_alive():
+                    worker.join()
+
+    def _stop_all(self) -> None:
+        """Wait until no thread is at work. One that a signal, come while it was started, hides from us does nothing.
+
+        IMPORTANT: nothing ends this wait early, not even a second Ctrl-C: threads would go on writing to files that are
+        closed, and whose numbers others have by then.
+        """
+        interrupted: BaseException | None = None
+        while True:
             try:
-                for n in range(threads):
-                    pool.submit(self._work, memory, 2 * n * size, size)
-                for _ in range(threads):
-                    while (found := self._done.get()) is not None:
-                        if isinstance(found, BaseException):
-                            raise found
-                        step(found)
-            finally:
-                self._stop()
+                with self._turned:
+                    self._stop()
+                    while self._at_work:
+                        self._turned.wait()
+                break
+            except BaseException as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
     def _stop(self) -> None:
         with self._turned:
             self._stopped = True
             self._turned.notify_all()
 
-    def _work(self, memory: Mapping, at: int, size: int) -> None:
+    def _work(self) -> None:
         """One thread: take windows until none is left or a thread has failed. Errors are passed on, not raised."""
-        address = memory.address + at
+        with self._turned:
+            if self._stopped:
+                return
+            self._at_work += 1
         try:
-            with memory.view() as whole, whole[at : at + size] as room, whole[at + size : at + 2 * size] as buffer:
-                while not self._stopped:
-                    with self._lock:
-                        output, window = next(self._todo, (None, None))
-                    if output is None or window is None:
-                        break
-                    self._fill(window, address, room, buffer)
-                    self._write(output, window, room)
+            self._work_through()
         except _Stopped:
             pass
         except BaseException as error:
             self._stop()
             self._done.put(error)
-        self._done.put(None)
+        finally:
+            with self._turned:
+                self._at_work -= 1
+                self._turned.notify_all()
+            self._done.put(None)
+
+    def _work_through(self) -> None:
+        size = round_up(windows.WINDOW_NBYTES)
+        with (
+            Mapping(-1, 2 * size) as memory,
+            memory.view() as whole,
+            whole[:size] as room,
+            whole[size:] as buffer,
+        ):
+            while not self._stopped:
+                with self._lock:
+                    output, window = next(self._todo, (None, None))
+                if output is None or window is None:
+                    break
+                self._fill(window, memory.address, room, buffer)
+                self._write(output, window, room)
 
     def _fill(self, window: Window, address: int, room: memoryview, buffer: memoryview) -> None:
         """Bring everything of a window that is known or read into its memory."""
