@@ -2,11 +2,13 @@
 
     python -m benchmarks.convert [--mib 4096] [--reshard-mib 1024] [--rounds 3] [--dir D]
 
-The limits are measured in every round, by O_DIRECT, the best of several block sizes and numbers of threads: a copy of the
-source's bytes, read and written at once and flushed; and reading them. Twice: `read_back=False` against the copy, and the
-default, which reads its target back from the disk, against the copy and the reading. The source is out of the page cache
-in all of them. Takes about 2.2 x `--mib` of disk and 1.2 x of memory; everything is removed at the end. The loads: 4 ranks saved by rows, 2 ranks load by columns, with the files
-in the page cache and without; the slowest rank counts. Nothing else should run.
+The limits are measured in every round, by O_DIRECT, the best of several block sizes and numbers of threads: a copy of
+the source's bytes, read and written at once and flushed; and reading them. Twice: `read_back=False` against the copy,
+and the default, which reads its target back from the disk, against the copy and the reading. The source is out of the
+page cache in all of them. Takes about 2.2 x `--mib` of disk and 1.2 x of memory; everything is removed at the end.
+
+The loads: 4 ranks saved by rows, 2 ranks load by columns, with the files in the page cache and without; the slowest
+rank counts. Nothing else should run.
 """
 
 from __future__ import annotations

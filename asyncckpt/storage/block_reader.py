@@ -7,6 +7,7 @@ the rest comes by O_DIRECT in large extents, through an aligned buffer per threa
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,13 +27,14 @@ from asyncckpt.storage.read_plan import (
     Batch,
     ShardRequest,
     Step,
-    Wanted,
+    fqns_of,
     plan_batches,
     plan_extents,
 )
 from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS = 4
+_FETCHED_AHEAD = 4  # batches that the kernel is asked for ahead, so that one thread keeps a disk busy; chosen
 BUFFERS_NBYTES = 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
 
@@ -149,6 +151,10 @@ class _Reader:
         room = round_up(max(extent.nbytes for extent in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
+        if all(extent.batch for extent in todo):
+            threads = min(
+                threads, max(1, (os.cpu_count() or 1) // 2)
+            )  # short calls: more only wait for the interpreter
         try:
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
@@ -198,13 +204,12 @@ class _Reader:
             self._error = self._error or error
 
     def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
-        w = batch.wanted
-        self._open(source).read_ranges(buffer, w.offset + batch.first * w.every, w.nbytes, batch.times, w.every)
-        position = batch.first * w.nbytes
-        if type(w.sink) is int:
-            copy_bytes(w.sink + position, address, batch.nbytes)
-        elif w.sink is not None:
-            w.sink.deliver(position, address, batch.nbytes)  # type: ignore[union-attr]
+        reader = self._open(source)
+        with self._lock:
+            ahead = [e.batch for e in self._todo[-_FETCHED_AHEAD:][:1] if e.batch and e.source is source]
+        for one in (batch, *ahead):
+            reader.fetch_ranges(one)
+        reader.read_batch(batch, buffer, address)
         with self._lock:
             self.cached_nbytes += batch.nbytes
         self._release(source)
@@ -227,7 +232,7 @@ class _Reader:
                 reader.read(buffer, start, end - start)
             except OSError as error:
                 wanted = [w for step in steps[at:] for w in step.wanted]
-                raise named(error, str(error.filename), f"tensor {_fqns(wanted)}") from error
+                raise named(error, str(error.filename), f"tensor {fqns_of(wanted)}") from error
             for step in steps[at:]:
                 with buffer[step.start - start : step.end - start] as view:
                     self._hand_on(source, step, view, address + step.start - start)
@@ -284,7 +289,7 @@ class _Reader:
         detail = f"bytes {start} to {end} differ from their checksum"
         name = source.request.shard.name
         return CorruptCheckpointError(
-            f"{self._path}/{name}: {detail}; they hold tensor {_fqns(touched)}. Load an earlier checkpoint",
+            f"{self._path}/{name}: {detail}; they hold tensor {fqns_of(touched)}. Load an earlier checkpoint",
             path=self._path,
             file=name,
             fqn=touched[0].fqn if touched else None,
@@ -292,8 +297,3 @@ class _Reader:
             nbytes=end - start,
             detail=detail,
         )
-
-
-def _fqns(wanted: Sequence[Wanted]) -> str:
-    names = list(dict.fromkeys(w.fqn for w in wanted))
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
