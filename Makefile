@@ -8,13 +8,14 @@ PYTHON ?= python3
 PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes wheel-check bench clean
+.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes wheel-check bench clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types, architecture, contracts"
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
+	@echo "make test-frameworks  what other libraries read of what is written here"
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes"
 	@echo "make test-nodes    workers in network namespaces, as root"
@@ -56,6 +57,16 @@ test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
 	.venv-core/bin/python -m pytest tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
+# Of its own, so that nothing else depends on what these bring along.
+.venv-frameworks/.stamp: $(INPUTS)
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/$(PIP) -e '.[test,frameworks]'
+	touch $@
+
+test-frameworks: .venv-frameworks/.stamp
+	.venv-frameworks/bin/python -c 'import transformers'
+	.venv-frameworks/bin/python -m pytest tests/integration/test_stock_tools.py
+
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py
 
@@ -76,4 +87,4 @@ bench: .venv/.dev
 	.venv/bin/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-core build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-core .venv-frameworks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
