@@ -511,6 +511,23 @@ def test_overwrite_never_replaces_what_is_no_checkpoint(
     assert (tmp_path / "home" / "letter.txt").read_text() == (tmp_path / "letter").read_text() == "dear"
 
 
+@pytest.mark.parametrize("what", ["zip", "script", "cut", "empty"])
+def test_overwrite_never_replaces_an_archive_that_torch_save_did_not_write(
+    what: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "thesis.zip"
+    names = {"zip": ["thesis.tex"], "script": ["a/data.pkl", "a/constants.pkl"], "cut": ["a/data.pkl"], "empty": []}
+    with zipfile.ZipFile(path, "w") as file:
+        for name in names[what]:
+            file.writestr(name, b"dear" * 100)
+    if what == "cut":
+        path.write_bytes(path.read_bytes()[:-30])
+    before = path.read_bytes()
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.convert(sources["safetensors"], path, to="safetensors", overwrite=True)
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "names",
     [
