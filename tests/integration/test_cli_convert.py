@@ -208,3 +208,10 @@ def test_ls_says_what_other_libraries_directories_are(
     assert rows == (expected | {"b": ("foreign", "dcp")} if recursive else expected)
     assert main(["ls", str(tmp_path / "a")]) == 0
     assert "foreign: dcp" in capsys.readouterr().out
+
+
+def test_what_is_not_read_back_is_said(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"x": torch.ones(9)}, tmp_path / "a")
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp", "--no-read-back"]) == 0
+    assert "compared, not read back" in capsys.readouterr().out
+    assert asyncckpt.load(tmp_path / "b")["x"].sum() == 9
