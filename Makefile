@@ -13,15 +13,17 @@ JOBS ?= 3
 TOGETHER := -n $(JOBS) --dist worksteal
 
 # The tests start hundreds of interpreters: whatever the environment says, each module is compiled once.
-test test-nonumpy test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
+test test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test check test-nonumpy test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu bench-compare clean
+.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu \
+	bench-compare clean
 
 help:
 	@echo "make demo          train, kill, resume: the whole path on this machine"
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types, architecture, contracts"
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
+	@echo "make test-frameworks  what other libraries read of what is written here"
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes, as root; results in tests/fault/results"
 	@echo "make test-nodes    workers in network namespaces, as root"
@@ -69,6 +71,16 @@ test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
 	.venv-core/bin/python -m pytest $(TOGETHER) tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
+# Of its own, so that nothing else depends on what these bring along.
+.venv-frameworks/.stamp: $(INPUTS)
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/$(PIP) -e '.[test,frameworks]'
+	touch $@
+
+test-frameworks: .venv-frameworks/.stamp
+	.venv-frameworks/bin/python -c 'import transformers'
+	.venv-frameworks/bin/python -m pytest tests/integration/test_stock_tools.py
+
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py
 
@@ -115,4 +127,4 @@ bench-gpu: .venv/.dev
 	.venv/bin/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-core build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-core .venv-frameworks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

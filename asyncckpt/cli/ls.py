@@ -1,4 +1,4 @@
-"""`asyncckpt ls`: the checkpoints below a directory, committed or not.
+"""`asyncckpt ls`: the checkpoints below a directory, committed or not; then those of other libraries.
 
 Directory by directory; in each the committed ones, oldest first by lineage, then what is none.
 """
@@ -10,7 +10,8 @@ import os
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
-from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError
+from asyncckpt.foreign.kinds import OURS, kind_at
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.sizes import human
 from asyncckpt.storage.catalog import Found, scan
@@ -23,6 +24,8 @@ DESCRIPTION = (
     "aside (quarantined) or is damaged follows. With -r directory by directory, each in this order."
 )
 EXAMPLE = "asyncckpt ls runs/a"
+FOREIGN = "foreign"
+_ANY_DEPTH = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,11 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointNotFoundError(f"{args.root} is no directory", path=root) from error
     found = sorted(scan(root, files, recursive=args.recursive), key=_order)
     rows = [_row(f) for f in found]
+    others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
+    rows += [
+        {**dict.fromkeys(_row(Found(path=path, state=FOREIGN))), "path": path, "state": FOREIGN, "kind": kind}
+        for path, kind in others
+    ]
     if args.json:
         print_json(rows)
     elif not rows:
@@ -48,9 +56,31 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(
             ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),
-            [[r["state"], _text(r["step"]), _size(r), _text(r["ranks"]), _text(r["created"]), r["path"]] for r in rows],
+            [[_state(r), _text(r["step"]), _size(r), _text(r["ranks"]), _text(r["created"]), r["path"]] for r in rows],
         )
     return EXIT_OK
+
+
+def _others(root: str, ours: set[str], files: Files, *, depth: int) -> list[tuple[str, str]]:
+    """Return (path, kind) of the checkpoints of other libraries that are directories; nothing inside of any."""
+    if root in ours:
+        return []
+    try:
+        kind = kind_at(root, files)
+        names = files.listdir(root) if kind == OURS and depth else []
+    except (AsyncCkptError, OSError):  # removed meanwhile, or not for us
+        return []
+    if kind != OURS:
+        return [(root, kind)]
+    found = []
+    for child in (os.path.join(root, name) for name in sorted(names)):
+        if os.path.isdir(child) and not os.path.islink(child):
+            found += _others(child, ours, files, depth=depth - 1)
+    return found
+
+
+def _state(row: dict[str, Any]) -> str:
+    return f"{FOREIGN}: {row['kind']}" if row["state"] == FOREIGN else str(row["state"])
 
 
 def _order(found: Found) -> tuple[str, int, Any, str]:
@@ -65,6 +95,7 @@ def _row(found: Found) -> dict[str, Any]:
     return {
         "path": found.path,
         "state": found.state,
+        "kind": OURS,
         "step": manifest.step if manifest else None,
         "save_id": str(manifest.save_id) if manifest else None,
         "nbytes": manifest.nbytes if manifest else None,

@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.config import RankInfo
-from asyncckpt.conversion.holding import Holding, listed, settled
+from asyncckpt.conversion.changes import changes
+from asyncckpt.conversion.holding import Holding, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
-from asyncckpt.conversion.payloads import Progress, slabs
+from asyncckpt.conversion.payloads import Progress
 from asyncckpt.conversion.pieces import Target
-from asyncckpt.conversion.proof import prove
+from asyncckpt.conversion.proof import prove_bytes, prove_structure
 from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
-from asyncckpt.conversion.sharing import sharing
+from asyncckpt.conversion.runs import RunReader
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, torch_target
-from asyncckpt.conversion.writing import Written, write_file
+from asyncckpt.conversion.writing import write_files
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
-from asyncckpt.format.archive import Payload
-from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import PICKLED_TAGS
 from asyncckpt.loading.differences import report_differences
@@ -78,13 +77,14 @@ def convert(
     overwrite: bool = False,
     partial: bool = False,
     threads: int | None = None,
+    read_back: bool = True,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint of any kind that is read to any kind that is written.
 
-    The target is written beside its place under a hidden name, read back and compared, and renamed: it is there whole
-    or not at all. Tensors pass in slabs; needs no process group and no worker. Memory: 256 MB, and the largest tensor
-    where its elements are not row-major in the source.
+    The target is written beside its place under a hidden name, opened as a reader would and compared, read back, and
+    renamed: it is there whole or not at all. Tensors pass in windows; needs no process group and no worker. Memory: 256
+    MB, and the largest tensor where its elements are not row-major in the source.
 
     Args:
         src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
@@ -96,8 +96,10 @@ def convert(
             own. None: one file; for `hf` 5 GB.
         overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
         partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
-        threads: Reading threads; None takes 4.
-        progress: Called with (bytes done, bytes in all); written and compared bytes both count.
+        threads: That read and write; None takes 4.
+        read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
+            types, shapes, places and values are compared, not the elements of tensors.
+        progress: Called with (bytes done, bytes in all); bytes that are written and read back both count.
 
     Returns:
         What was done, and what the target holds in another form.
@@ -118,7 +120,9 @@ def convert(
 
     Blocks: for reading and writing everything.
     """
-    conversion = _Conversion(absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), progress)
+    conversion = _Conversion(
+        absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
+    )
     _check_arguments(to, max_shard_bytes, conversion.source, conversion.path)
     return conversion.run(key_list(keys), key_map, max_shard_bytes, partial)
 
@@ -140,10 +144,17 @@ class _Conversion:
     """One call."""
 
     def __init__(
-        self, source: str, path: str, to: str, overwrite: bool, threads: int, progress: Progress | None
+        self,
+        source: str,
+        path: str,
+        to: str,
+        overwrite: bool,
+        threads: int,
+        read_back: bool,
+        progress: Progress | None,
     ) -> None:
         self.source, self.path = source, path
-        self._to, self._overwrite, self._threads = to, overwrite, threads
+        self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
         self._progress = progress
         self._files = Files()
         self._umask = current_umask()
@@ -163,7 +174,7 @@ class _Conversion:
         extras = self._extras(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
         check_room(self.path, room, self._files)
-        self._total = 2 * target.nbytes
+        self._total = target.nbytes * (2 if self._read_back else 1)
         with beside(self.path) as temporary:
             try:
                 self._write(temporary, target, outline, extras)
@@ -183,13 +194,7 @@ class _Conversion:
             tensors=len(kinds) - kinds.count("O"),
             objects=kinds.count("O"),
             nbytes=target.nbytes,
-            changed=tuple(
-                holding.changed
-                + self._metadata_lost(contents)
-                + _versions_lost(whole)
-                + _opened(outline, self._to)
-                + self._apart(outline)
-            ),
+            changed=tuple(holding.changed + changes(whole, outline, self._to, keys, self._files)),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
         )
@@ -217,22 +222,17 @@ class _Conversion:
         mode = MODE_FILE & ~self._umask
         if target.is_directory:
             self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
-        order = [piece.tensor for file in target.files for piece in file.pieces if isinstance(piece, Payload)]
-        written = Written()
-        found = slabs(outline.contents, outline.tensors, order, self._files, threads=self._threads)
-        try:
-            for file in target.files:
-                path = os.path.join(temporary, file.name) if target.is_directory else temporary
-                write_file(path, file, found, written, self._files, mode, self._step)
-        finally:
-            found.close()
+        reader = RunReader(outline.contents, outline.tensors, self._files)
+        blocks = write_files(temporary, target, reader, self._files, mode, self._step, threads=self._threads)
         for name in extras:
             self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
         if target.finish is not None:
-            target.finish(temporary, written.blocks)
+            target.finish(temporary, blocks)
         if target.is_directory:
             fsync_directory(self._files, temporary)
-        prove(temporary, outline, written.tensors, self._files, self._threads, self._step)
+        prove_structure(temporary, outline, target, self._files, self._threads)
+        if self._read_back:
+            prove_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
 
     def _copy(self, source: str, path: str, mode: int) -> None:
         shutil.copyfile(source, path)
@@ -267,28 +267,6 @@ class _Conversion:
             raw = outline.objects[node[1]] if node[0] == "O" else None
             if isinstance(raw, dict) and raw.get("$") in PICKLED_TAGS:
                 holding.cannot[fqn] = "it was stored as a pickle (allow_pickle=True)"
-
-    def _metadata_lost(self, contents: Contents) -> list[str]:
-        names = sorted(name for name in contents.manifest.metadata if name not in ("files", PLANNER_KEY))
-        if not names or self._to not in ("dcp", "torch"):
-            return []
-        return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
-
-    def _apart(self, outline: Outline) -> list[str]:
-        names = sharing(outline, self._files)
-        return [f"views of the same elements are stored apart: {listed(names)}"] if names else []
-
-
-def _opened(outline: Outline, to: str) -> list[str]:
-    if not outline.opened or to in ("safetensors", "hf"):
-        return []
-    return [f"lists that lack members became dicts of their numbers: {listed(outline.opened)}"]
-
-
-def _versions_lost(outline: Outline) -> list[str]:
-    if not outline.emptied:
-        return []
-    return [f"the _metadata of {listed(outline.emptied)} is not kept: renaming left nothing there"]
 
 
 _CHECKS: dict[str, Callable[[Outline], Holding]] = {

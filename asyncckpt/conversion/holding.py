@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from asyncckpt.conversion.outline import Outline, pruned
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.format.tree import Node
 
+VERSIONS_LOST = "the _metadata of modules' state dicts, their versions, are not kept"
 _SHOWN = 20
 
 
@@ -58,3 +60,11 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def has_versions(node: Node) -> bool:
+    """Whether a tree has a module's state dict with `_metadata`."""
+    if node[0] == "o" and node[2] is not None:
+        return True
+    children = node[1][1::2] if node[0] in ("d", "o") else node[1] if node[0] in ("l", "t") else ()
+    return any(map(has_versions, children))

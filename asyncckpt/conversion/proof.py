@@ -1,36 +1,49 @@
-"""Reads a target back as any reader would, and compares every leaf with what the source held."""
+"""Opens a target as any reader would, and proves that it holds what the source held.
+
+Every leaf must be there with its type, shape and value, and the elements of every tensor must lie where they were
+written; and what lies there is read back from the disk, and compared with the digests of what was written.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import xxhash
-
 from asyncckpt.conversion.outline import Outline, outline_of
-from asyncckpt.conversion.payloads import slabs
+from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
+from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.tree import Node
+from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import ShardRequest, Wanted
+from asyncckpt.storage.source import Located
+
+_Place = tuple[str, int]
+"""File name, offset."""
+
+STRETCH_NBYTES = 256 << 20
+"""What is read back between two reports of progress. Whole blocks."""
 
 
-def prove(
-    path: str, outline: Outline, digests: dict[int, bytes], files: Files, threads: int, step: Callable[[int], None]
-) -> None:
-    """Compare what stands at `path` with what was read from the source.
+def prove_structure(path: str, outline: Outline, target: Target, files: Files, threads: int) -> None:
+    """Compare what a reader finds at `path` with what was to be written there; reads no elements.
 
     Args:
         path: The target, under its temporary name.
         outline: What was to be written.
-        digests: Of the tensors' elements as the source gave them, by number.
+        target: Where it was written.
         files: The storage seam.
-        threads: That read.
-        step: Called with the bytes of every tensor.
+        threads: That look for places.
 
     Raises:
-        CorruptCheckpointError: A leaf is not there, or differs; names it.
+        CorruptCheckpointError: A leaf is not there, differs, or is looked for elsewhere; names it.
         OSError: The target cannot be read.
     """
     found = outline_of(read_any(path, files), files)
@@ -38,27 +51,103 @@ def prove(
     differing = sorted(set(wanted) ^ set(there))
     if differing:
         raise _failed(path, differing[0], "is there on one side only")
-    expected: dict[int, tuple[int, str]] = {}
+    numbers: dict[int, tuple[int, str]] = {}
     for fqn, node in wanted.items():
         other = there[fqn]
         if node[0] in ("T", "N"):
             _compare_tensor(path, fqn, outline, node, found, other)
-            expected[other[1]] = (node[1], fqn)
+            numbers[other[1]] = (node[1], fqn)
         elif node[0] == "B":
             if other[0] == "B":
-                expected[other[1]] = (node[1], fqn)
+                numbers[other[1]] = (node[1], fqn)
         elif other[0] != "O" or _compared(found.objects[other[1]]) != _compared(outline.objects[node[1]]):
             raise _failed(path, fqn, "has another value")
-    order = sorted(expected)
-    running: dict[int, Any] = {}
-    for slab in slabs(found.contents, found.tensors, order, files, threads=threads):
-        digest = running.setdefault(slab.tensor, xxhash.xxh3_128())
-        digest.update(slab.data)
-        step(len(slab.data))
-        if slab.is_last:
-            number, fqn = expected[slab.tensor]
-            if running.pop(slab.tensor).digest() != digests.get(number):
-                raise _failed(path, fqn, "holds other elements")
+    written = _written(path, target)
+    looked_for = _places(found, [number for number in numbers if found.nbytes_of(number)], files, threads)
+    for at, place in looked_for:
+        number, fqn = numbers[at]
+        if place not in written[number]:
+            raise _failed(path, fqn, f"is looked for at {place}, and was not written there")
+
+
+def _written(path: str, target: Target) -> dict[int, set[_Place]]:
+    """Return where the elements of each tensor were written; of tied ones there may be several places."""
+    found: dict[int, set[_Place]] = {}
+    for file in target.files:
+        name = file.name if target.is_directory else os.path.basename(path)
+        for payload, offset in payload_places(file):
+            found.setdefault(payload.tensor, set()).add((name, offset))
+    return found
+
+
+def _places(found: Outline, numbers: list[int], files: Files, threads: int) -> Iterator[tuple[int, _Place | None]]:
+    """Yield where a reader finds the elements of each tensor; None: not in one piece of a file."""
+    contents = found.contents
+
+    def place(number: int) -> tuple[int, _Place | None]:
+        saved = found.tensors[number]
+        if len(saved.chunks) != 1:
+            return number, None
+        rank, chunk = saved.chunks[0]
+        shards = contents.ranks[rank].index.shards
+        if contents.source is None:
+            return number, (shards[chunk.part].name, chunk.offset_bytes)
+        where = contents.source.place(chunk.part, files)
+        if not isinstance(where, Located):
+            return number, None
+        return number, (shards[where.part].name, where.offset + chunk.offset_bytes)
+
+    with ThreadPoolExecutor(threads, "asyncckpt-prove") as pool:
+        yield from pool.map(place, numbers)
+
+
+def prove_bytes(
+    path: str,
+    outline: Outline,
+    target: Target,
+    blocks: Mapping[str, bytes],
+    files: Files,
+    threads: int,
+    step: Callable[[int], None],
+) -> None:
+    """Read all files back, from the disk where O_DIRECT wrote them, and compare their blocks.
+
+    Args:
+        path: The target, under its temporary name.
+        outline: What was written.
+        target: Where it was written.
+        blocks: By file name the digests of what was written.
+        files: The storage seam.
+        threads: That read.
+        step: Called with the bytes of every stretch.
+
+    Raises:
+        CorruptCheckpointError: A block differs; names a leaf that it holds.
+        OSError: A file cannot be read.
+
+    Blocks: for the reads.
+    """
+    for file in target.files:
+        directory, name = (path, file.name) if target.is_directory else os.path.split(path)
+        shard = ShardRecord(name=name, nbytes=file.nbytes, digests=blocks[file.name])
+        for start in range(0, file.nbytes, STRETCH_NBYTES):
+            end = min(start + STRETCH_NBYTES, file.nbytes)
+            wanted = Wanted(start, end - start, "", None)
+            request = ShardRequest(shard=shard, block_nbytes=BLOCK_NBYTES, wanted=[wanted])
+            try:
+                read_shards(directory, None, [request], files=files, threads=threads)
+            except CorruptCheckpointError as error:
+                fqn = _held_at(outline, file, start if error.offset is None else error.offset)
+                raise _failed(path, fqn, f"holds other bytes: {error.detail}") from error
+            step(end - start)
+
+
+def _held_at(outline: Outline, file: OutputFile, offset: int) -> str | None:
+    """Return the name of the first tensor that the block at `offset` holds something of."""
+    for payload, at in payload_places(file):
+        if at < offset + BLOCK_NBYTES and offset < at + payload.nbytes:
+            return outline.names[payload.tensor]
+    return None
 
 
 def _compared(raw: Any) -> str:
@@ -86,7 +175,7 @@ def _compare_tensor(path: str, fqn: str, outline: Outline, node: Node, found: Ou
         raise _failed(path, fqn, f"became {theirs.dtype}{list(theirs.global_shape)}")
 
 
-def _failed(path: str, fqn: str, what: str) -> CorruptCheckpointError:
+def _failed(path: str, fqn: str | None, what: str) -> CorruptCheckpointError:
     detail = f"leaf {fqn!r} {what}, read back after it was written"
     return CorruptCheckpointError(
         f"{path}: {detail}; nothing was put into place. The storage cannot be trusted, or this is a bug of asyncckpt",

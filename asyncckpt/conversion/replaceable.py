@@ -13,6 +13,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.foreign.kinds import OURS, kind_at
+from asyncckpt.foreign.torch_file import is_torch_file
 from asyncckpt.format.names import DCP_METADATA_NAME, LOCK_NAME, MANIFEST_NAME, owner_of
 from asyncckpt.storage.files import Files
 
@@ -56,6 +57,8 @@ def standing_at(path: str, files: Files, *, overwrite: bool) -> Standing:
         raise _no_checkpoint(path) from None
     if stat.S_ISDIR(found.st_mode):
         _check_directory(path, kind, files)
+    elif kind == "torch" and not is_torch_file(path, files):
+        raise _no_checkpoint(path)
     return Standing.CHECKPOINT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from asyncckpt.conversion.holding import Holding, is_text, listed
+from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, is_text, listed
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.dtypes import DTYPES
@@ -13,7 +13,7 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.safetensors_files import INDEX_NAME
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up
-from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.keys import mappings
 
 DEFAULT_SHARD_NBYTES = 5_000_000_000
@@ -48,16 +48,9 @@ def check_safetensors(outline: Outline) -> Holding:
     empty = sorted(fqn_of(path) or "the top level" for path, node in mappings(outline.tree) if not node[1])
     if empty:
         holding.changed.append(f"empty dicts are not kept: {listed(empty)}")
-    if _has_metadata(outline.tree):
-        holding.changed.append("the _metadata of modules' state dicts, their versions, are not kept")
+    if has_versions(outline.tree):
+        holding.changed.append(VERSIONS_LOST)
     return holding
-
-
-def _has_metadata(node: Node) -> bool:
-    if node[0] == "o" and node[2] is not None:
-        return True
-    children = node[1][1::2] if node[0] in ("d", "o") else node[1] if node[0] in ("l", "t") else ()
-    return any(_has_metadata(child) for child in children)
 
 
 def safetensors_target(outline: Outline) -> Target:

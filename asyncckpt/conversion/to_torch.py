@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncckpt.conversion.holding import Holding, listed
+from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, listed
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.format.archive import Archive, Payload, torch_archive
-from asyncckpt.format.dcp_items import items_of
+from asyncckpt.format.dcp_items import is_terminal, items_of
 from asyncckpt.format.dcp_metadata import bytes_entry, index_record, metadata_pickle, storage_record, tensor_entry
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.pickle_image import NotPickledError, PickleImage
@@ -39,8 +39,11 @@ def check_dcp(outline: Outline) -> Holding:
     holding = check_torch(outline)
     for fqn, why in holding.cannot.items():
         holding.cannot[fqn] = why.replace("torch.load(weights_only=True) does not read", "no item holds")
-    numbers, ordered, empty = set(), set(), set()
-    for path, node in _mappings(outline.tree, ()):
+    numbers, ordered, empty, lacking = set(), set(), set(), set()
+    lists = {fqn_of(path) for path, node in _containers(outline.tree, ()) if node[0] == "l"}
+    for path, node in _containers(outline.tree, ()):
+        if node[0] == "l":
+            continue
         name = fqn_of(path) or "the top level"
         if any(type(key) is not str for key in node[1][::2]):
             numbers.add(name)
@@ -48,20 +51,27 @@ def check_dcp(outline: Outline) -> Holding:
             ordered.add(name)
         if not node[1]:
             empty.add(name)
+            lacking |= {fqn_of(path[:n]) for n, key in enumerate(path) if n and type(key) is int} & lists
     holding.changed += [f"keys that are numbers became texts in: {listed(sorted(numbers))}"] if numbers else []
     holding.changed += [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
     holding.changed += [f"empty dicts are not kept: {listed(sorted(empty))}"] if empty else []
+    if lacking:
+        holding.changed.append(f"lists are gone, or lack members, where empty dicts were: {listed(sorted(lacking))}")
+    if has_versions(outline.tree):
+        holding.changed.append(VERSIONS_LOST)
     return holding
 
 
-def _mappings(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+def _containers(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    """Yield (path, node) of the dicts and lists that are taken apart; all others are in an item as they are."""
     if node[0] in ("d", "o"):
         yield path, node
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-            yield from _mappings(child, (*path, key))
-    elif node[0] in ("l", "t"):
+            yield from _containers(child, (*path, key))
+    elif node[0] == "l" and not is_terminal(node):
+        yield path, node
         for n, child in enumerate(node[1]):
-            yield from _mappings(child, (*path, n))
+            yield from _containers(child, (*path, n))
 
 
 def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:

@@ -1,143 +1,244 @@
-"""Writes the files of a target from front to back, digesting what passes: nothing is in memory but two slabs."""
+"""Writes the files of a target: threads that each read a window, complete it and write it, by O_DIRECT where it works.
+
+Nothing is handed from thread to thread, so that the disk always has reads and writes to do. Only checksums of what
+reaches over several windows go in turn.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
-import xxhash
+from asyncckpt.conversion import windows
+from asyncckpt.conversion.passing import PassingChecksums
+from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.runs import RunReader
+from asyncckpt.conversion.windows import Window, windows_of
+from asyncckpt.format.layout import round_up
+from asyncckpt.memory.mapping import Mapping
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.shard_writer import ShardWriter
 
-from asyncckpt.conversion.payloads import Slab
-from asyncckpt.conversion.pieces import OutputFile
-from asyncckpt.format.archive import Payload
-from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
-from asyncckpt.storage.files import Files, apply_mode, fsync_file, opened, write_all
-
-_FLUSH_NBYTES = 64 << 20
-_SYNC_FILE_RANGE_WRITE = 2
-_libc = ctypes.CDLL(None)
-
-
-@dataclass(slots=True)
-class Written:
-    """What passed: by tensor number its digest, by file name the digests of its blocks."""
-
-    tensors: dict[int, bytes] = field(default_factory=dict)
-    blocks: dict[str, bytes] = field(default_factory=dict)
+MAX_THREADS = 8
+"""With a window and a buffer to read each, they have 128 MiB."""
 
 
-def write_file(
-    path: str,
-    file: OutputFile,
-    slabs: Iterator[Slab],
-    written: Written,
+def write_files(
+    directory: str,
+    target: Target,
+    reader: RunReader,
     files: Files,
     mode: int,
     step: Callable[[int], None],
-) -> None:
-    """Write one file, flush and close it.
+    *,
+    threads: int,
+) -> dict[str, bytes]:
+    """Write all files of a target, flush and close them.
 
     Args:
-        path: It must not exist.
-        file: What it is made of.
-        slabs: The elements of its payloads, in their order.
-        written: Takes the digests.
+        directory: Where they go; of a target that is one file, its path. None of them may exist.
+        target: What they are made of.
+        reader: Of the source.
         files: The storage seam.
         mode: Permission bits.
-        step: Called with the bytes of every write.
+        step: Called by this thread with the bytes of every window that was written.
+        threads: That read and write; at most `MAX_THREADS` are used.
+
+    Returns:
+        By file name the digests of its blocks.
 
     Raises:
-        OSError: Names the file; it may be left behind, incomplete.
-        Exception: Whatever `slabs` raises.
+        OSError: Names the file; files may be left behind, incomplete.
+        Exception: Whatever the reader raises.
+
+    Blocks: for reading and writing everything. No thread is left when this returns or raises.
     """
-    with opened(files, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode) as fd:
-        apply_mode(files, fd, mode)
-        out = _Out(files, fd, path, step, blocks=file.digest_blocks)
-        crcs: dict[int, int] = {}
-        wanted = {n for n, _ in file.crc_at}
-        with ThreadPoolExecutor(1, "asyncckpt-crc") as pool:
-            for number, piece in enumerate(file.pieces):
-                if isinstance(piece, Payload):
-                    crcs[number] = _write_payload(out, piece, slabs, written, pool if number in wanted else None)
-                else:
-                    out.write(memoryview(piece))
-        for number, offset in file.crc_at:
-            write_all(files, fd, memoryview(crcs[number].to_bytes(4, "little")), offset, path)
-        if file.digest_blocks:
-            written.blocks[file.name] = out.finished_blocks()
-        fsync_file(files, fd, path)
+    outputs = [
+        _Output(file, os.path.join(directory, file.name) if target.is_directory else directory, files, mode)
+        for file in target.files
+    ]
+    try:
+        _Works(outputs, reader).run(min(threads, MAX_THREADS), step)
+    finally:
+        for output in outputs:
+            output.close()
+    return {output.file.name: bytes(output.writer.digests) for output in outputs}
 
 
-def _write_payload(out: _Out, piece: Payload, slabs: Iterator[Slab], written: Written, pool: Executor | None) -> int:
-    """Write a tensor; return its CRC-32, which `pool` computes beside the writes, or 0 without one."""
-    digest, done = xxhash.xxh3_128(), 0
-    crc: Future[int] | None = None
-    while True:
-        slab = next(slabs)
-        assert slab.tensor == piece.tensor, "slabs come in another order than pieces"
-        crc = pool.submit(zlib.crc32, slab.data, crc.result() if crc else 0) if pool is not None else None
+class _Image:
+    """The bytes of a file while they pass: each extent is there from `put` until it is taken."""
+
+    is_page_aligned = True
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = round_up(nbytes)
+        self._extents: dict[int, memoryview] = {}
+
+    def put(self, start: int, extent: memoryview) -> None:
+        self._extents[start] = extent
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, piece: slice, /) -> memoryview:
+        return self._extents.pop(piece.start)[: piece.stop - piece.start]
+
+
+class _Output:
+    """One file of the target.
+
+    Attributes:
+        writer: Of the file.
+        checksums: That go into it; None: none do.
+        remaining: Windows that are not written yet.
+        turn: Number of the window whose checksums are next.
+    """
+
+    def __init__(self, file: OutputFile, path: str, files: Files, mode: int) -> None:
+        nbytes = file.nbytes
+        self.file, self._image = file, _Image(nbytes)
+        self.writer = ShardWriter(path, self._image, 0, nbytes, aligned=True, mode=mode, fsync=True, files=files)
+        self.checksums = PassingChecksums(file) if file.crc_at else None
+        self.remaining = -(-nbytes // windows.WINDOW_NBYTES)
+        self.turn = 0
+
+    def close(self) -> None:
+        """Let go of the file, finished or not, and of memory."""
+        self.writer.abandon()
+        if self.checksums is not None:
+            self.checksums.close()
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write whole blocks at `start`; whole pages at the end of the file."""
+        self._image.put(start, data)
+        self.writer.write_extent(start, min(start + len(data), self.writer.extent_nbytes_total))
+
+
+class _Stopped(Exception):
+    """Another thread has failed."""
+
+
+class _Works:
+    """All windows of all files, and the threads that work through them."""
+
+    def __init__(self, outputs: Sequence[_Output], reader: RunReader) -> None:
+        self._reader = reader
+        self._todo = ((o, window) for o in outputs for window in windows_of(o.file, windows.WINDOW_NBYTES))
+        self._lock = threading.Lock()
+        self._turned = threading.Condition(threading.RLock())
+        self._stopped = False
+        self._at_work = 0
+        self._done: SimpleQueue[int | BaseException | None] = SimpleQueue()
+
+    def run(self, threads: int, step: Callable[[int], None]) -> None:
+        """Work through all windows; the first error of any thread is raised once all have stopped."""
+        workers = [threading.Thread(target=self._work, name=f"asyncckpt-convert-{n}") for n in range(threads)]
         try:
-            digest.update(slab.data)
-            out.write(slab.data)
+            for worker in workers:
+                worker.start()
+            for _ in workers:
+                while (found := self._done.get()) is not None:
+                    if isinstance(found, BaseException):
+                        raise found
+                    step(found)
         finally:
-            if crc is not None:
-                crc.result()  # the slab's memory is used again
-        done += len(slab.data)
-        if slab.is_last:
-            break
-    assert done == piece.nbytes, "a tensor of another length than its piece"
-    written.tensors[piece.tensor] = digest.digest()
-    return crc.result() if crc else 0
+            self._stop_all()
+            for worker in workers:
+                if worker.is_alive():
+                    worker.join()
 
+    def _stop_all(self) -> None:
+        """Wait until no thread is at work. One that a signal, come while it was started, hides from us does nothing.
 
-class _Out:
-    """An open file that is appended to."""
+        IMPORTANT: nothing ends this wait early, not even a second Ctrl-C: threads would go on writing to files that are
+        closed, and whose numbers others have by then.
+        """
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with self._turned:
+                    self._stop()
+                    while self._at_work:
+                        self._turned.wait()
+                break
+            except BaseException as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
-    def __init__(self, files: Files, fd: int, path: str, step: Callable[[int], None], *, blocks: bool) -> None:
-        self._files, self._fd, self._path, self._step = files, fd, path, step
-        self._blocks: bytearray | None = bytearray() if blocks else None
-        self._open_block: Any = bytearray()
-        self._at = self._flushed = 0
+    def _stop(self) -> None:
+        with self._turned:
+            self._stopped = True
+            self._turned.notify_all()
 
-    def write(self, data: memoryview) -> None:
-        if self._blocks is not None:
-            self._digest(data)
-        write_all(self._files, self._fd, data, self._at, self._path)
-        self._at += len(data)
-        self._step(len(data))
-        if self._at - self._flushed >= _FLUSH_NBYTES:
-            # So that the disk works meanwhile; the flush at the end then finds little to do, and counts the errors.
-            _libc.sync_file_range(
-                self._fd,
-                ctypes.c_int64(self._flushed),
-                ctypes.c_int64(self._at - self._flushed),
-                _SYNC_FILE_RANGE_WRITE,
-            )
-            self._flushed = self._at
+    def _work(self) -> None:
+        """One thread: take windows until none is left or a thread has failed. Errors are passed on, not raised."""
+        with self._turned:
+            if self._stopped:
+                return
+            self._at_work += 1
+        try:
+            self._work_through()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._stop()
+            self._done.put(error)
+        finally:
+            with self._turned:
+                self._at_work -= 1
+                self._turned.notify_all()
+            self._done.put(None)
 
-    def _digest(self, data: memoryview) -> None:
-        assert self._blocks is not None
-        at = 0
-        if self._open_block:
-            at = min(BLOCK_NBYTES - len(self._open_block), len(data))
-            self._open_block += data[:at]
-            if len(self._open_block) == BLOCK_NBYTES:
-                self._blocks += block_digest(self._open_block)
-                self._open_block = bytearray()
-        while at + BLOCK_NBYTES <= len(data):
-            self._blocks += block_digest(data[at : at + BLOCK_NBYTES])
-            at += BLOCK_NBYTES
-        self._open_block += data[at:]
+    def _work_through(self) -> None:
+        size = round_up(windows.WINDOW_NBYTES)
+        with (
+            Mapping(-1, 2 * size) as memory,
+            memory.view() as whole,
+            whole[:size] as room,
+            whole[size:] as buffer,
+        ):
+            while not self._stopped:
+                with self._lock:
+                    output, window = next(self._todo, (None, None))
+                if output is None or window is None:
+                    break
+                self._fill(window, memory.address, room, buffer)
+                self._write(output, window, room)
 
-    def finished_blocks(self) -> bytes:
-        """Return the digests of all blocks, the short last one too."""
-        assert self._blocks is not None
-        if self._open_block:
-            self._blocks += block_digest(self._open_block)
-            self._open_block = bytearray()
-        return bytes(self._blocks)
+    def _fill(self, window: Window, address: int, room: memoryview, buffer: memoryview) -> None:
+        """Bring everything of a window that is known or read into its memory."""
+        for at, text in window.texts:
+            room[at - window.start : at - window.start + len(text)] = text
+        nbytes = window.end - window.start
+        room[nbytes : round_up(nbytes)] = bytes(round_up(nbytes) - nbytes)
+        self._reader.read(window.runs, address, window.start, buffer)
+
+    def _write(self, output: _Output, window: Window, room: memoryview) -> None:
+        """Put the checksums in, write what waits for none, and finish the file after its last window."""
+        start = window.start
+        if output.checksums is None:
+            output.write(start, room[: round_up(window.end - start)])
+        else:
+            number = start // windows.WINDOW_NBYTES
+            with self._turned:
+                while output.turn != number and not self._stopped:
+                    self._turned.wait()
+                if self._stopped:
+                    raise _Stopped
+            for at, data in output.checksums.released(window, room):
+                output.write(at, data)
+            extents = output.checksums.put(window, room)
+            with self._turned:
+                output.turn += 1
+                self._turned.notify_all()
+            for at, stop in extents:
+                output.write(at, room[at - start : stop - start])
+        with self._lock:
+            output.remaining -= 1
+            is_whole = not output.remaining
+        if is_whole:
+            output.writer.finish()
+        self._done.put(window.end - start)

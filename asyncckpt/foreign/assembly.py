@@ -41,6 +41,7 @@ class ForeignSource:
     places: list[Lazy | Strided | Inline | None] = field(default_factory=list)
     archives: list[tuple[str, int, int]] = field(default_factory=list)
     stamps: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    changed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
         """See `storage.source.Source.check_unchanged`."""

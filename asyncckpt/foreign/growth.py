@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.assembly import Assembly
-from asyncckpt.foreign.pickle_values import UnpicklingError
+from asyncckpt.foreign.pickle_values import ATTRIBUTES, READ_AS, PathText, UnpicklingError
 from asyncckpt.foreign.torch_globals import TensorRef, dtype_text, size_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
 from asyncckpt.format.records import Record
@@ -55,11 +55,14 @@ class Growth:
             CorruptCheckpointError: A tensor lies outside of its file.
         """
         self._count(path)
+        value = self._read_as(value, path)
         if len(path) > MAX_DEPTH - 2:
             raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
         kind = type(value)
         if kind is TensorRef:
             return self._tensor_of(value, path, locate)
+        if kind in (dict, OrderedDict) and any(type(key) is PathText for key in value):
+            value = self._with_text_keys(value, path)
         if kind in (dict, OrderedDict) and all(
             type(key) is int or (type(key) is str and len(key) <= MAX_KEY_CHARS) for key in value
         ):
@@ -75,6 +78,27 @@ class Growth:
         if kind is Record and value.kind == "numpy.ndarray":
             return self._array(value, path)
         return self._object(value, path)
+
+    def _read_as(self, value: Any, path: Path) -> Any:
+        """Return a value with a plain type, and note what it is not any more."""
+        if type(value) not in READ_AS:
+            return value
+        plain, said = READ_AS[type(value)]
+        self._note(said, path)
+        return plain(value)
+
+    def _with_text_keys(self, value: Any, path: Path) -> Any:
+        found: dict[Any, Any] = OrderedDict() if type(value) is OrderedDict else {}
+        found.update((self._read_as(key, path), child) for key, child in value.items())
+        if len(found) != len(value):
+            raise self._assembly.unsupported(f"two keys of {fqn_of(path)!r} are one text")
+        if hasattr(value, "_metadata"):
+            found._metadata = value._metadata  # type: ignore[attr-defined]
+        return found
+
+    def _note(self, said: str, path: Path, more: str = "") -> None:
+        names = self._assembly.source.changed.setdefault(said, {})
+        names.setdefault(fqn_of(path) or "the top level", more)
 
     def _object(self, value: Any, path: Path) -> Node:
         """Add a leaf that is no tensor.
@@ -107,6 +131,7 @@ class Growth:
         self._count(path)
         return depth <= MAX_DEPTH // 2 and all(
             type(v) in _SCALARS
+            or type(v) is PathText
             or (type(v) in (list, tuple) and self._is_flat(v, path, depth + 1))
             or (type(v) is Opaque and v.tag == "numpy.scalar")
             for v in value
@@ -115,6 +140,7 @@ class Growth:
     def _plain(self, value: Any, path: Path, depth: int = 0) -> Any:
         """Return an object leaf with plain dicts in place of OrderedDicts; counts what is in it."""
         self._count(path)
+        value = self._read_as(value, path)
         kind = type(value)
         if depth > MAX_DEPTH:
             raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
@@ -127,6 +153,8 @@ class Growth:
 
     def _tensor_of(self, ref: TensorRef, path: Path, locate: Locate) -> Node:
         place = locate(ref)
+        if ref.attributes:
+            self._note(ATTRIBUTES, path, f" ({', '.join(name[:80] for name in ref.attributes)})")
         key = (place, ref.dtype, ref.size)
         if key not in self._by_ref:
             nbytes = math.prod(ref.size) * DTYPES[ref.dtype].itemsize

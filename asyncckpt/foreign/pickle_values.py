@@ -31,6 +31,30 @@ class Maker:
         return self.name
 
 
+class PathText(str):
+    """What a path of pathlib is read as."""
+
+    __slots__ = ()
+
+
+class Tally(dict[Any, Any]):
+    """What a Counter is read as."""
+
+
+class Defaulting(dict[Any, Any]):
+    """What a defaultdict is read as: what it made of a missing key is gone."""
+
+
+READ_AS: dict[type, tuple[type, str]] = {
+    PathText: (str, "a path became a text"),
+    Tally: (dict, "a Counter became a dict"),
+    Defaulting: (dict, "a defaultdict became a dict"),
+}
+"""By what stands for a value while it is read: what becomes of it, and how that is reported."""
+
+ATTRIBUTES = "attributes of tensors are not kept"
+
+
 def shown(value: Any) -> str:
     """Return a value for a message. Of a container its type alone: a pickle may put one into itself over and over."""
     if type(value) is str:

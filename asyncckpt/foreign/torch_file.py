@@ -147,6 +147,23 @@ def read_torch_file(path: str, files: Files) -> Contents:
     return assembly.contents(tree, writer)
 
 
+def is_torch_file(path: str, files: Files) -> bool:
+    """Whether `torch.save` wrote a file that begins as one of its: any zip archive does.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with opened(files, path, os.O_RDONLY) as fd:
+        nbytes = files.fstat(fd).st_size
+        try:
+            read_at = read_exactly(files, fd, nbytes)
+            if read_at(0, len(LEGACY_MAGIC)) != LEGACY_MAGIC:
+                TorchArchive(read_at, nbytes)
+        except ValueError:
+            return False
+    return True
+
+
 def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], int]]:
     """Read five pickles: magic number, protocol, what machine, the value, the keys of the storages; then storages."""
     data = read_at(0, min(nbytes, _LEGACY_WINDOW_NBYTES))

@@ -6,12 +6,13 @@ Sources: torch 2.13 `_weights_only_unpickler.py`; `distributed/checkpoint/metada
 
 from __future__ import annotations
 
+import posixpath
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, keys_of, shown
+from asyncckpt.foreign.pickle_values import Defaulting, Maker, PathText, Tally, UnpicklingError, keys_of, shown
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
 
@@ -30,6 +31,7 @@ _RECORDS = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
 )
 _MAX_PATH_CHARS = 1 << 16
+_MAX_ATTRIBUTES = 9
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
@@ -44,13 +46,14 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor: which storage, from which element on, and how."""
+    """A tensor: which storage, from which element on, and how; the names of Python attributes that it had."""
 
     storage: StorageRef
     dtype: str
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    attributes: tuple[str, ...] = ()
 
 
 def size_of(value: Any) -> tuple[int, ...]:
@@ -128,7 +131,9 @@ def _checked(tensor: TensorRef) -> TensorRef:
 def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: Any = None) -> TensorRef:
     if type(data) is not TensorRef:
         raise UnpicklingError("a parameter that holds no tensor")
-    return data
+    parts = state if type(state) is tuple else (state,)  # of a class with __slots__ there are two
+    names = [name for part in parts if type(part) is dict for name in part if type(name) is str]
+    return replace(data, attributes=(*data.attributes, *names[:_MAX_ATTRIBUTES])) if names else data
 
 
 def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef:
@@ -136,7 +141,7 @@ def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef:
         raise UnpicklingError(f"a tensor that {shown(maker)} makes")
     if type(kind) is not Maker or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise UnpicklingError(f"a tensor of class {shown(kind)}", shown(kind))
-    return _parameter(maker.make(*arguments))
+    return _parameter(maker.make(*arguments), state=state)
 
 
 def _device(kind: Any, index: Any = None) -> Opaque:
@@ -160,14 +165,14 @@ def _ordered(members: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(_pairs(members))
 
 
-def _counter(members: Any = ()) -> dict[Any, Any]:
-    return dict(_pairs(members))
+def _counter(members: Any = ()) -> Tally:
+    return Tally(_pairs(members))
 
 
-def _posix_path(*parts: Any) -> str:
+def _posix_path(*parts: Any) -> PathText:
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH_CHARS:
         raise UnpicklingError("a path that is none")
-    return "/".join(parts)
+    return PathText(posixpath.join(*parts) if parts else ".")
 
 
 def _bytearray(*arguments: Any) -> bytearray:
@@ -214,7 +219,7 @@ def _makers() -> dict[str, Maker]:
     made: dict[str, Any] = {
         "collections.OrderedDict": _ordered,
         "collections.Counter": _counter,
-        "collections.defaultdict": lambda factory=None: {},
+        "collections.defaultdict": lambda factory=None: Defaulting(),
         "_codecs.encode": _encoded,
         "builtins.bytearray": _bytearray,
         "builtins.set": lambda members=(): set(keys_of(members)),

@@ -13,7 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, hashable, keys_of, shown
+from asyncckpt.foreign.pickle_values import (
+    Defaulting,
+    Maker,
+    PathText,
+    Tally,
+    UnpicklingError,
+    hashable,
+    keys_of,
+    shown,
+)
 from asyncckpt.format.hashes import Hashes
 from asyncckpt.format.records import Record
 
@@ -153,7 +162,7 @@ class _Machine:
 
     def set_items(self, members: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) not in (dict, OrderedDict) or len(members) % 2:
+        if type(target) not in _DICTS or len(members) % 2:
             raise UnpicklingError(f"it sets items of a {type(target).__name__}")
         for i in range(0, len(members), 2):
             target[self.hashes.met(hashable(members[i]))] = members[i + 1]
@@ -201,7 +210,8 @@ class _Machine:
         self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
 
 
-_SIZED = (str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset)
+_DICTS = (dict, OrderedDict, Tally, Defaulting)
+_SIZED = (str, PathText, bytes, bytearray, list, tuple, *_DICTS, set, frozenset)
 
 
 def _with_value(value: Any) -> Callable[[_Machine], None]:

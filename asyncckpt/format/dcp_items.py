@@ -33,7 +33,7 @@ def items_of(tree: Node) -> Iterator[Item]:
         elif node[0] in ("d", "o"):
             for key, child in zip(node[1][::2], node[1][1::2], strict=True):
                 yield from visit(child, (*path, str(key)), own)
-        elif node[0] == "l" and not _is_terminal(node):
+        elif node[0] == "l" and not is_terminal(node):
             for n, child in enumerate(node[1]):
                 yield from visit(child, (*path, n), own)
         else:
@@ -42,10 +42,11 @@ def items_of(tree: Node) -> Iterator[Item]:
     yield from visit(tree, (), False)
 
 
-def _is_terminal(node: Node) -> bool:
+def is_terminal(node: Node) -> bool:
+    """Whether a list is one item: nothing in it but values and lists of them."""
     members = [child[1] if child[0] == "r" else child for child in node[1]]
     return not any(
-        child[0] in ("d", "o", "T", "N") or (child[0] == "l" and not _is_terminal(child)) for child in members
+        child[0] in ("d", "o", "T", "N") or (child[0] == "l" and not is_terminal(child)) for child in members
     )
 
 

@@ -76,9 +76,15 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def read_ranges(
-    contents: Contents, ranges: Iterable[tuple[tuple[int, int], Wanted]], files: Files, *, threads: int, verify: bool
+    contents: Contents,
+    ranges: Iterable[tuple[tuple[int, int], Wanted]],
+    files: Files,
+    *,
+    threads: int,
+    verify: bool,
+    buffer: memoryview | None = None,
 ) -> None:
-    """Read ranges of shards, each named by (rank, part).
+    """Read ranges of shards, each named by (rank, part); `buffer` as `storage.block_reader.read_shards` has it.
 
     Raises:
         CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
@@ -87,10 +93,18 @@ def read_ranges(
     for file, wanted in ranges:
         by_file.setdefault(file, []).append(wanted)
     if contents.source is not None:
-        read_foreign(contents, by_file, files, threads=threads)
+        read_foreign(contents, by_file, files, threads=threads, buffer=buffer)
         return
     requests = []
     for (rank, part), found in sorted(by_file.items()):
         index = contents.ranks[rank].index
         requests.append(ShardRequest(shard=index.shards[part], block_nbytes=index.block_nbytes, wanted=found))
-    read_shards(contents.path, contents.manifest.save_id, requests, files=files, threads=threads, verify=verify)
+    read_shards(
+        contents.path,
+        contents.manifest.save_id,
+        requests,
+        files=files,
+        threads=threads,
+        verify=verify,
+        buffer=buffer,
+    )

@@ -26,8 +26,12 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
 
 
-def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: int) -> None:
+def read_foreign(
+    contents: Contents, ranges: Ranges, files: Files, *, threads: int, buffer: memoryview | None = None
+) -> None:
     """Read ranges of parts and hand them on; the formats have no checksums that a part of a file could be held to.
+
+    `buffer` is as `storage.block_reader.read_shards` has it.
 
     Raises:
         CorruptCheckpointError: What is there is not what the structure says, or was changed meanwhile.
@@ -49,7 +53,7 @@ def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: i
             _hand_on(wanted, ctypes.create_string_buffer(place.data, max(1, len(place.data))))
         elif isinstance(place, Located):
             plain.setdefault(place.part, []).extend(w._replace(offset=w.offset + place.offset) for w in wanted)
-    _read(contents, plain, files, threads)
+    _read(contents, plain, files, threads, buffer)
     for place, wanted in zip(places, ranges.values(), strict=True):
         if isinstance(place, Strided):
             _gather(contents, place, wanted, files, threads)
@@ -58,7 +62,13 @@ def read_foreign(contents: Contents, ranges: Ranges, files: Files, *, threads: i
     source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
 
 
-def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Files, threads: int) -> None:
+def _read(
+    contents: Contents,
+    wanted: Mapping[int, Sequence[Wanted]],
+    files: Files,
+    threads: int,
+    buffer: memoryview | None = None,
+) -> None:
     assert contents.source is not None
     shards = contents.ranks[0].index.shards
     for part, found in wanted.items():
@@ -73,7 +83,7 @@ def _read(contents: Contents, wanted: Mapping[int, Sequence[Wanted]], files: Fil
         ShardRequest(shard=shards[part], block_nbytes=BLOCK_NBYTES, wanted=found)
         for part, found in sorted(wanted.items())
     ]
-    read_shards(contents.source.directory, None, requests, files=files, threads=threads, verify=False)
+    read_shards(contents.source.directory, None, requests, files=files, threads=threads, verify=False, buffer=buffer)
 
 
 def _gather(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:

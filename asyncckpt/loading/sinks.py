@@ -106,7 +106,7 @@ class BoxSink:
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
-            self._take(position // self._dtype.itemsize, _elements_at(address, nbytes, self._dtype))
+            self._take(position // self._dtype.itemsize, elements_at(address, nbytes, self._dtype))
             return
         with self._lock:
             if self._gathered is None:
@@ -118,7 +118,7 @@ class BoxSink:
             complete = self._missing == 0
         if complete:
             self._gathered = None
-            self._take(0, _elements_at(gathered.data_ptr(), self._nbytes, self._dtype))
+            self._take(0, elements_at(gathered.data_ptr(), self._nbytes, self._dtype))
 
     def _take(self, first: int, elements: torch.Tensor) -> None:
         """Take the elements of the range from number `first` on."""
@@ -155,7 +155,7 @@ def _slabs(
         yield start + at * strides[dim], moved, (*sizes[:dim], min(step, n - at), *sizes[dim + 1 :])
 
 
-def _elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+def elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory at `address` as a flat tensor: no copy."""
     memory = (ctypes.c_char * nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

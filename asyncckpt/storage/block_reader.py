@@ -6,6 +6,8 @@ the rest comes by O_DIRECT in large extents, through an aligned buffer per threa
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,13 +28,14 @@ from asyncckpt.storage.read_plan import (
     Batch,
     ShardRequest,
     Step,
-    Wanted,
+    fqns_of,
     plan_batches,
     plan_extents,
 )
 from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS = 4
+_FETCHED_AHEAD = 4  # batches that the kernel is asked for ahead, so that one thread keeps a disk busy; chosen
 BUFFERS_NBYTES = 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
 
@@ -54,6 +57,7 @@ def read_shards(
     threads: int = DEFAULT_THREADS,
     verify: bool = True,
     on_corrupt: Callable[[CorruptCheckpointError], None] | None = None,
+    buffer: memoryview | None = None,
 ) -> ReadReport:
     """Read, verify and hand on all wanted ranges.
 
@@ -67,6 +71,8 @@ def read_shards(
         threads: Readers, the calling thread among them.
         verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
+        buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
+            the kernel's fresh pages cost as much as a copy. None, or more threads: new memory.
 
     Raises:
         CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
@@ -82,7 +88,7 @@ def read_shards(
     reader = _Reader(path, save_id, files, verify, on_corrupt)
     todo = [extent for request in requests for extent in reader.plan(request, threads)]
     if todo:
-        reader.run(todo, threads)
+        reader.run(todo, threads, buffer)
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
 
 
@@ -141,50 +147,57 @@ class _Reader:
         self._sources.append(source)
         return [_Extent(source, steps) for steps in groups] + [_Extent(source, [], batch) for batch in batches]
 
-    def run(self, todo: list[_Extent], threads: int) -> None:
+    def run(self, todo: list[_Extent], threads: int, buffer: memoryview | None) -> None:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
         room = round_up(max(extent.nbytes for extent in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
-        with Mapping(-1, room * threads) as memory:
-            try:
-                if threads == 1:
-                    self._work(memory, 0, room)
-                else:
-                    with ThreadPoolExecutor(threads - 1, "asyncckpt-read") as pool:
-                        futures: list[Future[None]] = []
-                        try:
-                            for n in range(1, threads):
-                                futures.append(pool.submit(self._work, memory, n * room, room))
-                            self._work(memory, 0, room)
-                        except BaseException as error:
-                            self._stop(error)
-                        for future in futures:
-                            future.result()
-            finally:
-                for source in self._sources:
-                    if source.reader is not None:
-                        source.reader.close()
+        if all(extent.batch for extent in todo):
+            threads = min(
+                threads, max(1, (os.cpu_count() or 1) // 2)
+            )  # short calls: more only wait for the interpreter
+        try:
+            if threads == 1 and buffer is not None and room <= len(buffer):
+                self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+            else:
+                with Mapping(-1, room * threads) as memory:
+                    self._work_together(memory, room, threads)
+        finally:
+            for source in self._sources:
+                if source.reader is not None:
+                    source.reader.close()
         if self._error is not None:
             raise self._error
 
-    def _work(self, memory: Mapping, at: int, room: int) -> None:
+    def _work_together(self, memory: Mapping, room: int, threads: int) -> None:
+        whole = memory.view()
+        parts = [(whole[n * room : (n + 1) * room], memory.address + n * room) for n in range(threads)]
+        with ThreadPoolExecutor(threads, "asyncckpt-read") as pool:  # the calling thread is one of them
+            futures: list[Future[None]] = []
+            try:
+                for part in parts[1:]:
+                    futures.append(pool.submit(self._work, *part))
+                self._work(*parts[0])
+            except BaseException as error:
+                self._stop(error)
+            for future in futures:
+                future.result()
+
+    def _work(self, buffer: memoryview, address: int) -> None:
         """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
-        address = memory.address + at
-        with memory.view() as whole, whole[at : at + room] as buffer:
-            while True:
-                with self._lock:
-                    if not self._todo:
-                        return
-                    extent = self._todo.pop()
-                try:
-                    if extent.batch:
-                        self._read_batch(extent.source, extent.batch, buffer, address)
-                    else:
-                        self._read(extent.source, extent.steps, buffer, address)
-                except BaseException as error:
-                    self._stop(error)
+        while True:
+            with self._lock:
+                if not self._todo:
                     return
+                extent = self._todo.pop()
+            try:
+                if extent.batch:
+                    self._read_batch(extent.source, extent.batch, buffer, address)
+                else:
+                    self._read(extent.source, extent.steps, buffer, address)
+            except BaseException as error:
+                self._stop(error)
+                return
 
     def _stop(self, error: BaseException) -> None:
         with self._lock:
@@ -192,13 +205,12 @@ class _Reader:
             self._error = self._error or error
 
     def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
-        w = batch.wanted
-        self._open(source).read_ranges(buffer, w.offset + batch.first * w.every, w.nbytes, batch.times, w.every)
-        position = batch.first * w.nbytes
-        if type(w.sink) is int:
-            copy_bytes(w.sink + position, address, batch.nbytes)
-        elif w.sink is not None:
-            w.sink.deliver(position, address, batch.nbytes)  # type: ignore[union-attr]
+        reader = self._open(source)
+        with self._lock:
+            ahead = [e.batch for e in self._todo[-_FETCHED_AHEAD:][:1] if e.batch and e.source is source]
+        for one in (batch, *ahead):
+            reader.fetch_ranges(one)
+        reader.read_batch(batch, buffer, address)
         with self._lock:
             self.cached_nbytes += batch.nbytes
         self._release(source)
@@ -226,7 +238,7 @@ class _Reader:
                 reader.read(buffer, start, end - start)
             except OSError as error:
                 wanted = [w for step in steps[at:] for w in step.wanted]
-                raise named(error, str(error.filename), f"tensor {_fqns(wanted)}") from error
+                raise named(error, str(error.filename), f"tensor {fqns_of(wanted)}") from error
             for step in steps[at:]:
                 with buffer[step.start - start : step.end - start] as view:
                     self._hand_on(source, step, view, address + step.start - start)
@@ -285,7 +297,7 @@ class _Reader:
         detail = f"bytes {start} to {end} differ from their checksum"
         name = source.request.shard.name
         return CorruptCheckpointError(
-            f"{self._path}/{name}: {detail}; they hold tensor {_fqns(touched)}. Load an earlier checkpoint",
+            f"{self._path}/{name}: {detail}; they hold tensor {fqns_of(touched)}. Load an earlier checkpoint",
             path=self._path,
             file=name,
             fqn=touched[0].fqn if touched else None,
@@ -293,8 +305,3 @@ class _Reader:
             nbytes=end - start,
             detail=detail,
         )
-
-
-def _fqns(wanted: Sequence[Wanted]) -> str:
-    names = list(dict.fromkeys(w.fqn for w in wanted))
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -18,7 +18,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, is_quarantined, owner_of
 from asyncckpt.format.steps import newest
-from asyncckpt.storage.dcp_commit import is_finished
+from asyncckpt.storage.dcp_commit import is_finished, is_replaced
 from asyncckpt.storage.files import Files, named, read_small_file
 from asyncckpt.storage.standing import tombstone_at
 
@@ -81,6 +81,29 @@ def read_manifest(path: str, files: Files) -> Manifest:
     return manifest
 
 
+def read_newest_manifest(path: str, files: Files) -> Manifest:
+    """Return the manifest of the checkpoint at `path`, unless a stock one was saved to the same path after it.
+
+    Raises:
+        CorruptCheckpointError: It was; or as `read_manifest`.
+        AsyncCkptError: As `read_manifest`.
+        OSError: It cannot be read.
+    """
+    manifest = read_manifest(path, files)
+    if is_replaced(path, manifest, files):
+        detail = f"{DCP_METADATA_NAME} is of torch.distributed.checkpoint, and newer than {MANIFEST_NAME}"
+        older = "" if manifest.dcp is not None else f"; the older one is read once {DCP_METADATA_NAME} is"
+        raise CorruptCheckpointError(
+            f"{path}: {detail}: two checkpoints were saved to one path, and which is meant cannot be known. Stock "
+            f"dcp.load reads the newer one, and so does asyncckpt once {MANIFEST_NAME} and the "
+            f"files that carry {manifest.save_id} in their names are moved away{older}",
+            path=path,
+            file=DCP_METADATA_NAME,
+            detail=detail,
+        )
+    return manifest
+
+
 def _absent(path: str, files: Files) -> AsyncCkptError:
     try:
         names = files.listdir(path)
@@ -103,7 +126,7 @@ def look(path: str, files: Files) -> Found | None:
     try:
         names = files.listdir(path)
         if MANIFEST_NAME in names:
-            return Found(path=path, state=COMMITTED, manifest=read_manifest(path, files))
+            return Found(path=path, state=COMMITTED, manifest=read_newest_manifest(path, files))
     except CheckpointNotCommittedError as error:
         state = ABANDONED if tombstone_at(path, files) is not None else INCOMPLETE
         return Found(path=path, state=state, error=error)

@@ -16,7 +16,7 @@ from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import is_reserved, split_per_rank_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
 from asyncckpt.format.structure import Chunk, Structure, TensorEntry, decode_structure
-from asyncckpt.storage.catalog import read_manifest
+from asyncckpt.storage.catalog import read_newest_manifest
 from asyncckpt.storage.files import Files, read_small_file
 from asyncckpt.storage.holes import located_fault
 from asyncckpt.storage.source import Source
@@ -67,11 +67,12 @@ def read_contents(path: str, files: Files) -> Contents:
     Raises:
         CheckpointNotFoundError: Nothing is there.
         CheckpointNotCommittedError: It was never committed.
-        CorruptCheckpointError: Damaged; or the chunks of a tensor do not cover it exactly once.
+        CorruptCheckpointError: Damaged; or the chunks of a tensor do not cover it exactly once; or a stock checkpoint
+            was saved to the same path after it.
         UnsupportedFormatError: Written by a newer version.
         OSError: It cannot be read.
     """
-    manifest = read_manifest(path, files)
+    manifest = read_newest_manifest(path, files)
     reach("load: manifest read")
     ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
     return Contents(path=path, manifest=manifest, ranks=ranks, tensors=join(path, ranks))

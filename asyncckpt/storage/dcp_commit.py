@@ -18,7 +18,7 @@ from asyncckpt.failpoints import reach
 from asyncckpt.format.dcp_items import encode_items
 from asyncckpt.format.dcp_metadata import OWNER_WITHIN_NBYTES, owner_of_metadata
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, SaveId, temporary_dcp_metadata_name
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, SaveId, temporary_dcp_metadata_name
 from asyncckpt.format.objects import decode_objects
 from asyncckpt.format.pickle_image import NotPickledError
 from asyncckpt.format.steps import lineage_key
@@ -56,6 +56,24 @@ def owner_at(path: str, files: Files) -> SaveId | None:
     with opened(files, os.path.join(path, DCP_METADATA_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         count = files.preadv(fd, [head], 0)
     return owner_of_metadata(bytes(head[:count]))
+
+
+def is_replaced(path: str, manifest: Manifest, files: Files) -> bool:
+    """Whether somebody else's `.metadata` came to stand beside a manifest after it: by a stock `dcp.save` to its path.
+
+    An older one was there before, and what is ours was saved beside it. Layout "dcp" is never saved beside one.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    try:
+        theirs = files.lstat(os.path.join(path, DCP_METADATA_NAME))
+        if not stat.S_ISREG(theirs.st_mode) or owner_at(path, files) is not None:
+            return False
+        ours = files.lstat(os.path.join(path, MANIFEST_NAME))
+    except FileNotFoundError:
+        return False
+    return manifest.dcp is not None or theirs.st_mtime_ns > ours.st_mtime_ns
 
 
 def refuse_foreign_metadata(path: str, save_id: SaveId, files: Files) -> None:

@@ -67,6 +67,11 @@ class Batch(NamedTuple):
         """Bytes that are read."""
         return self.times * self.wanted.nbytes
 
+    @property
+    def start(self) -> int:
+        """Offset of the first of them in the file."""
+        return self.wanted.offset + self.first * self.wanted.every
+
 
 def plan_batches(request: ShardRequest) -> list[Batch]:
     """Cut what is wanted in several ranges into batches of about `STEP_NBYTES`."""
@@ -145,3 +150,9 @@ def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int)
             steps[at].wanted.append(w)
             at += 1
     return steps
+
+
+def fqns_of(wanted: Sequence[Wanted]) -> str:
+    """Return whose ranges they are, for a message."""
+    names = list(dict.fromkeys(w.fqn for w in wanted))
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

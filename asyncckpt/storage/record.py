@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from asyncckpt.format.checksum import file_checksum
-from asyncckpt.format.dcp_metadata import metadata_of
+from asyncckpt.format.dcp_templates import MetadataTemplates
 from asyncckpt.format.manifest import DcpRecord, Manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.rank_job import RankResult
+
+_templates = MetadataTemplates()
 
 
 def build_manifest(
@@ -65,4 +67,4 @@ def dcp_metadata_of(save_id: SaveId, results: Sequence[RankResult], structures: 
     tables = [result.dcp[1] for result in results if result.dcp is not None]
     if len(tables) != len(results):
         return None
-    return metadata_of(save_id, list(zip(structures, tables, strict=True)))
+    return _templates.metadata_of(save_id, list(zip(structures, tables, strict=True)))

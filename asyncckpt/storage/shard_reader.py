@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
@@ -13,6 +14,7 @@ from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files, named
+from asyncckpt.storage.read_plan import Batch
 
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EINTR})
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -140,18 +142,34 @@ class ShardReader:
                 raise self._corrupt("it ends early", offset=offset + done, nbytes=nbytes - done)
             done += count
 
-    def read_ranges(self, buffer: memoryview, offset: int, nbytes: int, count: int, every: int) -> None:
-        """Fill `buffer` with `count` ranges of `nbytes`, the first at `offset`, the others `every` bytes apart.
+    def read_batch(self, batch: Batch, buffer: memoryview, address: int) -> None:
+        """Read the ranges of a batch and hand them on.
+
+        Args:
+            batch: Of this file.
+            buffer: For what goes to a sink, at `address`; what goes to memory is read there.
+            address: See `buffer`.
 
         Raises:
             CorruptCheckpointError: The file ends early.
             OSError: A read failed.
+            Exception: Whatever the sink raises.
         """
-        if every <= _NEAR * nbytes:
-            self._fetch(offset, (count - 1) * every + nbytes)
-        preadv, fd, at = self._files.preadv, self._fd, offset
+        sink, position = batch.wanted.sink, batch.first * batch.wanted.nbytes
+        if not isinstance(sink, int):
+            self._read_ranges(buffer, batch)
+            if sink is not None:
+                sink.deliver(position, address, batch.nbytes)
+            return
+        memory = (ctypes.c_char * batch.nbytes).from_address(sink + position)
+        with memoryview(memory) as typed, typed.cast("B") as target:
+            self._read_ranges(target, batch)
+
+    def _read_ranges(self, buffer: memoryview, batch: Batch) -> None:
+        nbytes, every, at = batch.wanted.nbytes, batch.wanted.every, batch.start
+        preadv, fd = self._files.preadv, self._fd
         try:
-            for start in range(0, count * nbytes, nbytes):
+            for start in range(0, batch.nbytes, nbytes):
                 with buffer[start : start + nbytes] as view:
                     if preadv(fd, [view], at) != nbytes:
                         self.read(view, at, nbytes)  # a short read, which says why
@@ -159,12 +177,13 @@ class ShardReader:
         except OSError as error:
             raise named(error, self._path, f"reading bytes {at} to {at + nbytes}") from error
 
-    def _fetch(self, offset: int, nbytes: int) -> None:
-        """Have a range brought into the page cache whole, unless it is there: small reads would each wait."""
-        start = offset // PAGE_NBYTES * PAGE_NBYTES
-        if not self._files.resident(self._fd, start, offset + nbytes - start):
+    def fetch_ranges(self, batch: Batch) -> None:
+        """Have ranges that lie close together brought into the page cache whole: small reads would each wait."""
+        nbytes, every = batch.wanted.nbytes, batch.wanted.every
+        if every <= _NEAR * nbytes:
+            start = batch.start // PAGE_NBYTES * PAGE_NBYTES
             with contextlib.suppress(OSError):
-                self._files.advise_needed(self._fd, start, offset + nbytes - start)
+                self._files.advise_needed(self._fd, start, batch.start + (batch.times - 1) * every + nbytes - start)
 
     def _read_direct(self, buffer: memoryview, offset: int, nbytes: int) -> int:
         """Read whole pages by O_DIRECT; return how many bytes are good, 0 where it does not work."""

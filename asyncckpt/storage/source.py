@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncckpt.storage.files import Files
@@ -61,6 +61,10 @@ class Source(Protocol):
     @property
     def archives(self) -> Sequence[tuple[str, int, int]]:
         """The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length)."""
+
+    @property
+    def changed(self) -> Mapping[str, Mapping[str, str]]:
+        """What is read in another form than it was written: by sentence, the FQNs and what is added to each."""
 
     def place(self, part: int, files: Files) -> Located | Strided | Inline:
         """Say where the elements of part `part` begin.

@@ -26,7 +26,8 @@ STATE = {"model": {"w": torch.arange(200_000.0), "b": torch.ones(3)}, "step": 7,
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Two checkpoints, one that was never committed, and a directory that is none."""
-    root = tmp_path_factory.mktemp("runs")
+    root = tmp_path_factory.mktemp("there") / "runs"
+    root.mkdir()
     with SyncCheckpointer() as checkpointer:
         checkpointer.save(STATE, root / "b", metadata={"loss": 0.5})
         checkpointer.save(STATE, root / "a", step=5)

@@ -191,3 +191,27 @@ def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureF
         main(["convert", "a", "b", "--to", "hf", f"--max-shard-bytes={text}"])
     assert caught.value.code == 2
     assert "--max-shard-bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recursive", [False, True])
+def test_ls_says_what_other_libraries_directories_are(
+    recursive: bool, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"x": torch.ones(2)}
+    foreign_samples.save_dcp(state, tmp_path / "a")
+    foreign_samples.save_dcp(state, tmp_path / "deep" / "b")
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save(state, tmp_path / "ours")
+    assert main(["ls", str(tmp_path), *(["-r"] if recursive else []), "--json"]) == 0
+    rows = {os.path.basename(row["path"]): (row["state"], row["kind"]) for row in json.loads(capsys.readouterr().out)}
+    expected = {"ours": ("committed", "asyncckpt"), "a": ("foreign", "dcp")}
+    assert rows == (expected | {"b": ("foreign", "dcp")} if recursive else expected)
+    assert main(["ls", str(tmp_path / "a")]) == 0
+    assert "foreign: dcp" in capsys.readouterr().out
+
+
+def test_what_is_not_read_back_is_said(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"x": torch.ones(9)}, tmp_path / "a")
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp", "--no-read-back"]) == 0
+    assert "compared, not read back" in capsys.readouterr().out
+    assert asyncckpt.load(tmp_path / "b")["x"].sum() == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import errno
 import json
@@ -18,7 +19,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import PerRank, RankInfo, SyncCheckpointer
-from asyncckpt.conversion import converter, payloads, proof, publishing
+from asyncckpt.conversion import converter, proof, publishing, windows
 from asyncckpt.conversion.comparison import compare
 from asyncckpt.conversion.payloads import slab_slices
 from asyncckpt.errors import (
@@ -31,6 +32,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     UnsupportedLeafError,
 )
+from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
@@ -414,6 +416,50 @@ def test_empty_dicts_that_vanish_are_reported(to: str, tmp_path: pathlib.Path) -
     assert "empty dicts are not kept: model.sub, state" in report.changed
 
 
+def test_lists_that_lack_the_empty_dicts_in_them_are_reported(tmp_path: pathlib.Path) -> None:
+    one = torch.ones(1)
+    state = {"a": [{}], "b": [[{}, one]], "c": [1, {}], "whole": ({}, one), "full": [{"x": one}], "d": {"e": {}}}
+    torch.save(state, tmp_path / "a")
+    changed = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp").changed
+    assert "lists are gone, or lack members, where empty dicts were: a, b, b.0, c" in changed
+    assert "empty dicts are not kept: a.0, b.0.0, c.1, d.e" in changed
+    assert asyncckpt.load(tmp_path / "b")["whole"][0] == {}
+    assert not asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch").changed
+    assert asyncckpt.load(tmp_path / "c")["a"] == [{}]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "asyncckpt"])
+def test_what_is_read_as_something_plainer_is_reported(to: str, tmp_path: pathlib.Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.is_sharded, parameter.group = True, "x"  # type: ignore[attr-defined]
+    defaults: Any = collections.defaultdict(list)
+    defaults["x"] = torch.ones(1)
+    path = pathlib.PurePosixPath
+    state = {
+        "p": parameter,
+        "seen": collections.Counter("aab"),
+        "defaults": defaults,
+        "run": {"out": path("/data/a"), "all": [path("a/b"), path()]},
+        "by_path": {path("/x"): torch.ones(3)},
+        "flat": [collections.Counter("b"), {"k": {path("y")}}],
+        "plain": {"w": torch.ones(1)},
+    }
+    torch.save(state, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert set(report.changed) == {
+        "attributes of tensors are not kept: p (is_sharded, group)",
+        "a Counter became a dict: seen, flat.0",
+        "a defaultdict became a dict: defaults",
+        "a path became a text: run.out, run.all, by_path, flat.1.k",
+    }
+    found = asyncckpt.load(tmp_path / "b")
+    assert found["run"] == {"out": "/data/a", "all": ["a/b", "."]}
+    assert type(found["run"]["out"]) is type(next(iter(found["by_path"]))) is str
+    assert (found["seen"], type(found["seen"])) == ({"a": 2, "b": 1}, dict)
+    assert found["flat"] == [{"b": 1}, {"k": {"y"}}]
+    assert not asyncckpt.convert(tmp_path / "a", tmp_path / "c", to=to, keys=["plain"]).changed
+
+
 @pytest.mark.parametrize("to", TARGETS)
 def test_views_of_the_same_elements_are_reported(to: str, tmp_path: pathlib.Path) -> None:
     flat = torch.arange(32.0)
@@ -465,6 +511,23 @@ def test_overwrite_never_replaces_what_is_no_checkpoint(
     assert (tmp_path / "home" / "letter.txt").read_text() == (tmp_path / "letter").read_text() == "dear"
 
 
+@pytest.mark.parametrize("what", ["zip", "script", "cut", "empty"])
+def test_overwrite_never_replaces_an_archive_that_torch_save_did_not_write(
+    what: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "thesis.zip"
+    names = {"zip": ["thesis.tex"], "script": ["a/data.pkl", "a/constants.pkl"], "cut": ["a/data.pkl"], "empty": []}
+    with zipfile.ZipFile(path, "w") as file:
+        for name in names[what]:
+            file.writestr(name, b"dear" * 100)
+    if what == "cut":
+        path.write_bytes(path.read_bytes()[:-30])
+    before = path.read_bytes()
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.convert(sources["safetensors"], path, to="safetensors", overwrite=True)
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -501,7 +564,7 @@ def test_what_comes_into_the_target_meanwhile_is_left_alone(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = converter.prove
+    real = converter.prove_bytes
     if overwrite:
         asyncckpt.convert(sources["hf"], tmp_path / "x", to="dcp")
     else:
@@ -511,7 +574,7 @@ def test_what_comes_into_the_target_meanwhile_is_left_alone(
         real(*arguments)
         (tmp_path / "x" / "precious").write_text("dear")
 
-    monkeypatch.setattr(converter, "prove", meanwhile)
+    monkeypatch.setattr(converter, "prove_bytes", meanwhile)
     with pytest.raises(CheckpointExistsError, match="precious" if overwrite else "meanwhile"):
         asyncckpt.convert(sources["hf"], tmp_path / "x", to=to, overwrite=overwrite)
     assert (tmp_path / "x" / "precious").read_text() == "dear"
@@ -531,10 +594,10 @@ def test_an_empty_directory_gives_way(to: str, sources: dict[str, pathlib.Path],
 def test_a_source_that_is_replaced_meanwhile_is_never_mixed_with_what_replaces_it(
     kind: str, by: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payloads, "SLAB_NBYTES", 1 << 16)
+    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
     for value in (1.0, 2.0):
         (tmp_path / str(value)).mkdir()
-        state = {f"t{n}": torch.full((1 << 12,), value) for n in range(40)}
+        state = {f"t{n}": torch.full((1 << 15,), value) for n in range(60)}
         torch.save(state, tmp_path / f"{value}.pt")
         if kind == "torch":
             torch.save(state, tmp_path / str(value) / "x")
@@ -545,7 +608,7 @@ def test_a_source_that_is_replaced_meanwhile_is_never_mixed_with_what_replaces_i
         source, other = source / "__0_0.distcp", other / "__0_0.distcp"
 
     def progress(done: int, _: int) -> None:
-        if done > 100_000 and other.exists():
+        if done > 300_000 and other.exists():
             if by == "rewrite":
                 source.write_bytes(other.read_bytes())
                 other.unlink()
@@ -619,7 +682,7 @@ def test_a_failed_overwrite_leaves_what_was_there(
     def failing(*_: Any, **__: Any) -> None:
         raise CorruptCheckpointError("no")
 
-    monkeypatch.setattr(converter, "prove", failing)
+    monkeypatch.setattr(converter, "prove_structure", failing)
     for to in ("torch", "dcp"):
         with pytest.raises(CorruptCheckpointError):
             asyncckpt.convert(sources["safetensors"], tmp_path / to, to=to, overwrite=True)
@@ -665,20 +728,32 @@ def test_overwriting_works_where_names_cannot_be_exchanged(
 def test_a_target_that_reads_back_differently_is_never_put_into_place(
     to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = converter.write_file
+    real = converter.prove_structure
 
     def damaging(path: str, *arguments: Any) -> None:
         real(path, *arguments)
-        if os.path.getsize(path) > 1_000_000:
-            with open(path, "r+b") as file:
-                file.seek(700_000)
-                byte = file.read(1)
-                file.seek(700_000)
-                file.write(bytes([byte[0] ^ 1]))
+        file = max((p for p in [pathlib.Path(path), *pathlib.Path(path).glob("*")] if p.is_file()), key=os.path.getsize)
+        with file.open("r+b") as opened:
+            opened.seek(700_000)
+            byte = opened.read(1)
+            opened.seek(700_000)
+            opened.write(bytes([byte[0] ^ 1]))
 
-    monkeypatch.setattr(converter, "write_file", damaging)
-    with pytest.raises(CorruptCheckpointError):
+    monkeypatch.setattr(converter, "prove_structure", damaging)
+    with pytest.raises(CorruptCheckpointError, match="holds other bytes") as caught:
         asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to)
+    assert caught.value.fqn == "large"  # type: ignore[attr-defined]
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_elements_that_a_reader_would_look_for_elsewhere_are_noticed_without_reading_them(
+    to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = proof.payload_places
+    monkeypatch.setattr(proof, "payload_places", lambda file: ((p, at + 64 * (p.nbytes > 0)) for p, at in real(file)))
+    with pytest.raises(CorruptCheckpointError, match="is looked for"):
+        asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, read_back=False)
     assert not os.listdir(tmp_path)
 
 
@@ -711,21 +786,6 @@ def test_slabs_are_the_tensor_in_row_major_order(shape: tuple[int, ...], limit: 
     parts = [tensor[slices].reshape(-1) for slices in slab_slices(shape, limit)]
     assert torch.equal(torch.cat(parts), tensor.reshape(-1))
     assert all(part.numel() <= max(limit, 1) for part in parts)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_tensors_larger_than_a_slab_pass_in_several(
-    source: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(payloads, "SLAB_NBYTES", 64)
-    keys = [
-        f"{'' if source in ('safetensors', 'hf') else 'model.'}{n}" for n in ("transposed", "strided", "dtype_int64")
-    ]
-    asyncckpt.convert(sources[source], tmp_path / "x", to="torch", keys=keys)
-    found = torch.load(tmp_path / "x", weights_only=True)
-    found = found.get("model", found)
-    for name in ("transposed", "strided", "dtype_int64"):
-        states.assert_same(found[name], foreign_samples.model()[name].contiguous())
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""Reading runs of tensors' elements to where they are wanted, whatever the source stores them as."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from asyncckpt.conversion.payloads import CARRIERS, strided_view
+from asyncckpt.conversion.windows import Run
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.format.structure import row_major
+from asyncckpt.loading.boxes import whole_region
+from asyncckpt.loading.fetching import read_ranges
+from asyncckpt.loading.placements import wanted_ranges
+from asyncckpt.loading.sinks import boxes_within, elements_at
+from asyncckpt.storage.block_reader import DEFAULT_THREADS
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import Wanted
+
+_Range = tuple[tuple[int, int], Wanted]
+
+
+class RunReader:
+    """Reads runs of the tensors of one source, in the calling thread; several may call.
+
+    A large tensor whose elements are not row-major in their file is read as a whole, and kept until another such.
+
+    Args:
+        contents: The source.
+        tensors: What runs number.
+        files: The storage seam.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or of another length.
+        OSError: It cannot be known.
+    """
+
+    def __init__(self, contents: Contents, tensors: Sequence[SavedTensor], files: Files) -> None:
+        check_lengths(contents, files)
+        self._contents, self._tensors, self._files = contents, tensors, files
+        self._lock = threading.Lock()
+        self._view: tuple[int, torch.Tensor | None] = (-1, None)
+
+    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> None:
+        """Read and verify runs.
+
+        Args:
+            runs: Of one window.
+            address: Where the byte at `origin` of the file goes; the others behind it.
+            origin: See `address`.
+            buffer: Page-aligned memory that is read into first.
+
+        Raises:
+            CorruptCheckpointError: The files differ from what was saved.
+            OSError: They cannot be read.
+        """
+        ranges: list[_Range] = []
+        for run in runs:
+            to = address + run.at - origin
+            saved = self._tensors[run.tensor]
+            rank, chunk = saved.chunks[0]
+            if chunk.sizes != saved.global_shape:
+                ranges += self._of_chunks(saved, run, to)
+            elif run.start == 0 and run.is_last:
+                ranges.append(((rank, chunk.part), Wanted(chunk.offset_bytes, run.nbytes, saved.fqn, to)))
+            elif not self._copied(run, to):
+                start = chunk.offset_bytes + run.start
+                ranges.append(((rank, chunk.part), Wanted(start, run.nbytes, saved.fqn, to)))
+        read_ranges(self._contents, ranges, self._files, threads=1, verify=True, buffer=buffer)
+
+    def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[_Range]:
+        """Yield the ranges of a tensor that lies in several chunks."""
+        for target, offsets in _targets(saved, run, to):
+            region = whole_region(offsets, tuple(target.shape))
+            yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
+
+    def _copied(self, run: Run, to: int) -> bool:
+        """Copy a run of a tensor that is not row-major in its file; False of any other, and nothing is done."""
+        saved = self._tensors[run.tensor]
+        with self._lock:  # also while it is copied: one such tensor at a time is in memory
+            if self._view[0] != run.tensor:
+                self._view = (-1, None)
+                self._view = (run.tensor, strided_view(self._contents, saved, self._files, threads=DEFAULT_THREADS))
+            view = self._view[1]
+            if view is None:
+                return False
+            for target, offsets in _targets(saved, run, to):
+                target.copy_(view[tuple(slice(o, o + n) for o, n in zip(offsets, target.shape, strict=True))])
+            return True
+
+
+def _targets(saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the boxes that a run consists of: the memory at `to` that each goes to, and its offsets."""
+    itemsize, shape = DTYPES[saved.dtype].itemsize, saved.global_shape
+    assert run.start % itemsize == run.nbytes % itemsize == 0, "a window cuts an element"
+    first, end = run.start // itemsize, (run.start + run.nbytes) // itemsize
+    for start, offsets, sizes in boxes_within(shape, row_major(shape), (0,) * len(shape), first, end):
+        nbytes = math.prod(sizes) * itemsize
+        yield elements_at(to + (start - first) * itemsize, nbytes, CARRIERS[itemsize]).view(sizes), offsets

@@ -1,0 +1,176 @@
+"""Conversions whose tensors pass in several windows; how files are cut, and how checksums find their places."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import zlib
+from random import Random
+from typing import Any
+
+import pytest
+import states
+import torch
+
+import asyncckpt
+from asyncckpt import RankInfo, SyncCheckpointer
+from asyncckpt.conversion import windows
+from asyncckpt.conversion.passing import PassingChecksums
+from asyncckpt.conversion.pieces import OutputFile
+from asyncckpt.foreign.verification import verify_any
+from asyncckpt.format.archive import Payload
+from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.storage.files import Files
+
+pytest.importorskip("numpy")
+
+SOURCES = ("asyncckpt", "torch", "legacy", "dcp", "safetensors", "hf")
+TARGETS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_tensors_larger_than_a_window_pass_in_several(
+    source: str,
+    to: str,
+    large_sources: dict[str, pathlib.Path],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
+    asyncckpt.convert(large_sources[source], tmp_path / "x", to=to)
+    found, expected = asyncckpt.load(tmp_path / "x"), large_state()
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        states.assert_same(found[name], tensor.contiguous(), name)
+    if to in ("torch", "dcp"):
+        assert not verify_any(str(tmp_path / "x"), Files()).faults, "every CRC-32 is right"
+
+
+def large_state() -> dict[str, torch.Tensor]:
+    """Tensors over several windows, around their ends, and within one; of odd sizes, and not row-major."""
+    random = torch.Generator().manual_seed(5)
+
+    def some(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.randint(0, 100, shape, generator=random, dtype=dtype)
+
+    return {
+        "wide": some(3, 211, 577, dtype=torch.int16),
+        "one": some(700_001),
+        "turned": some(301, 1013).t(),
+        "near": some(BLOCK_NBYTES - 5000),
+        **{f"small{n}": some(n * 37) for n in range(30)},
+        "double": some(211, 307, dtype=torch.int64).double(),
+    }
+
+
+@pytest.fixture(scope="module")
+def large_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    root = tmp_path_factory.mktemp("large")
+    torch.save(large_state(), root / "torch")
+    torch.save(large_state(), root / "legacy", _use_new_zipfile_serialization=False)
+    for kind in ("asyncckpt", "dcp", "safetensors", "hf"):
+        asyncckpt.convert(
+            root / "torch", root / kind, to=kind, max_shard_bytes=None if kind == "safetensors" else 900_000
+        )
+    return {kind: root / kind for kind in SOURCES}
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_windows_hold_every_byte_of_a_file_once(seed: int) -> None:
+    random = Random(seed)
+    pieces = tuple(
+        Payload(n, random.choice((0, 1, 7, 64, 300, 1000)))
+        if random.random() < 0.5
+        else random.randbytes(random.randrange(90))
+        for n in range(random.randrange(30))
+    )
+    file = OutputFile(name="", pieces=pieces)
+    contents = {n: random.randbytes(piece.nbytes) for n, piece in enumerate(pieces) if isinstance(piece, Payload)}
+    expected = b"".join(contents[n] if isinstance(piece, Payload) else piece for n, piece in enumerate(pieces))
+    found, ends = bytearray(file.nbytes), set()
+    taken = 0
+    for window in windows.windows_of(file, 128):
+        assert window.end - window.start == 128 or window.end == file.nbytes
+        for at, text in window.texts:
+            found[at : at + len(text)] = text
+            taken += len(text)
+        for run in window.runs:
+            assert window.start <= run.at < run.at + run.nbytes <= window.end
+            found[run.at : run.at + run.nbytes] = contents[run.piece][run.start : run.start + run.nbytes]
+            taken += run.nbytes
+            ends |= {run.piece} if run.is_last else set()
+    assert (bytes(found), taken) == (expected, file.nbytes)
+    assert ends == {n for n, content in contents.items() if content}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_checksums_before_and_behind_their_elements_are_put_whatever_the_windows(seed: int) -> None:
+    random = Random(seed)
+    sizes = [random.choice((0, 5, 1000, BLOCK_NBYTES - 20, BLOCK_NBYTES, 3 * BLOCK_NBYTES + 11)) for _ in range(9)]
+    pieces: list[bytes | Payload] = []
+    crc_at, at = [], 0
+    for n, size in enumerate(sizes):
+        pad = bytes(random.choice((4, 40, -at % BLOCK_NBYTES + random.randrange(4, 9))))
+        crc_at.append((2 * n + 1, at + len(pad) - 4))
+        pieces += [pad, Payload(n, size)]
+        at += len(pad) + size
+    crc_at += [(2 * n + 1, at + 4 * n) for n in range(len(sizes))]
+    file = OutputFile(name="", pieces=(*pieces, bytes(4 * len(sizes))), crc_at=tuple(crc_at))
+    contents = {2 * n + 1: random.randbytes(size) for n, size in enumerate(sizes)}
+    expected = bytearray().join(contents[n] if isinstance(p, Payload) else p for n, p in enumerate(file.pieces))
+    for piece, offset in crc_at:
+        expected[offset : offset + 4] = zlib.crc32(contents[piece]).to_bytes(4, "little")
+    found = bytearray(-(-file.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES)
+    checksums, n_written = PassingChecksums(file), 0
+    for window in windows.windows_of(file, BLOCK_NBYTES):
+        room = bytearray(BLOCK_NBYTES)
+        for where, text in window.texts:
+            room[where - window.start : where - window.start + len(text)] = text
+        for run in window.runs:
+            where = run.at - window.start
+            room[where : where + run.nbytes] = contents[run.piece][run.start : run.start + run.nbytes]
+        view = memoryview(room)
+        for start, data in checksums.released(window, view):
+            found[start : start + len(data)] = data
+            n_written += len(data)
+        for start, end in checksums.put(window, view):
+            found[start:end] = view[start - window.start : end - window.start]
+            n_written += end - start
+    checksums.close()
+    assert found[: file.nbytes] == expected
+    assert n_written == -(-file.nbytes // 4096) * 4096, "every byte is written once"
+
+
+class Columns:
+    """A framework's tensor that is stored by columns of uneven width."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+
+
+def to_shards(value: Columns) -> Any:
+    cuts = [0, 3, 200, value.whole.shape[1]]
+    parts = [(value.whole[:, a:b].contiguous(), [0, a]) for a, b in itertools.pairwise(cuts)]
+    return value.whole.shape, parts
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch"])
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+def test_a_tensor_of_several_chunks_passes_in_several_windows(
+    layout: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
+    asyncckpt.register_shard_type(Columns, to_shards, lambda value, parts: None)
+    whole = torch.randint(-999, 999, (701, 607), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    with SyncCheckpointer(rank_info=RankInfo(0, 1), layout=layout) as checkpointer:
+        checkpointer.save({"w": Columns(whole), "x": torch.ones(5)}, tmp_path / "a")
+    if layout == "dcp":
+        for file in (tmp_path / "a").iterdir():  # now it is anybody's
+            if file.suffix != ".distcp" and file.name != ".metadata":
+                file.unlink()
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    states.assert_same(asyncckpt.load(tmp_path / "b"), {"w": whole, "x": torch.ones(5)})
