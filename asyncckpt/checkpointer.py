@@ -202,6 +202,7 @@ class Checkpointer(ABC):
             rank_info=self._rank,
             timeout_s=timeout_s,
             meet=self._meet_to_restore,
+            endpoint=self._endpoint,
             **options,
         )
 

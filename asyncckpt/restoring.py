@@ -19,8 +19,10 @@ from asyncckpt.errors import CheckpointNotFoundError, ConfigError, NoSoundCheckp
 from asyncckpt.exchange import Meeting
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.recalled import check_source
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
+from asyncckpt.recall.newest import candidates_of_both
 from asyncckpt.same_checkpoint import Broken, Ranks, ranks_that_restore
 from asyncckpt.storage.candidates import Candidate, candidates_in
 from asyncckpt.storage.files import Files
@@ -76,9 +78,11 @@ def restore_latest(
 ) -> RestoredCheckpoint:
     """Load the newest checkpoint of a directory that verifies; one that is broken is passed over, and that is said.
 
-    Newest by lineage, as `latest_checkpoint` has it. Passed over, with a warning, is what was committed and is not what
-    was written any more: damaged or missing files, storage that lost the bytes. Whatever else goes wrong is raised: a
-    shape or a key that does not fit says that the caller asks for something else than was saved.
+    Newest by lineage, as `latest_checkpoint` has it. What all ranks had staged and is in the worker's memory only, for
+    it could not be written or is not yet, counts as well, unless `source="disk"`. Passed over, with a warning, is what
+    was committed and is not what was written any more: damaged or missing files, storage that lost the bytes; and what
+    is in memory no more, or not for all ranks. Whatever else goes wrong is raised: a shape or a key that does not fit
+    says that the caller asks for something else than was saved.
 
     In an initialised process group it is a collective: all ranks take the same checkpoint, and what is broken for one
     is passed over by all.
@@ -94,7 +98,8 @@ def restore_latest(
             another one has been loaded, and only directories that are ours.
         rank_info: RankInfo(0, 1) restores in this process alone, whatever others do; None takes torch.distributed's
             rank, else torchrun's environment, else 0 of 1.
-        **options: Further arguments of `load`, with their meaning.
+        **options: Further arguments of `load`, with their meaning. `source` also says which checkpoints are tried:
+            those on disk, those in memory, or both.
 
     Returns:
         What was loaded, and what was passed over.
@@ -143,26 +148,32 @@ def restore_first(
     rank_info: RankInfo | None,
     timeout_s: float,
     meet: Callable[[], Meeting | None] = lambda: None,
+    endpoint: str | None = None,
     **options: Any,
 ) -> RestoredCheckpoint:
     """Load the first of several checkpoints that verifies; arguments and errors as `restore_latest` has them.
 
     Args:
-        candidates: Called on rank 0 with the absolute path of `root`; returns what is to be tried, in this order.
+        candidates: Called on rank 0 with the absolute path of `root`; returns what is on disk, the newest first.
         root, state_dict, quarantine, rank_info, **options: See there.
         timeout_s: How long `candidates` may take, and how long to wait for the last rank.
         meet: Where several ranks meet that have no process group.
+        endpoint: Of the worker that may hold snapshots in memory; None: this user's of this job.
     """
     rank = find_rank_info(rank_info)
     options["map_location"] = options.pop("default_map_location", None)
     attempts = Attempts()
-    reader = DefaultReader(rank_info=rank, attempts=attempts)
+    reader = DefaultReader(rank_info=rank, attempts=attempts, endpoint=endpoint)
     skipped: list[tuple[Candidate, Broken]] = []
     with ranks_that_restore(rank, meet) as ranks:
         if type(quarantine) is not bool:
             raise ConfigError(f"quarantine={quarantine!r}: expected True or False", field="quarantine")
-        directory = absolute_path(root)
-        tried = ranks.same_candidates(directory, lambda: candidates(directory), timeout_s)
+        directory, source = absolute_path(root), check_source(options.get("source", "auto"))
+
+        def look_at_both() -> list[Candidate]:
+            return candidates_of_both(directory, candidates(directory), source, endpoint)
+
+        tried = ranks.same_candidates(directory, look_at_both, timeout_s)
         for candidate in tried:
             loaded, broken = _tried(candidate, reader, attempts, state_dict, options, ranks)
             if broken is None:

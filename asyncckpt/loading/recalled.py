@@ -104,7 +104,7 @@ def _committed(path: str, save_id: str, endpoint: str | None, files: Files, use:
                     raise NotHere(f"{path} was overwritten meanwhile")
                 with mapped.reading():
                     result = use(Bytes(contents, overlaid))
-        except (CorruptCheckpointError, SnapshotUnavailableError, OSError) as error:
+        except (*ABSENT, CorruptCheckpointError, SnapshotUnavailableError, OSError) as error:
             _logger.info("%s is read from disk: its snapshot in memory cannot be: %s", path, error)
             raise NotHere(str(error)) from error
         _logger.info("%s is loaded from the worker's memory (ranks %s)", path, _ranks(mine[0]))

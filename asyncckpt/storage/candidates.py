@@ -28,7 +28,8 @@ class Candidate:
 
     Attributes:
         path: Its directory.
-        save_id: Of its manifest; by the names of its files where that is damaged; None: not even those can be read.
+        save_id: Of its manifest; by the names of its files where that is damaged; None: not even those can be read,
+            or it is not on disk.
         step: Of its manifest; None where that cannot be read.
     """
 

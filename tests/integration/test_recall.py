@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -239,6 +240,61 @@ def test_snapshot_that_could_not_be_written_is_loaded_and_is_the_newest(
     for source in ("auto", "memory"):
         assert saver.latest_checkpoint(tmp_path, source=source) == str(tmp_path / "2")
     assert is_state(saver.load(tmp_path / "2"), 2)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_restoring_tries_what_is_in_memory_only_first(
+    here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    if named:
+        monkeypatch.delenv("ASYNCCKPT_ENDPOINT")
+    with AsyncCheckpointer(endpoint=here.endpoint if named else None) as saver:
+        for step in (1, 2, 3):
+            here.storage.broken = step == 3
+            with contextlib.suppress(SaveFailedError):
+                written(saver.save(state_of(step), tmp_path / str(step)))
+        for options, step in (({}, 3), ({"source": "disk"}, 2), ({"source": "memory"}, 3)):
+            found = saver.restore_latest(tmp_path, **options)
+            assert (found.path, found.step, found.skipped) == (str(tmp_path / str(step)), step, ())
+            assert is_state(found.state_dict, step)
+        if not named:
+            assert asyncckpt.restore_latest(tmp_path).step == 3
+
+
+def test_restoring_passes_over_a_snapshot_that_is_gone_from_memory_meanwhile(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "1"))
+    here.storage.broken = True
+    with contextlib.suppress(SaveFailedError):
+        written(saver.save(state_of(2), tmp_path / "2"))
+
+    monkeypatch.setattr(staged_bytes, "snapshots_of", lambda rows: [])
+    found = saver.restore_latest(tmp_path, quarantine=True)
+    assert found.step == 1 and [one.path for one in found.skipped] == [str(tmp_path / "2")]
+    assert found.skipped[0].moved_to is None
+    with pytest.raises(SnapshotUnavailableError):
+        saver.restore_latest(tmp_path, source="memory")
+
+
+def test_checkpoint_that_was_committed_and_removed_is_not_the_newest_again(
+    saver: AsyncCheckpointer, tmp_path: pathlib.Path
+) -> None:
+    written(saver.save(state_of(1), tmp_path / "1"))
+    written(saver.save(state_of(2), tmp_path / "2"))
+    assert [held.step for held in asyncckpt.held_snapshots(tmp_path)] == [2]
+    shutil.rmtree(tmp_path / "2")  # to go on from the one before
+    assert saver.latest_checkpoint(tmp_path) == str(tmp_path / "1")
+    assert saver.restore_latest(tmp_path).step == 1
+
+
+def test_snapshot_whose_commit_was_never_finished_is_loaded(here: Here, tmp_path: pathlib.Path) -> None:
+    with AsyncCheckpointer(layout="dcp") as saver:
+        written(saver.save(state_of(1), tmp_path / "a"))
+        (tmp_path / "a" / ".metadata").unlink()
+        with pytest.raises(CheckpointNotCommittedError):
+            saver.load(tmp_path / "a", source="disk")
+        assert is_state(saver.load(tmp_path / "a"), 1)
 
 
 def test_committed_checkpoint_is_not_hidden_by_a_newer_snapshot_of_its_path(here: Here, tmp_path: pathlib.Path) -> None:
