@@ -184,7 +184,7 @@ class WorkerProcess(Submitting):
         self.hooks.after(snapshot.path, snapshot.extra)
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
-        _log.warning("%s", error)
+        _log.warning("%s", str(error))  # a log that keeps the error keeps its traceback, and the state that was saved
         # IMPORTANT: only when it is proved to be dead. One that hangs may wake up and commit what another one, which
         # had been given the same save, takes back.
         is_dead = error.facts().get("detail") == DIED

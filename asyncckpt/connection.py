@@ -94,6 +94,8 @@ class Connection:
                     # Lost again, perhaps by what it was told: that is bounded, and so is the time.
                     lost = isinstance(error, AsyncCkptError) and session.error is not None
                     if lost and not self._closed and time.monotonic() < deadline:
+                        # Its session keeps the error: with the traceback it would keep the state that is being saved.
+                        error.__traceback__ = None
                         continue
                     session.close()
                     raise

@@ -36,6 +36,7 @@ def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T
         except WorkerUnavailableError as error:
             if attempts <= 0 or error.facts().get("detail") != DIED:
                 raise
+            error.__traceback__ = None  # it lives on in its session: not with the state that is being saved
 
 
 class SlotLender:

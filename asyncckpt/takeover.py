@@ -115,7 +115,7 @@ class Takeover:
         with self._lock:
             found = self._pending.unended(slot.user)
             self._pool.orphan(slot)
-        _log.warning("the memory of save %s is given up: %s", slot.user, error)
+        _log.warning("the memory of save %s is given up: %s", slot.user, str(error))
         if found is not None:
             self._on_given_up([found.save_id], error)
 

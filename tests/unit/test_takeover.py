@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.pending import PendingSaves, StagedSnapshot, Unended, WriteFuture
 from asyncckpt.protocol import messages
+from asyncckpt.slot_lender import while_workers_die
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.takeover import MAX_HANDOVERS, Takeover
@@ -268,3 +270,27 @@ def test_what_comes_afterwards_waits_for_what_is_under_way(parts: Parts) -> None
     go_on.set()
     assert called.wait(10.0)
     parts.takeover.join(10.0)
+
+
+class State(dict[str, int]):
+    """What a training loop saves."""
+
+
+def test_a_worker_that_dies_over_a_save_does_not_keep_its_state_alive() -> None:
+    died = WorkerUnavailableError("it has died", detail="died")  # its session has it for as long as there is no other
+    answers: Any = iter([died, died, None])
+
+    def ask(session: Any) -> str:
+        error = next(answers)
+        if error is not None:
+            raise error
+        return "granted"
+
+    def save(state: State) -> str:
+        return while_workers_die(SimpleNamespace, ask, 3)  # type: ignore[arg-type]
+
+    state = State(w=1)
+    watched = weakref.ref(state)
+    assert save(state) == "granted"
+    del state
+    assert watched() is None
