@@ -5,6 +5,7 @@ Nobody is started for it. The worker ends what the session holds when that says 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -61,11 +62,16 @@ class Conversation:
             raise WorkerUnavailableError(f"no worker listens at {endpoint}", endpoint=endpoint, detail="no worker")
         import zmq  # only now: a process that loads beside no worker need not have it
 
+        self._zmq = zmq
         self._owner_pid = os.getpid()
         self._ids = iter(range(1, 1 << 62))
         self._context = zmq.Context()
         try:
             self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        try:
             name, pid = secrets.token_hex(8), os.getpid()
             for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, codec.MAX_FRAME_NBYTES), (zmq.RECONNECT_IVL, 20)):
                 self._socket.setsockopt(option, value)
@@ -84,7 +90,7 @@ class Conversation:
                 messages.Welcome,
             )
         except BaseException:
-            self._context.destroy(0)
+            self._leave()  # its answer was too late: the session may be there, and would live as long as this process
             raise
 
     def call(self, build: Callable[[int], messages.Message], answer: type[M]) -> M:
@@ -118,8 +124,12 @@ class Conversation:
     def close(self) -> None:
         """Say goodbye, and wait for nothing. Twice is fine; nothing in a forked child."""
         if not self._socket.closed and os.getpid() == self._owner_pid:
-            self._socket.send_multipart(codec.encode(messages.Goodbye(id=next(self._ids))))
-            self._context.destroy(GOODBYE_LINGER_MS)
+            self._leave()
+
+    def _leave(self) -> None:
+        with contextlib.suppress(self._zmq.Again):
+            self._socket.send_multipart(codec.encode(messages.Goodbye(id=next(self._ids))), self._zmq.DONTWAIT)
+        self._context.destroy(GOODBYE_LINGER_MS)
 
     def __enter__(self) -> Conversation:
         return self

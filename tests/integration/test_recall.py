@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import real_worker
 import torch
+import zmq
 from real_worker import slots_of, wait_until, written
 from states import assert_same, every_leaf
 from worker_here import DEADLINE_S, Here
@@ -28,9 +29,12 @@ from asyncckpt.errors import (
     MissingKeysError,
     SaveFailedError,
     SnapshotUnavailableError,
+    WorkerUnavailableError,
 )
 from asyncckpt.loading import staged_bytes
 from asyncckpt.loading.recalled import read_from
+from asyncckpt.protocol import codec, messages
+from asyncckpt.recall.conversation import Conversation
 from asyncckpt.storage.files import Files
 from asyncckpt_worker import shortage
 
@@ -404,6 +408,42 @@ def test_worker_that_hangs_costs_a_load_a_second_at_most(
         assert 0.5 < time.monotonic() - began < 3
         with pytest.raises(SnapshotUnavailableError, match="does not answer"):
             asyncckpt.load(tmp_path / "a", source="memory")
+
+
+def test_reader_that_gets_its_answer_too_late_says_goodbye(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind(endpoint)
+        with pytest.raises(WorkerUnavailableError, match="does not answer"):
+            Conversation(endpoint, "0", 0.1)
+        said: list[Any] = []
+        while not said or not isinstance(said[-1], messages.Goodbye):
+            assert router.poll(2000), said
+            said.append(codec.decode(router.recv_multipart()[1:], messages.REQUESTS))
+        assert isinstance(said[0], messages.Hello)
+    os.unlink(endpoint.removeprefix("ipc://"))
+
+
+def test_worker_that_dies_under_a_load_takes_no_memory_away(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    read: list[Any] = []
+
+    def use(found: staged_bytes.Bytes) -> bytes:
+        worker.kill()
+        read.append(type(found.files).__name__)
+        shard = next(shard for rank in found.contents.ranks for shard in rank.index.shards)
+        fd = found.files.open(os.path.join(found.contents.path, shard.name), os.O_RDONLY)
+        data = bytearray(shard.nbytes)
+        assert found.files.preadv(fd, [data], 0) == shard.nbytes
+        found.files.close(fd)
+        return bytes(data)
+
+    with AsyncCheckpointer(endpoint=worker.endpoint, on_error="warn") as saver:
+        written(saver.save(state_of(1), tmp_path / "a"))
+        data = read_from(str(tmp_path / "a"), "auto", worker.endpoint, Files(), use)
+    (shard,) = (tmp_path / "a").glob("*.safetensors")
+    assert data == shard.read_bytes() and read == ["OverlaidFiles"]
 
 
 @pytest.mark.parametrize("source", ["ram", "", None, True])
