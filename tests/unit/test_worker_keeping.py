@@ -227,6 +227,26 @@ def test_nothing_is_kept_by_a_worker_that_is_told_so() -> None:
     assert keeper.state(slot) == "freed"
 
 
+def test_slot_of_a_dead_worker_is_kept_when_its_trainer_dies_too_and_lent_again(keeper: Keeper) -> None:
+    keeper.say(m.Adopt, fd=9, nbytes=12288, token=b"t" * 16, generation=4, ended=3)
+    (job,) = keeper.of(ac.AdoptSlot)
+    keeper.feed(ev.SlotCreated, slot=job.slot, fd=31, token=b"t" * 16)
+    keeper.read(job.slot, generation=4)
+    keeper.feed(ev.Prepared, key=(FIRST, 0))
+    keeper.dies()
+    assert keeper.rows(peer=keeper.restarted()) == [(FIRST, 0, False)]
+    keeper.feed(ev.Written, key=(FIRST, 0), result="r")
+    keeper.feed(ev.Published, save_id=FIRST)
+    assert keeper.state(job.slot) == "kept" and keeper.rows() == [(FIRST, 0, True)]
+    assert keeper.slot(b"r") == job.slot
+    keeper.begin(job.slot, NEWER_RUN, 5, peer=b"r")
+    keeper.feed(ev.Prepared, key=(NEWER_RUN, 0))
+    keeper.submit(job.slot, NEWER_RUN, 5, peer=b"r")
+    keeper.read(job.slot, NEWER_RUN, 5)
+    (write,) = keeper.of(ac.Write)
+    assert not write.resumed, "what is staged into it now, no dead worker has written"
+
+
 # ---- whole
 
 
