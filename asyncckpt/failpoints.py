@@ -1,4 +1,4 @@
-"""Named instants of saves, commits, overwrites, clean-ups, gc, quarantine and loads, at which tests kill, fail or hold the process.
+"""Named instants of saves, commits, overwrites, loads and of what cleans up, at which tests kill, fail or hold.
 
 Each step of those ends in a call `reach("its point")`, so that a point is the instant between two steps: after the one
 and before the next. Nothing happens there, unless code of this very process has called `observed`: no variable, file

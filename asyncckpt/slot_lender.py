@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from asyncckpt.errors import WorkerUnavailableError
@@ -20,6 +20,9 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 
 
 T = TypeVar("T")
+
+LATEST_S = 1e6
+"""A slot that nobody waits for any more is given back whenever it comes: nobody else knows of it."""
 
 
 def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T], attempts: int) -> T:
@@ -63,17 +66,32 @@ class SlotLender:
         self._connect, self._current, self._send = connect, current, send
         self._endpoint, self._timeout_s, self._attempts = endpoint, timeout_s, attempts
 
-    def allocate(self, nbytes: int) -> LentSlot:
+    def allocate(self, nbytes: int, within_s: float | None = None) -> LentSlot | None:
         """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
+
+        Args:
+            nbytes: See above.
+            within_s: The wait for the answer ends then, with None, and a slot that comes later is given back.
 
         Raises:
             WorkerUnavailableError: It cannot be reached, or its memory cannot be opened.
             InsufficientMemoryError: The machine has no room for it.
         """
-        return while_workers_die(self._connect, lambda session: self._allocate(session, nbytes), self._attempts)
+        return while_workers_die(
+            self._connect, lambda session: self._allocate(session, nbytes, within_s), self._attempts
+        )
 
-    def _allocate(self, session: Session, nbytes: int) -> LentSlot:
-        reply = session.call(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), self._timeout_s)
+    def _allocate(self, session: Session, nbytes: int, within_s: float | None) -> LentSlot | None:
+        future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), LATEST_S)
+        timeout_s = self._timeout_s if within_s is None else min(within_s, self._timeout_s)
+        if not wait([future], timeout_s).done:
+            future.add_done_callback(lambda late: self._give_back_late(session, late))
+            if within_s is not None:
+                return None
+            raise WorkerUnavailableError(
+                f"the worker at {self._endpoint} did not answer in time", endpoint=self._endpoint, detail="allocate"
+            )
+        reply = future.result()
         assert isinstance(reply, messages.Granted)
         try:
             memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
@@ -89,6 +107,11 @@ class SlotLender:
         # One that was lent before, and is warm, goes on from the generation that it holds.
         generation = memory.control.generation
         return LentSlot(number=reply.slot, memory=memory, session=session.name, generation=generation)
+
+    def _give_back_late(self, session: Session, late: Future[messages.Message]) -> None:
+        reply = None if late.exception() is not None else late.result()
+        if isinstance(reply, messages.Granted):
+            session.request(lambda n: messages.Release(id=n, slot=reply.slot), LATEST_S)
 
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""

@@ -50,7 +50,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session="a" * 16)
-        self.pool = SlotPool(CheckpointerConfig(), lambda nbytes: self.slot, lambda slot: None)
+        self.pool = SlotPool(CheckpointerConfig(), lambda nbytes, within_s: self.slot, lambda slot: None)
         self.pool._slots.append(self.slot)
         self.pending = PendingSaves(commit_timeout_s=60.0, free=self.pool.free)
         self.announced: list[tuple[str, Unended, int]] = []
