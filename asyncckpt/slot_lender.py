@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -65,6 +66,7 @@ class SlotLender:
     ) -> None:
         self._connect, self._current, self._send = connect, current, send
         self._endpoint, self._timeout_s, self._attempts = endpoint, timeout_s, attempts
+        self._late: Future[messages.Message] | None = None
 
     def allocate(self, nbytes: int, within_s: float | None = None) -> LentSlot | None:
         """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
@@ -82,12 +84,11 @@ class SlotLender:
         )
 
     def _allocate(self, session: Session, nbytes: int, within_s: float | None) -> LentSlot | None:
-        future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), LATEST_S)
         timeout_s = self._timeout_s if within_s is None else min(within_s, self._timeout_s)
-        if not wait([future], timeout_s).done:
-            future.add_done_callback(lambda late: self._give_back_late(session, late))
-            if within_s is not None:
-                return None
+        future = self._asked(session, nbytes, time.monotonic() + timeout_s)
+        if future is None and within_s is not None:
+            return None
+        if future is None:
             raise WorkerUnavailableError(
                 f"the worker at {self._endpoint} did not answer in time", endpoint=self._endpoint, detail="allocate"
             )
@@ -107,6 +108,19 @@ class SlotLender:
         # One that was lent before, and is warm, goes on from the generation that it holds.
         generation = memory.control.generation
         return LentSlot(number=reply.slot, memory=memory, session=session.name, generation=generation)
+
+    def _asked(self, session: Session, nbytes: int, deadline: float) -> Future[messages.Message] | None:
+        """Ask, and return the answer; None: it has not come in time."""
+        # One at a time: else a worker that wakes up makes a slot for every save that has asked meanwhile.
+        if self._late is not None and not wait([self._late], max(0.0, deadline - time.monotonic())).done:
+            return None
+        self._late = None
+        future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), LATEST_S)
+        if wait([future], max(0.0, deadline - time.monotonic())).done:
+            return future
+        self._late = future
+        future.add_done_callback(lambda late: self._give_back_late(session, late))
+        return None
 
     def _give_back_late(self, session: Session, late: Future[messages.Message]) -> None:
         reply = None if late.exception() is not None else late.result()
