@@ -42,6 +42,26 @@ def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T
                 raise
 
 
+def is_granted_in_time(session: Session, asked: Future[messages.Message], timeout_s: float) -> bool:
+    """Wait for the answer of a session that was asked for a slot, or to take one; one that comes later is given back.
+
+    Args:
+        session: Was asked.
+        asked: By a request that ends no sooner than the session, `LATEST_S`.
+        timeout_s: For the answer, which may be an error.
+    """
+    if wait([asked], timeout_s).done:
+        return True
+
+    def give_back(late: Future[messages.Message]) -> None:
+        reply = None if late.exception() is not None else late.result()
+        if isinstance(reply, messages.Granted):
+            session.request(lambda n: messages.Release(id=n, slot=reply.slot), LATEST_S)
+
+    asked.add_done_callback(give_back)
+    return False
+
+
 class SlotLender:
     """See the module.
 
@@ -116,16 +136,10 @@ class SlotLender:
             return None
         self._late = None
         future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), LATEST_S)
-        if wait([future], max(0.0, deadline - time.monotonic())).done:
+        if is_granted_in_time(session, future, max(0.0, deadline - time.monotonic())):
             return future
         self._late = future
-        future.add_done_callback(lambda late: self._give_back_late(session, late))
         return None
-
-    def _give_back_late(self, session: Session, late: Future[messages.Message]) -> None:
-        reply = None if late.exception() is not None else late.result()
-        if isinstance(reply, messages.Granted):
-            session.request(lambda n: messages.Release(id=n, slot=reply.slot), LATEST_S)
 
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""
