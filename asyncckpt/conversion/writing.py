@@ -21,8 +21,8 @@ from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import ShardWriter
 
-MAX_THREADS = 8
-"""With a window and a buffer to read each, they have 128 MiB."""
+MAX_THREADS = 6
+"""With a window and a buffer to read each, they have 192 MiB."""
 
 
 def write_files(

@@ -1,7 +1,7 @@
 """Reading wanted byte ranges of shard files: whole blocks, verified, handed on by several threads.
 
-What is in the page cache is taken from there in small steps, so that digest and copy find it in the processor's cache;
-the rest comes by O_DIRECT in large extents, through an aligned buffer per thread.
+What the page cache has comes in small steps, so that digest and copy find it in the processor's cache; the rest comes
+by O_DIRECT in large extents.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from asyncckpt.storage.read_plan import (
 )
 from asyncckpt.storage.shard_reader import ShardReader, damaged
 
-DEFAULT_THREADS = 4
-_FETCHED_AHEAD = 4  # batches that the kernel is asked for ahead, so that one thread keeps a disk busy; chosen
-BUFFERS_NBYTES = 192 << 20
+DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
 
 
@@ -152,10 +150,8 @@ class _Reader:
         room = round_up(max(extent.nbytes for extent in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
-        if all(extent.batch for extent in todo):
-            threads = min(
-                threads, max(1, (os.cpu_count() or 1) // 2)
-            )  # short calls: more only wait for the interpreter
+        if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
+            threads = min(threads, max(1, (os.cpu_count() or 1) // 2))  # short calls: more wait for the interpreter
         try:
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
@@ -206,10 +202,7 @@ class _Reader:
 
     def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
         reader = self._open(source)
-        with self._lock:
-            ahead = [e.batch for e in self._todo[-_FETCHED_AHEAD:][:1] if e.batch and e.source is source]
-        for one in (batch, *ahead):
-            reader.fetch_ranges(one)
+        reader.fetch_ranges(batch)
         reader.read_batch(batch, buffer, address)
         with self._lock:
             self.cached_nbytes += batch.nbytes

@@ -178,6 +178,12 @@ class ShardReader:
         except OSError as error:
             raise named(error, self._path, f"reading bytes {at} to {at + nbytes}") from error
 
+    def has(self, batch: Batch) -> bool:
+        """Whether the ranges of a batch seem to be in the page cache, with what lies between them."""
+        start = batch.start // PAGE_NBYTES * PAGE_NBYTES
+        end = batch.start + (batch.times - 1) * batch.wanted.every + batch.wanted.nbytes
+        return self.is_cached(start, end - start)
+
     def fetch_ranges(self, batch: Batch) -> None:
         """Have ranges that lie close together brought into the page cache whole: small reads would each wait."""
         nbytes, every = batch.wanted.nbytes, batch.wanted.every

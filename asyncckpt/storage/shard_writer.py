@@ -66,6 +66,7 @@ class ShardWriter:
         self._image, self._offset = image, offset
         self._mode, self._fsync, self._files = mode, fsync, files
         self._fd = -1
+        self._refused: OSError | None = None
         self._lock = threading.Lock()
 
     def write_extent(self, start: int, end: int) -> None:
@@ -107,6 +108,8 @@ class ShardWriter:
         with self._lock:
             if self._fd >= 0:
                 return
+            if self._refused is not None:  # another thread was first: what it was told counts, not that a file is there
+                raise named(self._refused, self.path)
             fd = self._files.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
             self.created = True
             try:
@@ -115,7 +118,8 @@ class ShardWriter:
                 self._reserve(fd)
                 self._go_direct(fd)
                 reach("shard: reserved")
-            except BaseException:
+            except BaseException as error:
+                self._refused = error if isinstance(error, OSError) else None
                 with contextlib.suppress(OSError):
                     self._files.close(fd)
                 raise

@@ -106,7 +106,8 @@ def test_ls_of_a_directory_that_cannot_be_read_is_exit_code_1(
 
 def test_ls_of_a_checkpoint_itself_and_of_any_depth(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [r["step"] for r in run_json(capsys, "ls", root / "b")[1]] == [7]
-    assert run_json(capsys, "ls", root.parent)[1] == []
+    # Other tests keep checkpoints of other libraries beside the root.
+    assert [r for r in run_json(capsys, "ls", root.parent)[1] if r["state"] != "foreign"] == []
     assert {r["step"] for r in run_json(capsys, "ls", "--recursive", root.parent)[1]} >= {7, 5}
 
 

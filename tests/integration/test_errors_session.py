@@ -131,10 +131,13 @@ def test_answers_that_come_twice_or_late_or_to_nobody_do_no_harm(fake: FakeWorke
     assert trainer.session.error is None
 
 
+HEAD = b"ACKP" + m.PROTOCOL_VERSION.to_bytes(2, "little")
+
+
 @pytest.mark.parametrize(
     "nonsense",
-    [[b""], [b"", b""], [b"ACKP"], [b"ACKP\x01\x00", b""], [b"ACKP\x01\x00", b"\xc1"], [b"ACKP\x01\x00", b"\x90"],
-     [b"ACKP\x01\x00", b"\x81\xa1m\xa5hello"], [b"x" * 100_000] * 5],
+    [[b""], [b"", b""], [b"ACKP"], [HEAD, b""], [HEAD, b"\xc1"], [HEAD, b"\x90"],
+     [HEAD, b"\x81\xa1m\xa5hello"], [b"x" * 100_000] * 5],
 )  # fmt: skip
 def test_nonsense_is_ignored(fake: FakeWorker, trainer: Trainer, nonsense: list[bytes]) -> None:
     fake.answer = lambda message: [nonsense, *fake.usual(message)]

@@ -109,19 +109,33 @@ def test_a_load_into_tensors_waits_for_their_copies(
         handle.written.result(DEADLINE_S)
 
 
+@pytest.mark.parametrize("on_worker_loss", ["fail", "resubmit"])
 def test_the_worker_s_death_under_a_device_s_copies_unmaps_nothing_too_early(
-    worker: RealWorker, device: SimulatedDevice, tmp_path: pathlib.Path
+    worker: RealWorker, device: SimulatedDevice, tmp_path: pathlib.Path, on_worker_loss: str
 ) -> None:
     state = {"w": device.put(torch.arange(50_000.0), 0)}
-    with AsyncCheckpointer(endpoint=worker.endpoint, staging="overlap") as checkpointer:
+    expected = {"w": state["w"].clone()}
+    with AsyncCheckpointer(endpoint=worker.endpoint, staging="overlap", on_worker_loss=on_worker_loss) as checkpointer:
         checkpointer.save(state, tmp_path / "a").written.result(DEADLINE_S)
         device.frozen = True
         handle = checkpointer.save(state, tmp_path / "b")
+        slot = _slot_of(checkpointer)
+        session = slot.session
         worker.kill()
-        wait_until(lambda: checkpointer._process._lost(_slot_of(checkpointer)) is not None, "the loss is known")
+        wait_until(lambda: _is_known(checkpointer, slot, session, on_worker_loss), "the loss is known")
         assert device.registered, "it is still pinned, and mapped: copies are in flight"
         device.frozen = False
-        assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
+        if on_worker_loss == "fail":
+            assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
+        else:
+            handle.written.result(DEADLINE_S)
+            states.assert_same(asyncckpt.load(tmp_path / "b"), expected)
+
+
+def _is_known(checkpointer: Any, slot: Any, session: str, on_worker_loss: str) -> bool:
+    if on_worker_loss == "fail":
+        return bool(slot.orphaned)
+    return bool(slot.session != session)
 
 
 def _slot_of(checkpointer: Any) -> Any:

@@ -116,7 +116,7 @@ def test_durable_and_committed_are_pushed_unasked(endpoint: str, tmp_path: pathl
         save_id = new_save_id()
         client.stage(slot, snapshot, save_id, str(tmp_path / "a"))
         client.submit(slot, save_id)
-        eventually(lambda: client.receive(0.1) is None or len(client.pushed) == 2)
+        eventually(lambda: client.receive(0.1) is None and len(client.pushed) == 2)
         assert [row["phase"] for row in client.pushed] == ["durable", "committed"]
 
 

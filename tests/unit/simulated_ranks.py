@@ -22,7 +22,7 @@ from asyncckpt.planning.shard_comparison import compare_shards
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.storage.contents import SavedTensor, _join
+from asyncckpt.storage.contents import SavedTensor, join
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 State = Mapping[str, Any]
@@ -102,7 +102,7 @@ class Ranks:
             for memory in memories:
                 memory.close()
         self.structures = [r.structure for r in ranks]
-        self.tensors = _join("/x", tuple(ranks))  # type: ignore[arg-type]
+        self.tensors = join("/x", tuple(ranks))  # type: ignore[arg-type]
         return {name: _assembled(saved, images) for name, saved in self.tensors.items()}
 
 

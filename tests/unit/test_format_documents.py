@@ -106,7 +106,7 @@ BAD_MANIFESTS = {
     "no object": b"[]\n",
     "version 0": _manifest(asyncckpt_manifest=0),
     "version as text": _manifest(asyncckpt_manifest="1"),
-    "another state": _manifest(state="abandoned"),
+    "another state": _manifest(state="forgotten"),
     "no save id": _manifest(save_id=None),
     "a save id with a line feed": _manifest(save_id=f"{SAVE_ID}\n"),
     "step as text": _manifest(step="300"),

@@ -18,6 +18,7 @@ from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest, file_checksum
 from asyncckpt.format.index import decode_index
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import write_rank_files
+from asyncckpt.storage.shard_writer import ShardWriter
 
 MIB = 1 << 20
 
@@ -298,3 +299,22 @@ def test_a_rank_whose_files_the_winner_of_a_race_removed_says_so(tmp_path: Path)
     with Snapshot({"a": 5000}) as snapshot, pytest.raises(CheckpointExistsError):
         snapshot.write(str(tmp_path), Overtaken())
     assert not [name for name in names_in(tmp_path) if str(SAVE_ID) in name]
+
+
+def test_every_thread_is_told_why_a_file_could_not_be_begun(tmp_path: Path) -> None:
+    image = memoryview(bytearray(4096))
+    writer = ShardWriter(
+        str(tmp_path / "x"),
+        image,
+        0,
+        4096,
+        aligned=False,
+        mode=0o600,
+        fsync=False,
+        files=failing("fallocate", errno.ENOSPC),
+    )
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space") as caught:
+            writer.write_extent(0, 4096)
+        assert caught.value.errno == errno.ENOSPC
+    writer.abandon()
