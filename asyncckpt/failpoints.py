@@ -1,4 +1,4 @@
-"""Named instants of saves, commits, overwrites, clean-ups and loads, at which tests kill, fail or hold the process.
+"""Named instants of saves, commits, overwrites, loads and of what cleans up, at which tests kill, fail or hold.
 
 Each step of those ends in a call `reach("its point")`, so that a point is the instant between two steps: after the one
 and before the next. Nothing happens there, unless code of this very process has called `observed`: no variable, file
@@ -50,6 +50,13 @@ POINTS: Mapping[str, str] = {
     "commit: metadata put": "layout dcp: `.metadata` has its name, which is not flushed",
     "commit: durable": "the manifest is durable",
     "leftovers: removing": "a checkpoint stands, a file of another save is about to be removed",
+    # ---- what is left of saves that came to nothing
+    "gc: tombstone written": "the tombstone is durable under its temporary name",
+    "gc: tombstone put": "the tombstone has its name, which is not flushed",
+    "gc: nothing removed": "nothing of the save can be published any more, and all of it is there",
+    "gc: removing": "one more of its files is about to be removed",
+    "quarantine: renaming": "another checkpoint is loaded, the broken one is about to be put aside",
+    "quarantine: renamed": "it has its other name, which is not flushed",
     # ---- a load
     "load: manifest read": "the manifest was read and is one",
     "load: index read": "one more rank's index was read and checked",

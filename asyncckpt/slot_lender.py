@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from asyncckpt.errors import WorkerUnavailableError
@@ -21,6 +22,9 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 
 T = TypeVar("T")
 
+LATEST_S = 1e6
+"""A slot that nobody waits for any more is given back whenever it comes: nobody else knows of it."""
+
 
 def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T], attempts: int) -> T:
     """Return what `ask` returns, of another worker where one dies over it.
@@ -37,6 +41,26 @@ def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T
             if attempts <= 0 or error.facts().get("detail") != DIED:
                 raise
             error.__traceback__ = None  # it lives on in its session: not with the state that is being saved
+
+
+def is_granted_in_time(session: Session, asked: Future[messages.Message], timeout_s: float) -> bool:
+    """Wait for the answer of a session that was asked for a slot, or to take one; one that comes later is given back.
+
+    Args:
+        session: Was asked.
+        asked: By a request that ends no sooner than the session, `LATEST_S`.
+        timeout_s: For the answer, which may be an error.
+    """
+    if wait([asked], timeout_s).done:
+        return True
+
+    def give_back(late: Future[messages.Message]) -> None:
+        reply = None if late.exception() is not None else late.result()
+        if isinstance(reply, messages.Granted):
+            session.request(lambda n: messages.Release(id=n, slot=reply.slot), LATEST_S)
+
+    asked.add_done_callback(give_back)
+    return False
 
 
 class SlotLender:
@@ -63,18 +87,33 @@ class SlotLender:
     ) -> None:
         self._connect, self._current, self._send = connect, current, send
         self._endpoint, self._timeout_s, self._attempts = endpoint, timeout_s, attempts
+        self._late: Future[messages.Message] | None = None
 
-    def allocate(self, nbytes: int) -> LentSlot:
+    def allocate(self, nbytes: int, within_s: float | None = None) -> LentSlot | None:
         """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
+
+        Args:
+            nbytes: See above.
+            within_s: The wait for the answer ends then, with None, and a slot that comes later is given back.
 
         Raises:
             WorkerUnavailableError: It cannot be reached, or its memory cannot be opened.
             InsufficientMemoryError: The machine has no room for it.
         """
-        return while_workers_die(self._connect, lambda session: self._allocate(session, nbytes), self._attempts)
+        return while_workers_die(
+            self._connect, lambda session: self._allocate(session, nbytes, within_s), self._attempts
+        )
 
-    def _allocate(self, session: Session, nbytes: int) -> LentSlot:
-        reply = session.call(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), self._timeout_s)
+    def _allocate(self, session: Session, nbytes: int, within_s: float | None) -> LentSlot | None:
+        timeout_s = self._timeout_s if within_s is None else min(within_s, self._timeout_s)
+        future = self._asked(session, nbytes, time.monotonic() + timeout_s)
+        if future is None and within_s is not None:
+            return None
+        if future is None:
+            raise WorkerUnavailableError(
+                f"the worker at {self._endpoint} did not answer in time", endpoint=self._endpoint, detail="allocate"
+            )
+        reply = future.result()
         assert isinstance(reply, messages.Granted)
         try:
             memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
@@ -90,6 +129,18 @@ class SlotLender:
         # One that was lent before, and is warm, goes on from the generation that it holds.
         generation = memory.control.generation
         return LentSlot(number=reply.slot, memory=memory, session=session.name, generation=generation)
+
+    def _asked(self, session: Session, nbytes: int, deadline: float) -> Future[messages.Message] | None:
+        """Ask, and return the answer; None: it has not come in time."""
+        # One at a time: else a worker that wakes up makes a slot for every save that has asked meanwhile.
+        if self._late is not None and not wait([self._late], max(0.0, deadline - time.monotonic())).done:
+            return None
+        self._late = None
+        future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), LATEST_S)
+        if is_granted_in_time(session, future, max(0.0, deadline - time.monotonic())):
+            return future
+        self._late = future
+        return None
 
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""

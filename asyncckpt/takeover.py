@@ -16,6 +16,7 @@ from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnav
 from asyncckpt.pending import PendingSaves, Unended
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session
+from asyncckpt.slot_lender import LATEST_S, is_granted_in_time
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
 
@@ -94,7 +95,14 @@ class Takeover:
             ended=ended,
         )
         try:
-            reply = session.call(build, self._timeout_s)
+            asked = session.request(build, LATEST_S)
+            if not is_granted_in_time(session, asked, self._timeout_s):
+                raise WorkerUnavailableError(
+                    f"the worker at {self._endpoint} did not take memory over in time",
+                    endpoint=self._endpoint,
+                    detail="request timeout",
+                )
+            reply = asked.result()
         except AsyncCkptError as error:
             if session.error is not None:
                 raise

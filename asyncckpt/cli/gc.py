@@ -12,6 +12,7 @@ from asyncckpt import __version__
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
+from asyncckpt.conversion.leftovers import leftovers_in, remove
 from asyncckpt.errors import CheckpointNotFoundError, WorkerUnavailableError
 from asyncckpt.protocol.lifecycle import ENDED
 from asyncckpt.sizes import human
@@ -25,8 +26,8 @@ DESCRIPTION = (
     "List what saves that were never committed, or were replaced, left below a directory; with --delete, remove it. A "
     "save that may be under way is left alone: one that the worker knows, or of which a file was changed within "
     "--older-than. A save that is removed can never be committed afterwards: a tombstone takes its manifest's place, "
-    "which the next save to that path replaces. Only files whose names carry a save id go; committed checkpoints and "
-    "foreign files stay."
+    "which the next save to that path replaces. Only files whose names carry a save id go, and what `convert` left "
+    "under its temporary names; committed checkpoints and foreign files stay."
 )
 EXAMPLE = "asyncckpt gc runs/a --older-than 12h --delete"
 DEFAULT_AGE = "24h"
@@ -88,11 +89,21 @@ def run(args: argparse.Namespace) -> int:
         if args.delete and not garbage.kept:
             done = collect(garbage.path, files, rules, umask=current_umask(), package=__version__)
         rows.append(_row(garbage, done, deleted=args.delete))
+    for garbage in leftovers_in(root, files, rules, recursive=args.recursive):
+        done = _removed(garbage, files) if args.delete and not garbage.kept else None
+        rows.append(_row(garbage, done, deleted=args.delete))
     if args.json:
         print_json({"root": root, "worker": worker, "found": rows})
     else:
         _print(args, rows, worker)
     return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_OK
+
+
+def _removed(garbage: Garbage, files: Files) -> Collected:
+    try:
+        return Collected(garbage=garbage, removed=tuple(remove(garbage, files)))
+    except OSError as error:
+        return Collected(garbage=garbage, error=error)
 
 
 def _busy(endpoint: str | None) -> tuple[list[str], str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from asyncckpt.conversion.replaceable import Standing, standing_at
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
+from asyncckpt.format.names import converting_name, set_aside_name
 from asyncckpt.storage.files import Files, fsync_directory
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -60,7 +61,7 @@ def check_room(path: str, nbytes: int, files: Files) -> None:
 def beside(path: str) -> Iterator[str]:
     """Give a temporary name in the target's directory; whatever stands there at the end is removed."""
     directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name[:200]}.{secrets.token_hex(6)}.converting")
+    temporary = os.path.join(directory, converting_name(name, secrets.token_hex(6)))
     try:
         yield temporary
     finally:
@@ -143,7 +144,7 @@ def _replace_by_steps(temporary: str, path: str) -> None:
     if not os.path.isdir(path):
         os.replace(temporary, path)
         return
-    aside = f"{temporary}.old"
+    aside = set_aside_name(temporary)
     os.rename(path, aside)
     try:
         os.rename(temporary, path)

@@ -84,6 +84,11 @@ def _belongs(name: str, kind: str) -> bool:
     return lower in _HUB_NAMES or lower.endswith((*_HUB_ENDINGS, *_HUB_WEIGHTS))
 
 
+def may_belong(name: str) -> bool:
+    """Whether a file of this name may be part of a checkpoint of some kind that is converted."""
+    return _belongs(name, "dcp") or _belongs(name, "hf")
+
+
 def _no_checkpoint(path: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{path} is no checkpoint of a kind that asyncckpt knows; it was left untouched", path=path

@@ -27,6 +27,7 @@ _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
 _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
 _RESERVED = re.compile(r"@rank[0-9]+\Z")
 _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
+_CONVERTING = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\Z")
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)\Z"),
@@ -128,6 +129,21 @@ def quarantined_name(name: str, number: int) -> str:
 def is_quarantined(name: str) -> bool:
     """Whether a directory's name is one that `quarantined_name` makes."""
     return _QUARANTINED.match(name) is not None
+
+
+def converting_name(name: str, token: str) -> str:
+    """Return what a conversion's target `name` is called until it is complete; `token`: 12 random hex digits."""
+    return f".{name[:200]}.{token}.converting"
+
+
+def is_converting(name: str) -> bool:
+    """Whether a file or directory is called as `converting_name` has it: nobody takes it for a checkpoint."""
+    return _CONVERTING.match(name) is not None
+
+
+def set_aside_name(converting: str) -> str:
+    """Return what the checkpoint that is being replaced is called for an instant, where names cannot be exchanged."""
+    return f"{converting}.old"
 
 
 def temporary_tombstone_name(save_id: SaveId) -> str:

@@ -27,6 +27,9 @@ from asyncckpt.staging.lent_slot import LentSlot
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
 
+ANSWER_S = 1.0
+"""A worker that lives lends a slot in milliseconds. Who does not want to wait for a slot waits no longer. Chosen."""
+
 SPARE_SAVES = 8
 """After so many saves in turn that found all other slots free, one of these is given back. Chosen, not measured."""
 
@@ -36,12 +39,16 @@ class SlotPool:
 
     Args:
         config: For `slots`, `arena_limit_bytes`, `keep_in_memory`, `on_busy` and `slot_timeout_s`.
-        allocate: Asks the worker for a slot of so many bytes. Blocks; raises typed errors.
+        allocate: Asks the worker for a slot of so many bytes; returns None where it has not answered within so many
+            seconds, if that is not None. Blocks; raises typed errors.
         release: Tells the worker that has lent a slot that it is given back.
     """
 
     def __init__(
-        self, config: CheckpointerConfig, allocate: Callable[[int], LentSlot], release: Callable[[LentSlot], None]
+        self,
+        config: CheckpointerConfig,
+        allocate: Callable[[int, float | None], LentSlot | None],
+        release: Callable[[LentSlot], None],
     ) -> None:
         self._config, self._allocate, self._release = config, allocate, release
         self._slots: list[LentSlot] = []
@@ -55,7 +62,8 @@ class SlotPool:
     ) -> LentSlot:
         """Return a slot of at least `nbytes`, marked as used by `save_id`.
 
-        Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`; and for an allocation.
+        Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`; and for an allocation: as
+        long as the worker is not lost, but no longer than for a slot in use where there is one.
 
         Args:
             nbytes: What this save needs.
@@ -82,7 +90,7 @@ class SlotPool:
         wanted = (
             nbytes + spare_nbytes
             if limit is None
-            else max(nbytes, min(nbytes + spare_nbytes, _whole_pages(limit // several)))
+            else max(nbytes, min(nbytes + spare_nbytes, limit // several // PAGE_NBYTES * PAGE_NBYTES))
         )
         deadline = time.monotonic() + self._config.slot_timeout_s
         while True:
@@ -97,7 +105,7 @@ class SlotPool:
                 if not may_allocate:
                     self._wait(deadline, save_id, step, path)
                     continue
-            slot = self._try_allocate(wanted)
+            slot = self._try_allocate(wanted, deadline)
             with self._changed:
                 if slot is not None:
                     self._use(slot, save_id)
@@ -161,10 +169,10 @@ class SlotPool:
             self._drop(free.pop(0), tell=True)
         return True
 
-    def _try_allocate(self, nbytes: int) -> LentSlot | None:
+    def _try_allocate(self, nbytes: int, deadline: float) -> LentSlot | None:
         while True:
             try:
-                return self._allocate(nbytes)
+                return self._allocate(nbytes, self._patience(deadline))
             except InsufficientMemoryError:
                 with self._changed:
                     free = [s for s in self._slots if self._keeping.is_idle(s)]
@@ -174,6 +182,12 @@ class SlotPool:
                         self._drop(slot, tell=True)
                 if not free:
                     return None
+
+    def _patience(self, deadline: float) -> float | None:
+        if all(s.free for s in list(self._slots)):
+            return None
+        left = max(0.0, deadline - time.monotonic())
+        return left if self._config.on_busy == "wait" else min(left, ANSWER_S)
 
     def _wait(self, deadline: float, save_id: SaveId, step: int, path: str) -> None:
         facts = {"save_id": str(save_id), "step": step, "path": path}
@@ -282,7 +296,3 @@ class SlotPool:
         """Bytes of all slots held."""
         with self._changed:
             return sum(s.memory.nbytes for s in self._slots)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return nbytes - nbytes % PAGE_NBYTES

@@ -32,7 +32,7 @@ from asyncckpt.storage.read_plan import (
     plan_batches,
     plan_extents,
 )
-from asyncckpt.storage.shard_reader import ShardReader
+from asyncckpt.storage.shard_reader import ShardReader, damaged
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
@@ -278,23 +278,9 @@ class _Reader:
                 found = block_digest(block)
             where = start // unit * DIGEST_NBYTES
             if found != digests[where : where + DIGEST_NBYTES]:
-                error = self._damaged(source, step, start, end)
+                error = damaged(self._path, source.request, step.wanted, start, end)
                 if self._on_corrupt is None:
                     raise error
                 self._on_corrupt(error)
                 sound = False
         return sound
-
-    def _damaged(self, source: _Source, step: Step, start: int, end: int) -> CorruptCheckpointError:
-        touched = [w for w in step.wanted if w.offset < end and start < w.offset + w.nbytes]
-        detail = f"bytes {start} to {end} differ from their checksum"
-        name = source.request.shard.name
-        return CorruptCheckpointError(
-            f"{self._path}/{name}: {detail}; they hold tensor {fqns_of(touched)}. Load an earlier checkpoint",
-            path=self._path,
-            file=name,
-            fqn=touched[0].fqn if touched else None,
-            offset=start,
-            nbytes=end - start,
-            detail=detail,
-        )

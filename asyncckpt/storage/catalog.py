@@ -16,7 +16,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, is_quarantined, owner_of
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, is_converting, is_quarantined, owner_of
 from asyncckpt.format.steps import newest
 from asyncckpt.storage.dcp_commit import is_finished, is_replaced
 from asyncckpt.storage.files import Files, named, read_small_file
@@ -158,6 +158,8 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
     # What is called manifest.json there is somebody else's, or all that is left of a checkpoint.
     found: list[Found] = []
     for name in sorted(names):
+        if is_converting(name):  # another name, or nothing, is there in a moment
+            continue
         child = os.path.join(root, name)
         try:
             if not stat.S_ISDIR(files.lstat(child).st_mode):

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, owner_of, temporary_tombstone_name
 from asyncckpt.format.tombstone import Tombstone, encode_tombstone
@@ -97,6 +98,7 @@ def _remove_locked(garbage: Garbage, files: Files, removed: list[str], *, umask:
         put_tombstone(garbage, files, umask=umask, package=package)
     # IMPORTANT: what stands must outlive a power cut before anything goes that it makes worthless.
     fsync_directory(files, path)
+    reach("gc: nothing removed")
     _remove_files(garbage, files, removed)
 
 
@@ -117,18 +119,24 @@ def put_tombstone(garbage: Garbage, files: Files, *, umask: int, package: str) -
     try:
         write_new_file(files, temporary, data, mode=MODE_FILE & ~umask, fsync=True)
         fsync_directory(files, path)
-        if garbage.standing is not None:  # who replaces it holds the lock too
-            files.rename(temporary, final)
-            return
-        try:
-            files.link(temporary, final)
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            files.rename_noreplace(temporary, final)
+        reach("gc: tombstone written")
+        _give_name(temporary, final, files, is_taken=garbage.standing is not None)
+        reach("gc: tombstone put")
     finally:
         with contextlib.suppress(OSError):
             files.unlink(temporary)
+
+
+def _give_name(temporary: str, final: str, files: Files, *, is_taken: bool) -> None:
+    if is_taken:  # who replaces it holds the lock too
+        files.rename(temporary, final)
+        return
+    try:
+        files.link(temporary, final)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        files.rename_noreplace(temporary, final)
 
 
 def _remove_files(garbage: Garbage, files: Files, removed: list[str]) -> None:
@@ -153,6 +161,7 @@ def _remove_broken(garbage: Garbage, files: Files, removed: list[str]) -> None:
 
 
 def _unlink(path: str, name: str, files: Files, removed: list[str]) -> None:
+    reach("gc: removing")
     with contextlib.suppress(FileNotFoundError):  # by its save itself
         files.unlink(os.path.join(path, name))
         removed.append(name)

@@ -26,6 +26,7 @@ LEFTOVERS = "leftovers"
 TOMBSTONE = "tombstone"
 LOCK = "lock"
 BROKEN = "broken"
+CONVERSION = "conversion"
 CUT_CHARS = 1000
 """A worker's report cuts paths there."""
 
@@ -60,7 +61,7 @@ class Garbage:
     Attributes:
         path: The directory.
         kind: `attempt`: a save that was never committed. `leftovers`: of other saves beside a committed one, or of a
-            save that was given up. `tombstone`, `lock`, `broken`: as in `Rules`.
+            save that was given up. `tombstone`, `lock`, `broken`: as in `Rules`. `conversion`: of `convert`.
         names: Files that go.
         nbytes: Their length.
         age_s: Since the last of them was changed.

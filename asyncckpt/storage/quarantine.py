@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId, owner_of, quarantined_name
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.storage.files import Files, fsync_directory
@@ -39,6 +40,7 @@ def put_aside(path: str, save_id: SaveId, files: Files) -> str | None:
         moved = os.path.join(parent, quarantined_name(name, number))
         if _exists(files, moved):
             continue
+        reach("quarantine: renaming")
         try:
             files.rename_noreplace(path, moved)
         except FileExistsError:
@@ -47,6 +49,7 @@ def put_aside(path: str, save_id: SaveId, files: Files) -> str | None:
             if error.errno not in _NO_SUCH_RENAME:
                 raise
             files.rename(path, moved)  # at worst in the place of an empty directory that was made this instant
+        reach("quarantine: renamed")
         fsync_directory(files, parent)
         return moved
     raise OSError(errno.EEXIST, "there is no free name to put it aside under", path)

@@ -8,13 +8,14 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Sequence
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files, named
-from asyncckpt.storage.read_plan import Batch
+from asyncckpt.storage.read_plan import Batch, ShardRequest, Wanted, fqns_of
 
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EINTR})
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -233,3 +234,19 @@ class ShardReader:
                 with contextlib.suppress(OSError):
                     self._files.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def damaged(path: str, request: ShardRequest, wanted: Sequence[Wanted], start: int, end: int) -> CorruptCheckpointError:
+    """Return the error of a block that differs from its checksum; `wanted`: what is read around there."""
+    touched = [w for w in wanted if w.offset < end and start < w.offset + w.nbytes]
+    detail = f"bytes {start} to {end} differ from their checksum"
+    name = request.shard.name
+    return CorruptCheckpointError(
+        f"{path}/{name}: {detail}; they hold tensor {fqns_of(touched)}. Load an earlier checkpoint",
+        path=path,
+        file=name,
+        fqn=touched[0].fqn if touched else None,
+        offset=start,
+        nbytes=end - start,
+        detail=detail,
+    )

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,10 +37,12 @@ from asyncckpt.errors import (
     CommitUnknownError,
 )
 from asyncckpt.failpoints import POINTS, observed
-from asyncckpt.format.names import SaveId
+from asyncckpt.format.names import SaveId, owner_of
 from asyncckpt.hooks import HookRunner
 from asyncckpt.storage.catalog import look
+from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.garbage import Rules
 from asyncckpt.storage.verification import verify_checkpoint
 from asyncckpt.sync_writer import SyncWriter
 from asyncckpt_worker.config import WorkerConfig
@@ -98,6 +101,24 @@ def fails(path: pathlib.Path) -> None:
     save(NEW, path, failing("open", errno.EIO, at=".index"))
 
 
+def collected(path: pathlib.Path) -> None:
+    rules = Rules(now=time.time() + 3600, older_than_s=60)
+    done = collect(str(path), RecordingFiles(), rules, umask=0o022, package="test")
+    if done is not None and done.error is not None:
+        raise CommitUnknownError("gc") from done.error
+
+
+def leave_garbage(scenario: str, path: pathlib.Path) -> None:
+    """Leave what `gc` is for: beside the checkpoint, or in its place."""
+    if scenario == "gc of an attempt":
+        (path / "manifest.json").unlink()
+    elif scenario == "gc beside a checkpoint":
+        save(NEXT, path.with_name("other"))
+        for file in path.with_name("other").glob("rank-*"):
+            file.rename(path / file.name)
+        shutil.rmtree(path.with_name("other"))
+
+
 SCENARIOS: dict[str, tuple[Callable[[pathlib.Path], None], dict[str, Any] | None]] = {
     "fresh": (fresh, None),
     "overwrite": (over, {}),
@@ -105,8 +126,10 @@ SCENARIOS: dict[str, tuple[Callable[[pathlib.Path], None], dict[str, Any] | None
     "dcp over dcp": (dcp_over, {"layout": "dcp"}),
     "dcp over safetensors": (dcp_over, {}),
     "a save that fails": (fails, None),
+    "gc of an attempt": (collected, {}),
+    "gc beside a checkpoint": (collected, {}),
 }
-"""Name -> the save under test, and with what fields the one was made that stands there before; None: none does."""
+"""Name -> what is under test, and with what fields the save was made that stands there before; None: none does."""
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +143,14 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Pat
         if before is not None:
             save(OLD, made[name] / "x", **before)
             (made[name] / "x" / "notes.txt").write_text("mine")
+            leave_garbage(name, made[name] / "x")
     return made
 
 
 def standing(path: pathlib.Path) -> int | None:
     """Return which state stands at `path`, read and compared bit for bit; None where nothing is listed."""
     found = look(str(path), Files())
-    if found is None or found.state == "incomplete":
+    if found is None or found.state in ("incomplete", "abandoned"):
         with pytest.raises((CheckpointNotFoundError, CheckpointNotCommittedError)):
             asyncckpt.load(path)
         return None
@@ -164,8 +188,8 @@ def trace_of(scenario: str, templates: dict[str, pathlib.Path], tmp_path: pathli
 
 
 def before_and_after(scenario: str) -> tuple[int | None, int | None]:
-    old = None if SCENARIOS[scenario][1] is None else OLD
-    return old, (old if scenario == "a save that fails" else NEW)
+    old = None if SCENARIOS[scenario][1] is None or scenario == "gc of an attempt" else OLD
+    return old, (old if scenario == "a save that fails" or scenario.startswith("gc ") else NEW)
 
 
 # ---- all points, and all of them reached ----------------------------------------------------------------------------
@@ -210,6 +234,7 @@ def test_every_point_is_reached_by_the_normal_paths(
     with serving(endpoint), observed(seen), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
         checkpointer.save(state(NEW), tmp_path / "a").written.result(20)
         asyncckpt.load(tmp_path / "a")
+        put_aside_the_broken(broken_root(templates, tmp_path / "broken"))
     assert set(POINTS) - reached - set(seen.trace) == set()
 
 
@@ -286,6 +311,76 @@ def test_whoever_looks_while_a_point_is_held_finds_the_old_checkpoint_or_the_new
         assert seen, point
         check_after(root, {after}, f"after it was held at {point!r}")
         shutil.rmtree(root)
+
+
+# ---- what is left over ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name.startswith("gc ")])
+def test_what_a_killed_gc_leaves_the_next_one_removes(
+    templates: dict[str, pathlib.Path], tmp_path: pathlib.Path, scenario: str
+) -> None:
+    points = trace_of(scenario, templates, tmp_path)
+    assert {"gc: nothing removed", "gc: removing"} <= {point for point, _ in points}
+    for n, (point, visit) in enumerate(points):
+        root = tmp_path / str(n)
+        shutil.copytree(templates[scenario], root)
+        killed(lambda root=root: SCENARIOS[scenario][0](root / "x"), point, visit)  # type: ignore[misc]
+        collected(root / "x")
+        left = sorted(name for name in os.listdir(root / "x") if owner_of(name) is not None)
+        stands = before_and_after(scenario)[1]
+        assert standing(root / "x") == stands
+        assert stands is not None or left == [], f"{point}: {left}"
+        assert len({owner_of(name) for name in left}) == (stands is not None), f"{point}: {left}"
+        assert (root / "x" / "notes.txt").read_text() == "mine"
+        shutil.rmtree(root)
+
+
+def killed(work: Callable[[], object], point: str, visit: int = 1) -> None:
+    """Do `work` in a child that dies at `point`."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with observed(At(point, kill, visit)):
+                work()
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), f"{point} was not reached"
+
+
+def broken_root(templates: dict[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:
+    """Return a directory with a sound checkpoint and a newer one of which a byte was lost."""
+    shutil.copytree(templates["overwrite"], root)
+    (shard,) = (root / "x").glob("rank-*.safetensors")
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 1)
+    return root
+
+
+def put_aside_the_broken(root: pathlib.Path) -> asyncckpt.RestoredCheckpoint:
+    return asyncckpt.restore_latest(root, quarantine=True)
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("quarantine: ")])
+@pytest.mark.parametrize("action", ["kill", "raise", "sleep"])
+def test_whatever_meets_a_quarantine_the_broken_one_has_one_of_two_names_and_the_good_one_is_loaded(
+    templates: dict[str, pathlib.Path], tmp_path: pathlib.Path, action: str, point: str
+) -> None:
+    root = broken_root(templates, tmp_path / "root")
+    if action == "kill":
+        killed(lambda: put_aside_the_broken(root), point)
+    else:
+        observer = At(point, ACTIONS[action])
+        with observed(observer):
+            found = put_aside_the_broken(root)
+        assert observer.met and is_state(found.state_dict, EARLIER)
+    is_moved = action == "sleep" or point == "quarantine: renamed"
+    name = "x.broken-1" if is_moved else "x"
+    assert sorted(os.listdir(root)) == sorted(["earlier", name])
+    assert (root / name / "notes.txt").read_text() == "mine"
+    again = put_aside_the_broken(root)
+    assert is_state(again.state_dict, EARLIER) and len(again.skipped) == (not is_moved)
+    assert sorted(os.listdir(root)) == ["earlier", "x.broken-1"]
 
 
 # ---- loads ----------------------------------------------------------------------------------------------------------

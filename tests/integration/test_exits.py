@@ -25,10 +25,11 @@ DEADLINE_S = 200.0
 SLACK_S = 1.0
 """For processes that end at the same time and wait for a core."""
 
-STAGINGS = ("auto", "blocking", "overlap")
+STAGINGS = ("auto", "blocking", "overlap", "device")
+"""With "device" the parameters lie on a simulated one."""
 
 TRAINERS = """
-    import atexit, gc, json, os, sys, threading, time
+    import atexit, gc, json, os, random, sys, threading, time
 
     def at_the_very_end():
         if pid == 0:
@@ -38,7 +39,9 @@ TRAINERS = """
     atexit.register(at_the_very_end)  # before ours, so that it runs after it
     import torch
     from asyncckpt import AsyncCheckpointer
+    from asyncckpt.staging import engine
     from asyncckpt.staging.copy_cpu import SlotImage
+    from tests.simulated_device import SimulatedDevice
 
     endpoint, root, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 
@@ -61,6 +64,11 @@ TRAINERS = """
         model = torch.nn.Linear(100, 100)
         with torch.no_grad():
             model.weight.fill_(1.0), model.bias.fill_(2.0)
+        device = SimulatedDevice(random.Random(name))
+        if staging == "device":
+            engine.CudaDevice = lambda: device
+            for parameter in model.parameters():
+                parameter.data = device.put(parameter.data, 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         checkpointer = AsyncCheckpointer(endpoint=endpoint, staging=staging)
         if staging != "blocking":
@@ -74,7 +82,7 @@ TRAINERS = """
             open(f"{root}/{name}.ready", "x").close()
             until(lambda: os.path.exists(f"{root}/go"))
             if how == "copying":
-                SlotImage.copy = never
+                SlotImage.copy, device.frozen = never, True
             handle = checkpointer.save({"model": model.state_dict()}, f"{root}/{name}")
             if how != "copying":
                 until(handle.staged.done)

@@ -148,9 +148,9 @@ def test_structures_in_turn_allocate_nothing_from_the_third_save_of_each_behind_
     pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
     allocate = pool._allocate
 
-    def counted(nbytes: int) -> Any:
+    def counted(nbytes: int, within_s: float | None) -> Any:
         made[0] += 1
-        return allocate(nbytes)
+        return allocate(nbytes, within_s)
 
     monkeypatch.setattr(SlotImage, "__init__", image)
     monkeypatch.setattr(pool, "_allocate", counted)

@@ -39,9 +39,9 @@ class Made:
         pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
         allocate, init, make_plan = pool._allocate, SlotImage.__init__, planner.make_plan
 
-        def counted(nbytes: int) -> Any:
+        def counted(nbytes: int, within_s: float | None) -> Any:
             self.slots.append(nbytes)
-            return allocate(nbytes)
+            return allocate(nbytes, within_s)
 
         def counted_image(image: SlotImage, *arguments: Any) -> None:
             self.images += 1

@@ -252,9 +252,9 @@ def saves_in_turn(rank: int, root: str, prepared: bool) -> list[tuple[int, int, 
         pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
         allocate = pool._allocate
 
-        def counted(nbytes: int) -> Any:
+        def counted(nbytes: int, within_s: float | None) -> Any:
             made[0] += 1
-            return allocate(nbytes)
+            return allocate(nbytes, within_s)
 
         pool._allocate = counted
         for state in structures().values() if prepared else ():

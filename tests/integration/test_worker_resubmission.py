@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import os
 import pathlib
 import subprocess
@@ -84,7 +85,7 @@ def test_all_saves_in_flight_go_on_in_their_order(default_dir: pathlib.Path, tmp
         worker = worker_of(checkpointer)
         session = checkpointer._process._connection.session  # type: ignore[attr-defined]
         pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
-        extra = [pool._try_allocate(slots_of(checkpointer)[0].memory.nbytes) for _ in range(2)]
+        extra = [pool._try_allocate(slots_of(checkpointer)[0].memory.nbytes, math.inf) for _ in range(2)]
         pool._slots += extra
         assert {slot.session for slot in extra} == {session.name}
         with worker.frozen():

@@ -48,7 +48,7 @@ class Process(CheckpointProcess):
         self.asked: dict[str, SaveRequest] = {}
         self.keep: set[str] = set()
 
-    def _allocate(self, nbytes: int) -> LentSlot:
+    def _allocate(self, nbytes: int, _within_s: float | None) -> LentSlot:
         slot = LentSlot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
         slot.memory.mapping.view()[4096 : nbytes - 4096] = b"\xa5" * (nbytes - 8192)
         self.made.append(slot)

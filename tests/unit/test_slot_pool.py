@@ -26,7 +26,7 @@ from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SPARE_SAVES, SlotPool
+from asyncckpt.staging.slot_pool import ANSWER_S, SPARE_SAVES, SlotPool
 
 KIB = 1024
 SMALL, LARGE = 64 * KIB, 128 * KIB
@@ -39,9 +39,14 @@ class Lender:
         self.room = room
         self.made: list[LentSlot] = []
         self.released: list[int] = []
+        self.within_s: list[float | None] = []
         self.error: AsyncCkptError | None = None
+        self.is_frozen = False
 
-    def allocate(self, nbytes: int) -> LentSlot:
+    def allocate(self, nbytes: int, within_s: float | None = None) -> LentSlot | None:
+        self.within_s.append(within_s)
+        if self.is_frozen and within_s is not None:
+            return None
         if self.error is not None:
             raise self.error
         if sum(s.memory.nbytes for s in self.made if not s.memory.mapping.closed) + nbytes > self.room:
@@ -195,6 +200,30 @@ def test_waiting_for_a_slot_ends_at_its_deadline(make: Make, plan: SavePlan) -> 
         acquire(pool, plan, 1)
     assert time.monotonic() - began >= 0.05
     assert isinstance(caught.value, TimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"), [("skip", SaveSkippedError), ("error", SlotBusyError), ("wait", SlotTimeoutError)]
+)
+def test_a_worker_that_does_not_answer_is_no_longer_waited_for_than_a_slot_in_use(
+    make: Make, plan: SavePlan, policy: str, error: type[AsyncCkptError]
+) -> None:
+    pool, lender = make(on_busy=policy, slot_timeout_s=0.05)
+    first = acquire(pool, plan, 0)
+    lender.is_frozen = True
+    with pytest.raises(error):
+        acquire(pool, plan, 1)
+    assert lender.within_s[0] is None, "without a slot there is nothing else to wait for"
+    assert lender.within_s[1] is not None and 0 <= lender.within_s[1] <= 0.05
+    pool.free(name(0))
+    assert acquire(pool, plan, 2) is first
+
+
+def test_who_waits_for_no_slot_waits_a_second_for_an_answer(make: Make, plan: SavePlan) -> None:
+    pool, lender = make(on_busy="skip")
+    acquire(pool, plan, 0)
+    acquire(pool, plan, 1)
+    assert lender.within_s == [None, ANSWER_S]
 
 
 def test_a_waiting_save_gets_the_slot_that_is_freed(make: Make, plan: SavePlan) -> None:

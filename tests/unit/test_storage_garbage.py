@@ -155,7 +155,7 @@ def test_what_is_removed_is_what_was_found_and_foreign_things_stay(root: Path) -
 @pytest.mark.parametrize(
     ("rules", "why"),
     [
-        (Rules(now=time.time(), older_than_s=3600.0), "may be under way"),
+        (Rules(now=NOW, older_than_s=3600.0), "may be under way"),
         (Rules(now=time.time() - 86400.0, older_than_s=0.0), "may be under way"),  # of the future: clocks differ
         ("busy", "the worker writes"),
     ],

@@ -33,18 +33,24 @@ class FakeSession:
         self.refuses: AsyncCkptError | None = None
         self.said: list[Any] = []
         self.meanwhile: Any = lambda: None
-
-    def call(self, build: Any, timeout_s: float) -> messages.Message:
-        message = build(len(self.said) + 1)
-        self.said.append(message)
-        self.meanwhile()
-        if self.refuses is not None:
-            raise self.refuses
-        return messages.Granted(id=message.id, slot=71, fd=5, nbytes=message.nbytes, token=message.token)
+        self.is_late = False
+        self.asked: Future[Any] = Future()
 
     def request(self, build: Any, timeout_s: float) -> Future[Any]:
-        self.said.append(build(len(self.said) + 1))
-        return Future()
+        message, future = build(len(self.said) + 1), Future[Any]()
+        self.said.append(message)
+        if isinstance(message, messages.Adopt):
+            self.asked = future
+            self.meanwhile()
+            if not self.is_late:
+                self.answer(message)
+        return future
+
+    def answer(self, m: messages.Adopt) -> None:
+        if self.refuses is not None:
+            self.asked.set_exception(self.refuses)
+        else:
+            self.asked.set_result(messages.Granted(id=m.id, slot=71, fd=5, nbytes=m.nbytes, token=m.token))
 
 
 class Parts:
@@ -52,7 +58,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session="a" * 16)
-        self.pool = SlotPool(CheckpointerConfig(), lambda nbytes: self.slot, lambda slot: None)
+        self.pool = SlotPool(CheckpointerConfig(), lambda nbytes, within_s: self.slot, lambda slot: None)
         self.pool._slots.append(self.slot)
         self.pending = PendingSaves(commit_timeout_s=60.0, free=self.pool.free)
         self.announced: list[tuple[str, Unended, int]] = []
@@ -208,6 +214,19 @@ def test_a_slot_that_was_closed_meanwhile_is_given_back_at_once(parts: Parts) ->
     adopt, release = session.said
     assert isinstance(adopt, messages.Adopt)
     assert release.slot == 71
+    assert parts.announced == []
+
+
+def test_a_slot_that_is_not_taken_in_time_costs_its_save_and_is_given_back_when_it_is_taken(parts: Parts) -> None:
+    parts.begin()
+    session: Any = FakeSession()
+    session.is_late, parts.takeover._timeout_s = True, 0.01
+    parts.takeover.hand_over(session)
+    ((saves, error),) = parts.given_up
+    assert saves == [str(SAVE)] and isinstance(error, WorkerUnavailableError)
+    (adopt,) = session.said
+    session.answer(adopt)
+    assert session.said[1].slot == 71 and isinstance(session.said[1], messages.Release)
     assert parts.announced == []
 
 
