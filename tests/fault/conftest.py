@@ -89,7 +89,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not directory or not rows:
         return
     plugins = terminalreporter.config.pluginmanager.get_plugins()
-    seed = next(p.pytest_report_header() for p in plugins if hasattr(p, "SEED_VARIABLE")).partition(": ")[2]
+    header = next(p.pytest_report_header(terminalreporter.config) for p in plugins if hasattr(p, "SEED_VARIABLE"))
+    seed = header.partition(": ")[2]
     lines = table(rows, seed)
     terminalreporter.section("fault tests")
     terminalreporter.write_line("\n".join(lines))
