@@ -3,12 +3,14 @@
     python -m benchmarks.recall [--rounds 5] [--dir D]
 
 Each round kills a trainer that has saved; a load from the worker's memory is timed beside a warm copy of as many bytes
-and a load of the same files from the page cache. Every trainer but the first gets the memory of the one before it.
+out of such memory, mapped and touched before (the best of several numbers of threads), and a load of the same files
+from the page cache. Every trainer but the first gets the memory of the one before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncckpt
+from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.mapping import Mapping
 from benchmarks import machine, states
 from benchmarks.limits import THREADS, copy_s
@@ -70,7 +73,9 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
     target = _zeros_like(states.gpt())
     nbytes = states.nbytes(target) // 4096 * 4096
     found: list[dict[str, float]] = []
-    with Mapping(-1, nbytes) as one, Mapping(-1, nbytes) as other:
+    slot = SlotMemory.create(nbytes + 2 * 4096)  # as the worker's memory is: shared, and of small pages
+    with Mapping(-1, nbytes) as one, contextlib.closing(slot):
+        other = slot.mapping
         for memory in (one, other):
             ctypes.memset(memory.address, 1, nbytes)
         for number in range(rounds + 1):  # the first one finds no memory
