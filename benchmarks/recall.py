@@ -4,7 +4,8 @@
 
 Each round kills a trainer that has saved; a load from the worker's memory is timed beside a warm copy of as many bytes
 out of such memory, mapped and touched before (the best of several numbers of threads), and a load of the same files
-from the disk: they were written directly, past the page cache. Every trainer but the first gets the memory of the one before it.
+from the disk: they were written directly, past the page cache. Every trainer but the first gets the
+memory of the one before it.
 """
 
 from __future__ import annotations
