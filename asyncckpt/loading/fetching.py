@@ -92,6 +92,23 @@ def read_ranges(
     by_file: dict[tuple[int, int], list[Wanted]] = {}
     for file, wanted in ranges:
         by_file.setdefault(file, []).append(wanted)
+    read_files(contents, by_file, files, threads=threads, verify=verify, buffer=buffer)
+
+
+def read_files(
+    contents: Contents,
+    by_file: dict[tuple[int, int], list[Wanted]],
+    files: Files,
+    *,
+    threads: int,
+    verify: bool,
+    buffer: memoryview | None = None,
+) -> None:
+    """Read ranges of shards; as `read_ranges`, with the ranges of each file together.
+
+    Raises:
+        CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+    """
     if contents.source is not None:
         read_foreign(contents, by_file, files, threads=threads, buffer=buffer)
         return

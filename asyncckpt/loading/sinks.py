@@ -49,7 +49,7 @@ def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the stored bytes of a tensor of `dtype` are the target's memory as it is."""
-    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and not _is_lazy(target)
+    return target.is_cpu and target.dtype == dtype and target.is_contiguous() and not _is_lazy(target)
 
 
 def _is_lazy(target: torch.Tensor) -> bool:
