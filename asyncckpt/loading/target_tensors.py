@@ -81,7 +81,8 @@ def check_fillable(target: TargetTensor, fqn: str) -> None:
         ConfigError: It is expanded.
     """
     for tensor, _ in target.shards:
-        if 0 in tensor.stride() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        strides = tensor.stride()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
             raise ConfigError(
                 f"target tensor {fqn!r} is expanded: its elements share memory, so it cannot be filled; pass a clone()",
                 field="state_dict",
