@@ -273,7 +273,8 @@ class _Reader:
     def _is_sound(self, source: _Source, step: Step, view: memoryview) -> bool:
         unit, digests = source.request.block_nbytes, source.request.shard.digests
         first = step.start // unit * DIGEST_NBYTES
-        found = block_digests(view, unit)
+        with view[: step.end - step.start] as exact:  # `view` may be longer
+            found = block_digests(exact, unit)
         if found == digests[first : first + len(found)]:
             return True
         sound = True
