@@ -30,7 +30,7 @@ class Filler:
     Args:
         contents: The checkpoint.
         files: The storage seam.
-        threads: Reading threads.
+        threads: Reading threads; None: as many as the device wants.
         verify: As `storage.block_reader.read_shards` has it.
         low_memory: See the module.
         shared: The ranks that read once what several of them want; None: each reads for itself.
@@ -41,7 +41,7 @@ class Filler:
         contents: Contents,
         files: Files,
         *,
-        threads: int,
+        threads: int | None,
         verify: bool,
         low_memory: bool,
         shared: SharedReads | None = None,

@@ -46,7 +46,7 @@ class _Options:
     keys: Sequence[str] | None
     strict: bool
     verify: bool
-    threads: int
+    threads: int | None
     low_memory: bool
     key_map: KeyMap | None
     allow_pickle: bool
@@ -119,7 +119,7 @@ class DefaultReader(CheckpointReader):
                 keys=key_list(keys),
                 strict=strict,
                 verify=verify,
-                threads=thread_count(threads),
+                threads=None if threads is None else thread_count(threads),
                 low_memory=_flag("low_memory", low_memory),
                 key_map=key_map,
                 allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),

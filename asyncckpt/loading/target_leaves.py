@@ -33,4 +33,3 @@ def _below(node: Node, path: Path, prefix: str, targets: Targets) -> Iterator[Ta
             yield from _below(child, (*path, key), f"{prefix}{key}.", targets)
         else:
             yield (*path, key), f"{prefix}{key}", child, holder, key
-

@@ -56,6 +56,7 @@ def read_shards(
     verify: bool = True,
     on_corrupt: Callable[[CorruptCheckpointError], None] | None = None,
     buffer: memoryview | None = None,
+    extent_nbytes: int = EXTENT_NBYTES,
 ) -> ReadReport:
     """Read, verify and hand on all wanted ranges.
 
@@ -71,6 +72,7 @@ def read_shards(
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
         buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
             the kernel's fresh pages cost as much as a copy. None, or more threads: new memory.
+        extent_nbytes: What one thread reads at a time, at most.
 
     Raises:
         CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
@@ -84,7 +86,7 @@ def read_shards(
     for request in requests:
         ShardReader(path, request.shard, save_id, files).close()
     reader = _Reader(path, save_id, files, verify, on_corrupt)
-    todo = [extent for request in requests for extent in reader.plan(request, threads)]
+    todo = [extent for request in requests for extent in reader.plan(request, threads, extent_nbytes)]
     if todo:
         reader.run(todo, threads, buffer)
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
@@ -130,9 +132,9 @@ class _Reader:
         self._error: BaseException | None = None
         self.cached_nbytes = self.disk_nbytes = 0
 
-    def plan(self, request: ShardRequest, threads: int) -> list[_Extent]:
+    def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
-        limit = min(EXTENT_NBYTES, BUFFERS_NBYTES // threads)
+        limit = min(extent_nbytes, BUFFERS_NBYTES // threads)
         if self._verify:
             groups = plan_extents(request, threads, unit=request.block_nbytes, extent_nbytes=limit)
         else:

@@ -147,15 +147,13 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     tensors = {
         fqn: SavedTensor(fqn, known.dtype, known.global_shape, tuple(found[fqn])) for fqn, known in first.items()
     }
-    for fqn, _, shape, chunks in tensors.values():
-        if len(chunks) == 1 and chunks[0][1].sizes == shape:
+    for fqn, _, shape, placed in tensors.values():
+        if len(placed) == 1 and placed[0][1].sizes == shape:
             continue  # the usual case, without a call
-        boxes = [(chunk.offsets, chunk.sizes) for _, chunk in chunks]
-        fault = located_fault(shape, boxes, [rank for rank, _ in chunks])
+        boxes = [(chunk.offsets, chunk.sizes) for _, chunk in placed]
+        fault = located_fault(shape, boxes, [rank for rank, _ in placed])
         if fault:
-            raise CorruptCheckpointError(
-                f"{path}: tensor {fqn!r}: {fault}", path=path, fqn=fqn, detail=fault
-            )
+            raise CorruptCheckpointError(f"{path}: tensor {fqn!r}: {fault}", path=path, fqn=fqn, detail=fault)
     return tensors
 
 
