@@ -2,9 +2,9 @@
 
     python -m benchmarks.pace [--rounds 10] [--dir D]
 
-Each round loads once at the default's pace and once at what was learnt so far, and saves once each by two workers, one
-of which is told the default; which comes first alternates. Learning begins with nothing, so the rounds in which others
-are tried are among them.
+Each round loads once at the default's pace and once at what was learnt so far, and saves once each by a checkpointer
+that asks for the default and one that leaves it to the worker; which comes first alternates. Learning begins with
+nothing, so the rounds in which others are tried are among them.
 """
 
 from __future__ import annotations

@@ -136,6 +136,8 @@ def _checked_tensor(raw: Any) -> TensorEntry:
     if type(fqn) is not str or type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
     global_shape, itemsize = _box(shape), DTYPES[dtype].itemsize
+    if len(chunks) == 1 and type(chunks) is tuple:  # by far the most
+        return TensorEntry(fqn, dtype, global_shape, (_checked_chunk(chunks[0], fqn, itemsize, global_shape),))
     return TensorEntry(
         fqn, dtype, global_shape, tuple([_checked_chunk(c, fqn, itemsize, global_shape) for c in list_of(chunks)])
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.loading.alike import alike_fillings, object_leaves
 from asyncckpt.loading.key_names import KeyMap, renamer
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
@@ -47,7 +48,9 @@ class Matches:
     Attributes:
         targets: The target.
         tensors: What is read into which value; a tensor with several names is there once.
-        filled: Paths of the target's tensors and arrays that are filled in place, and their FQNs.
+        filled: Paths of the target's tensors and arrays that are filled in place; where no module is in the target,
+            nobody asks for them, and they may be left out.
+        filled_fqns: Their FQNs.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
@@ -58,7 +61,8 @@ class Matches:
 
     targets: Targets
     tensors: list[Filling] = field(default_factory=list)
-    filled: dict[Path, str] = field(default_factory=dict)
+    filled: list[Path] = field(default_factory=list)
+    filled_fqns: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
     standing: dict[int, TargetTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -100,6 +104,10 @@ def match(
     """
     targets = Targets(state_dict)
     flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
+    if key_map is None and selection.everything:
+        fillings = alike_fillings(state_dict, flat, saved)
+        if fillings is not None:
+            return _alike(targets, saved, fillings)
     matching = _Matching(Matches(targets), saved, path, refuse)
     matches, rename, taken = matching.matches, renamer(key_map) if key_map is not None else None, saved.leaves
     for leaf in target_leaves(flat.tree, targets):
@@ -130,6 +138,12 @@ def match(
     return matches
 
 
+def _alike(targets: Targets, saved: SavedTree, fillings: list[Filling]) -> Matches:
+    replaced = [Replaced(path, fqn_of(path), node) for path, node in object_leaves(saved.tree)]
+    names = [fqn for fqn, node in saved.leaves.items() if node[0] == "T"]
+    return Matches(targets, tensors=fillings, filled_fqns=names, replaced=replaced, found=dict(saved.leaves))
+
+
 class _Matching:
     """What is known while the tensors of a target are matched, one after the other."""
 
@@ -157,7 +171,8 @@ class _Matching:
             own = self._values.setdefault(id(value), node[1])
         target = target_tensor(value, fqn)
         first, number = self._filled.setdefault(own, (fqn, found))
-        matches.filled[path] = fqn
+        matches.filled.append(path)
+        matches.filled_fqns.append(fqn)
         if first != fqn and number == found:
             return
         if target.global_shape != tensor.global_shape:

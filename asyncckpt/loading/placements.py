@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -33,13 +34,15 @@ def ranges_by_file(
     contents: Contents, placements: Iterable[Placement], verify: bool
 ) -> dict[tuple[int, int], list[Wanted]]:
     """Return the ranges of each file, named by (rank, part), that all placements need; as `ranges_of` has them."""
-    found: dict[tuple[int, int], list[Wanted]] = {}
+    found: defaultdict[tuple[int, int], list[Wanted]] = defaultdict(list)
     for placement in placements:
+        (fqn, dtype_name, shape, chunks), target, _ = placement
+        rank, (part, offset_bytes, nbytes, _, sizes) = chunks[0]
+        if sizes == shape == target.shape and takes_bytes(target, torch_dtype(dtype_name)):  # as `ranges_of`
+            found[rank, part].append(Wanted(offset_bytes, nbytes, fqn, target.data_ptr()))
+            continue
         for file, wanted in ranges_of(contents, placement, verify):
-            if file in found:
-                found[file].append(wanted)
-            else:
-                found[file] = [wanted]
+            found[file].append(wanted)
     return found
 
 

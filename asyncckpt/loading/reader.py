@@ -237,7 +237,7 @@ class _Load:
                 path=self._path,
                 keys=mixed,
             )
-        self._touched.update(matches.filled.values())
+        self._touched.update(matches.filled_fqns)
 
     def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
         return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
