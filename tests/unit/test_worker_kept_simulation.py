@@ -104,7 +104,9 @@ def test_random_schedules_with_readers_keep_every_promise(
     chaos: float, crash_chance: float, rng: random.Random
 ) -> None:
     recalled = kept = lent = 0
-    for schedule in range(SCHEDULES):
+    for schedule in range(10 * SCHEDULES):
+        if schedule >= SCHEDULES and recalled >= SCHEDULES:
+            break  # in a few schedules chance may let nothing be recalled
         seed = rng.getrandbits(32)
         world = KeepingWorld(seed, chaos, crash_chance)
         try:
