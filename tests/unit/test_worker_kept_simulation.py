@@ -83,7 +83,11 @@ class KeepingWorld(CrashingWorld):
             assert all((save_id, r) in self.sealed for r in range(part["world_size"])), "not whole"
             assert save_id not in self.split, "its ranks differ"
             assert save_id in self.commits or not part["committed"]
-            if not self.brain.tables.slots[part["slot"]].closing:
+            slot = self.brain.tables.slots.get(part["slot"])
+            if slot is None:
+                assert not hold, "freed under a reader"
+                continue  # its time was over as it was listed
+            if not slot.closing:
                 continue  # its trainer may use it again at any time
             self.kept_ones += 1
             assert memory.sealed is not None, "its trainer was killed while it staged the next one"
