@@ -20,7 +20,7 @@ _GRAIN = 32768
 """From so many elements on, torch would call its own threads for a copy (at::internal::GRAIN_SIZE)."""
 
 _WIDE, _WIDE_NBYTES = torch.complex128, 16
-"""The widest elements; their copies keep every bit."""
+"""The widest elements; their copies keep every bit. IMPORTANT: only where they are aligned, or the process dies."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -112,7 +112,7 @@ class BoxSink:
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
-            box = self._box if (position | nbytes) % _WIDE_NBYTES else self._wide
+            box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
             _take(box, position // box.dtype.itemsize, elements_at(address, nbytes, box.dtype))
             return
         with self._lock:
@@ -149,7 +149,7 @@ def _widened(box: _Box) -> _Box:
     places = target.stride()
     if n < 2 or not sizes or not target.is_cpu or target.dtype != dtype or _is_lazy(target):
         return box
-    if strides[-1] != 1 or places[-1] != 1 or target.data_ptr() % dtype.itemsize:
+    if strides[-1] != 1 or places[-1] != 1 or target.data_ptr() % _WIDE_NBYTES:
         return box
     if any(size % n for size in (offsets[-1], sizes[-1], target.shape[-1], target.storage_offset())):
         return box
