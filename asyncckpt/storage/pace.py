@@ -21,7 +21,7 @@ KEPT = 5
 """Latest samples of each choice that count."""
 
 GAIN = 1.1
-"""So much faster than the default another choice must be: the spread of one and the same is a tenth (ADR 0028)."""
+"""So much faster than the default the median of another choice must be. Chosen, not measured (ADR 0028)."""
 
 
 class Pace(NamedTuple):
