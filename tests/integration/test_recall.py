@@ -7,6 +7,8 @@ import logging
 import os
 import pathlib
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -393,6 +395,27 @@ def test_socket_that_a_dead_worker_left_is_not_waited_for(
         with pytest.raises(SnapshotUnavailableError, match="no worker listens"):
             asyncckpt.load(tmp_path / "a", source="memory")
         assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+
+
+def test_worker_that_is_ending_when_it_is_asked_is_not_waited_for(endpoint: str) -> None:
+    """Its socket takes connections until the last of its threads is gone."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(endpoint.removeprefix("ipc://"))
+        listener.listen(8)
+
+        def end() -> None:
+            for _ in range(3):  # two looks whether it is there, and the question
+                listener.accept()[0].close()
+            listener.close()
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        try:
+            with pytest.raises(WorkerUnavailableError, match="no worker listens"):
+                Conversation(endpoint, "0", 3600.0)
+        finally:
+            ending.join()
+    os.unlink(endpoint.removeprefix("ipc://"))
 
 
 def test_worker_that_hangs_costs_a_load_a_second_at_most(
