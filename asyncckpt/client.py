@@ -195,8 +195,12 @@ class WorkerProcess(Submitting):
             self._withdrawals.lost(self._pending.names())
             self.pool.orphan_all()
             self._pending.lose_all(error)
-        elif self._pending.names():
+        elif self._pending.names() or self._keeps():
             self._takeover.begin(self._connection)
+
+    def _keeps(self) -> bool:
+        """Whether the next worker is to have, at once, what it keeps in memory for who comes after this trainer."""
+        return self.config.keep_in_memory == "latest" and any(slot.committed for slot in self.pool.held())
 
     # -- called where a session is opened
 

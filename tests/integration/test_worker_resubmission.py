@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import states
 import torch
-from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, stop_whoever_serves, wait_until
+from own_worker import lose, own_worker, worker_of
+from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -28,36 +29,6 @@ from asyncckpt.takeover import MAX_HANDOVERS
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 STATE = {"w": torch.arange(100_000.0)}
-
-
-@pytest.fixture
-def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
-    return endpoint_dir
-
-
-@contextlib.contextmanager
-def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
-    """A checkpointer that starts its workers; they are ended after it."""
-    checkpointer = AsyncCheckpointer(**fields)
-    endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
-    try:
-        with checkpointer:
-            yield checkpointer
-    finally:
-        stop_whoever_serves(endpoint)
-
-
-def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:
-    return RealWorker(checkpointer._process.endpoint)  # type: ignore[attr-defined]
-
-
-def lose(checkpointer: AsyncCheckpointer) -> None:
-    """Kill the worker, and wait until that is noticed."""
-    session = checkpointer._process._connection.session  # type: ignore[attr-defined]
-    os.kill(session.worker.pid, 9)
-    wait_until(lambda: session.error is not None, "the loss is noticed")
 
 
 def test_a_save_in_flight_is_written_by_the_next_worker(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -141,6 +141,7 @@ class CrashingWorld(World):
             token=b"t" * 16,
             generation=memory.generation,
             ended=memory.generation - (save_id in trainer.pending),
+            committed=save_id if save_id in self.commits and save_id not in trainer.pending else "",
         )
         self.post(peer, trainer.ask(adopt))
 
