@@ -28,6 +28,7 @@ from asyncckpt.protocol import lifecycle, messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.session_thread import DIED
 from asyncckpt.slot_lender import SlotLender, while_workers_die
+from asyncckpt.slow_saves import why_saves_do_not_end
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.submitting import SUBMIT_TIMEOUT_S, Submitting
 from asyncckpt.takeover import MAX_HANDOVERS, Takeover
@@ -89,7 +90,8 @@ class WorkerProcess(Submitting):
             timeout_s=2 * config.worker_timeout_s,
             attempts=self._attempts,
         )
-        self.pool = SlotPool(config, lender.allocate, lender.give_back)
+        why: Callable[[], str] = lambda: why_saves_do_not_end(self._connection.session)
+        self.pool = SlotPool(config, lender.allocate, lender.give_back, why)
         self._pending = PendingSaves(
             commit_timeout_s=config.commit_timeout_s,
             free=self.pool.free,

@@ -52,6 +52,12 @@ class Session(SessionThread):
         """Why the session ended, or None while it lives."""
         return self._error
 
+    @property
+    def silent_s(self) -> float:
+        """How long the worker has owed an answer to a heartbeat."""
+        since = self._silent_since
+        return 0.0 if since is None else max(0.0, time.monotonic() - since)
+
     def open(self, deadline: float, start: Callable[[], None] | None, start_after_s: float = START_AFTER_S) -> None:
         """Greet the worker. Blocks until it answers.
 
