@@ -90,8 +90,9 @@ class WorkerProcess(Submitting):
             timeout_s=2 * config.worker_timeout_s,
             attempts=self._attempts,
         )
-        why: Callable[[], str] = lambda: why_saves_do_not_end(self._connection.session)
-        self.pool = SlotPool(config, lender.allocate, lender.give_back, why)
+        self.pool = SlotPool(
+            config, lender.allocate, lender.give_back, lambda: why_saves_do_not_end(self._connection.session)
+        )
         self._pending = PendingSaves(
             commit_timeout_s=config.commit_timeout_s,
             free=self.pool.free,

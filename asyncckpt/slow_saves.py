@@ -15,6 +15,6 @@ def why_saves_do_not_end(session: Session | None) -> str:
     if session is None or session.error is not None or session.silent_s < SILENT_S:
         return SLOW_STORAGE
     return (
-        f"the worker (pid {session.worker.pid}) at {session.endpoint} has not answered for {session.silent_s:.0f} s: it "
-        "hangs, or was stopped; its saves go on when it does"
+        f"the worker (pid {session.worker.pid}) at {session.endpoint} has not answered for {session.silent_s:.0f} s: "
+        "it hangs, or was stopped; its saves go on when it does"
     )
