@@ -160,7 +160,8 @@ class Session(SessionThread):
             False when the thread has ended already; `on_end` will not be called.
         """
         with self._lock:
-            if self._error is not None or not self.thread.is_alive():
+            # IMPORTANT: one that is just telling of its loss has not ended: what follows from that comes first.
+            if self._has_ended or not self.thread.is_alive():
                 return False
             self._on_end = on_end
         self._ring()

@@ -180,6 +180,12 @@ class Takeover:
                     self._pool.orphan(slot)
         self._on_given_up(lost, error)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a worker is being found just now."""
+        with self._starting:
+            return self._thread is not None
+
     def in_thread(self) -> bool:
         """Whether the caller runs in the thread of a takeover, which may complete futures."""
         return threading.current_thread() is self._thread

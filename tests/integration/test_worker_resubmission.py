@@ -21,8 +21,8 @@ from own_worker import lose, own_worker, worker_of
 from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_until
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer
-from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt import AsyncCheckpointer, launcher
+from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.takeover import MAX_HANDOVERS
@@ -257,6 +257,62 @@ def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(
             with pytest.warns(ResourceWarning, match="dropped"):
                 del checkpointer
                 gc.collect()
+        wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("end", ["leave", "drop"])
+def test_a_checkpointer_that_ends_in_the_moment_of_the_loss_hands_over_what_was_staged(
+    end: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    goes_on = threading.Event()
+    with own_worker() as other:
+        checkpointer = AsyncCheckpointer()
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        connection = checkpointer._process._connection  # type: ignore[attr-defined]
+
+        def late(*arguments: Any, report: Any = connection._report_loss) -> None:
+            assert goes_on.wait(DEADLINE_S)
+            report(*arguments)
+
+        connection._report_loss = late
+        with worker_of(checkpointer).frozen():
+            checkpointer.save(STATE, tmp_path / "1")
+            lose(checkpointer)
+        if end == "leave":
+            checkpointer.leave(0.2)
+        else:
+            with pytest.warns(ResourceWarning, match="dropped"):
+                del checkpointer
+                gc.collect()
+        del connection, late
+        goes_on.set()
+        wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+def test_a_checkpointer_that_leaves_before_another_worker_was_found_still_hands_over_what_was_staged(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, start = threading.Event(), launcher.start_worker
+
+    def late(endpoint: str) -> None:
+        assert found.wait(DEADLINE_S)
+        start(endpoint)
+
+    with own_worker() as other:
+        checkpointer = AsyncCheckpointer()
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        with monkeypatch.context() as patch, worker_of(checkpointer).frozen():
+            patch.setattr(launcher, "start_worker", late)
+            handle = checkpointer.save(STATE, tmp_path / "1")
+            lose(checkpointer)
+            checkpointer.leave(0.2)
+            assert isinstance(handle.written.exception(0), CheckpointerClosedError)
+            checkpointer.close()
+            found.set()
         wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
         states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
         other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
