@@ -75,7 +75,7 @@ def resumes(rank: int, root: str) -> tuple[str, bool, str, float]:
     logging.getLogger("asyncckpt.loading").addHandler(handler)
     logging.getLogger("asyncckpt.loading").setLevel(logging.INFO)
     with AsyncCheckpointer() as checkpointer:
-        newest = str(checkpointer.latest_checkpoint(root, timeout_s=0.2))
+        newest = str(checkpointer.latest_checkpoint(root, timeout_s=4.0))
         target = state_of(rank, 7)
         checkpointer.load(newest, target)
         step = int(newest[-1])

@@ -336,7 +336,7 @@ def test_snapshot_that_could_not_even_get_a_directory_is_resumed_from_until_the_
 
     monkeypatch.setattr(here.storage, "mkdir", refuse)
     handle = saver.save(state_of(1), root / "1")
-    handle.staged.result(DEADLINE_S)
+    is_held(handle)
     staged.set()
     with pytest.raises(SaveFailedError):
         written(handle)

@@ -571,13 +571,13 @@ def test_random_schedules_keep_every_promise(chaos: float, rng: random.Random) -
 
 def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:
     seen: set[str] = set()
-    for _ in range(300):
+    for _ in range(300):  # a quarter of them reach the rarest
         world = World(rng.getrandbits(32), 0.2)
         world.run(steps=STEPS)
         seen |= {entry.phase for _, entry in world.brain.tables.entries()}
         if seen == ENDED:
-            return
-    raise AssertionError(seen)
+            break
+    assert seen == ENDED
 
 
 def test_same_seed_gives_the_same_history() -> None:
