@@ -26,6 +26,9 @@ M = TypeVar("M", bound=messages.Message)
 RESEND_S = 0.2
 """A request without an answer is sent again after this. Chosen: a round trip takes less than a millisecond."""
 
+LOOK_EVERY_S = 1.0
+"""Whether anybody listens still is looked at so often: each look takes a place in the queue of a worker that hangs."""
+
 GOODBYE_LINGER_MS = 200
 
 
@@ -102,7 +105,8 @@ class Conversation:
         number = next(self._ids)
         frames, deadline = codec.encode(build(number)), time.monotonic() + self._answer_s
         while (left := deadline - time.monotonic()) > 0:
-            self._check_served()  # a process that is ending still listens for a moment, and then never answers
+            if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+                self._check_served()  # a process that is ending still listens for a moment, and then never answers
             self._socket.send_multipart(frames)
             again = time.monotonic() + min(RESEND_S, left)
             while (left := again - time.monotonic()) > 0:
@@ -118,6 +122,7 @@ class Conversation:
         )
 
     def _check_served(self) -> None:
+        self._looked_at = time.monotonic()
         if not is_served(self._endpoint):
             text = f"no worker listens at {self._endpoint}"
             raise WorkerUnavailableError(text, endpoint=self._endpoint, detail="no worker")
