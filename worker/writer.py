@@ -23,6 +23,7 @@ from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.home import Home, home_of
 from asyncckpt.storage.pace import Pace
 from asyncckpt.storage.pace_file import DevicePaces
 from asyncckpt.storage.rank_files import DEFAULT_THREADS, EXTENT_NBYTES, write_rank_files
@@ -104,6 +105,10 @@ class Writer:
             return False
 
         return self._wrapped(run, save_id, rank, job.step, job.path)
+
+    def home(self, path: str) -> Home:
+        """Return which directory a save goes to, so that its snapshot is not offered once somebody has removed that."""
+        return home_of(path, self._files)
 
     def write(self, job: Write) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; those that the worker before has made durable are kept.
