@@ -147,7 +147,7 @@ def _slabs(
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
     n = sizes[dim] if sizes else 0
     step = max(1, (_GRAIN - 1) * n // max(1, math.prod(sizes)))
-    if step >= n:
+    if step >= n or torch.get_num_threads() == 1:
         yield start, offsets, sizes
         return
     for at in range(0, n, step):
