@@ -104,6 +104,13 @@ class BoxSink:
         self._gathered: torch.Tensor | None = None
         self._lock = None if aligned else threading.Lock()
 
+    def row_nbytes(self, offset: int) -> int:
+        """Return 0 if pages of a file hold whole elements where the range begins at `offset`, else what rows take."""
+        itemsize = self._dtype.itemsize
+        if offset % itemsize == 0:
+            return 0
+        return next((s for n, s in zip(self._sizes, self._strides, strict=True) if n > 1), 1) * itemsize
+
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
             self._take(position // self._dtype.itemsize, elements_at(address, nbytes, self._dtype))
