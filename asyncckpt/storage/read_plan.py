@@ -21,7 +21,8 @@ STEP_NBYTES = 1 << 20
 
 
 THROUGH_STEP_NBYTES = 2 << 20
-"""One read of what is read through, and the piece that is handed on at once."""
+"""One read of what is read through, and the piece that is handed on at once. On two cores 1 MiB takes 9 % more time
+of the processor, 256 KiB a third more: each piece costs some calls into torch (ADR 0026)."""
 
 EXACT_BELOW_NBYTES = 128 << 10
 """Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
