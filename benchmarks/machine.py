@@ -60,3 +60,16 @@ def timed(call: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
         found = call()
         seconds.append(time.perf_counter() - began)
     return seconds, found
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint, which may be one itself."""
+    return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+
+
+def drop_cache(path: Path) -> None:
+    """Flush the files of a checkpoint, and take them out of the page cache."""
+    for file in files_of(path):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -7,13 +7,14 @@ released when the number is known. So no byte is written twice.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from asyncckpt.conversion.pieces import OutputFile
-from asyncckpt.conversion.windows import Window
+from asyncckpt.conversion.windows import Run, Window
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.crc import joined
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.mapping import Mapping
 
@@ -31,7 +32,7 @@ class _Held(NamedTuple):
 
 
 class PassingChecksums:
-    """The checksums of one file. For each window, in order: `released`, then `put`; one thread at a time.
+    """The checksums of one file. For each window `sums`, then, in order and by one thread at a time, `released`, `put`.
 
     Args:
         file: The file.
@@ -53,15 +54,22 @@ class PassingChecksums:
         self._held.clear()
         self._memory.close()
 
-    def released(self, window: Window, room: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Take the checksums of a window's elements; yield the blocks that waited for them: (offset, bytes)."""
+    def sums(self, window: Window, room: memoryview) -> list[tuple[Run, int]]:
+        """Return the checksums of a window's elements, run by run; any thread, in any order."""
+        found = []
         for run in window.runs:
             if run.piece in self._wanted:
                 at = run.at - window.start
                 with room[at : at + run.nbytes] as elements:
-                    self._running = zlib.crc32(elements, self._running if run.start else 0)
-                if run.is_last:
-                    self._known[run.piece] = self._running
+                    found.append((run, zlib.crc32(elements)))
+        return found
+
+    def released(self, sums: Sequence[tuple[Run, int]]) -> Iterator[tuple[int, memoryview]]:
+        """Take a window's `sums`; yield the blocks that waited for them: (offset, bytes)."""
+        for run, crc in sums:
+            self._running = joined(self._running, crc, run.nbytes) if run.start else crc
+            if run.is_last:
+                self._known[run.piece] = self._running
         waiting = []
         for held in self._held:
             if any(piece not in self._known for _, piece in held.fields):

@@ -1,7 +1,7 @@
 """Writes the files of a target: threads that each read a window, complete it and write it, by O_DIRECT where it works.
 
-Nothing is handed from thread to thread, so that the disk always has reads and writes to do. Only checksums of what
-reaches over several windows go in turn.
+Nothing is handed from thread to thread, so that the disk always has reads and writes to do. Only what checksums of
+whole tensors there are, and where they go, is settled in turn.
 """
 
 from __future__ import annotations
@@ -222,13 +222,13 @@ class _Works:
         if output.checksums is None:
             output.write(start, room[: round_up(window.end - start)])
         else:
-            number = start // windows.WINDOW_NBYTES
+            number, sums = start // windows.WINDOW_NBYTES, output.checksums.sums(window, room)
             with self._turned:
                 while output.turn != number and not self._stopped:
                     self._turned.wait()
                 if self._stopped:
                     raise _Stopped
-            for at, data in output.checksums.released(window, room):
+            for at, data in output.checksums.released(sums):
                 output.write(at, data)
             extents = output.checksums.put(window, room)
             with self._turned:

@@ -135,19 +135,22 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_b
     yield from cutter.cut(first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
-def pieces_to_read(chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool) -> Sequence[Piece]:
+def pieces_to_read(
+    chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool, unit: int = PAGE_NBYTES
+) -> Sequence[Piece]:
     """Return the pieces of `chunk` that are read for a region.
 
     Args:
         chunk, region, itemsize: As `pieces_of` has them.
         block_nbytes: The chunk's unit of checksum.
-        verify: Whole blocks are read; else runs less than a page apart go into one, as no storage reads less.
+        verify: Whole blocks are read; else runs less than a unit apart go into one.
+        unit: See `verify`. A page, as no storage reads less, or more.
     """
     whole = inside(chunk, region)
     if whole is not None:
         return [whole] if whole.length else []
     if not verify:
-        exact = pieces_of(chunk, region, itemsize=itemsize, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES)
+        exact = pieces_of(chunk, region, itemsize=itemsize, unit=unit, exact_below=EXACT_BELOW_NBYTES)
         found = list(itertools.islice(exact, MAX_RANGES + 1))
         if len(found) <= MAX_RANGES:
             return found

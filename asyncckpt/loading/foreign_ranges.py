@@ -14,7 +14,7 @@ import torch
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import BLOCK_NBYTES
-from asyncckpt.loading.sinks import new_tensor
+from asyncckpt.loading.sinks import BoxSink, new_tensor
 from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents
@@ -52,7 +52,7 @@ def read_foreign(
         if isinstance(place, Inline):
             _hand_on(wanted, ctypes.create_string_buffer(place.data, max(1, len(place.data))))
         elif isinstance(place, Located):
-            plain.setdefault(place.part, []).extend(w._replace(offset=w.offset + place.offset) for w in wanted)
+            plain.setdefault(place.part, []).extend(_placed(w, place.offset) for w in wanted)
     _read(contents, plain, files, threads, buffer)
     for place, wanted in zip(places, ranges.values(), strict=True):
         if isinstance(place, Strided):
@@ -60,6 +60,14 @@ def read_foreign(
     shards = contents.ranks[0].index.shards
     # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
     source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
+
+
+def _placed(wanted: Wanted, start: int) -> Wanted:
+    """Return a range of a file, whose elements may begin anywhere: then it is read through, which cuts none."""
+    offset, sink = wanted.offset + start, wanted.sink
+    if isinstance(sink, BoxSink) and not wanted.every:
+        return wanted._replace(offset=offset, every=sink.row_nbytes(offset))
+    return wanted._replace(offset=offset)
 
 
 def _read(

@@ -110,6 +110,13 @@ class BoxSink:
         self._gathered: torch.Tensor | None = None
         self._lock = None if aligned else threading.Lock()
 
+    def row_nbytes(self, offset: int) -> int:
+        """Return 0 if pages of a file hold whole elements where the range begins at `offset`, else what rows take."""
+        itemsize = self._box.dtype.itemsize
+        if offset % itemsize == 0:
+            return 0
+        return next((s for n, s in zip(self._box.sizes, self._box.strides, strict=True) if n > 1), 1) * itemsize
+
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
             box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
@@ -191,7 +198,7 @@ def _slabs(
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
     n = sizes[dim] if sizes else 0
     step = max(1, (_GRAIN - 1) * n // max(1, math.prod(sizes)))
-    if step >= n:
+    if step >= n or torch.get_num_threads() == 1:
         yield start, offsets, sizes
         return
     for at in range(0, n, step):

@@ -6,6 +6,7 @@ by O_DIRECT in large extents.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -28,7 +29,9 @@ from asyncckpt.storage.read_plan import (
     Batch,
     ShardRequest,
     Step,
+    buffer_nbytes,
     fqns_of,
+    is_through,
     plan_batches,
     plan_extents,
 )
@@ -109,11 +112,6 @@ class _Extent(NamedTuple):
     steps: list[Step]
     batch: Batch | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffer that it takes."""
-        return self.batch.nbytes if self.batch else self.steps[-1].end - self.steps[0].start
-
 
 class _Reader:
     def __init__(
@@ -135,21 +133,17 @@ class _Reader:
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
         limit = min(extent_nbytes, BUFFERS_NBYTES // threads)
-        if self._verify:
-            groups = plan_extents(request, threads, unit=request.block_nbytes, extent_nbytes=limit)
-        else:
-            groups = plan_extents(
-                request, threads, unit=PAGE_NBYTES, exact_below=EXACT_BELOW_NBYTES, extent_nbytes=limit
-            )
+        unit, exact_below = (request.block_nbytes, 0) if self._verify else (PAGE_NBYTES, EXACT_BELOW_NBYTES)
+        groups = plan_extents(request, threads, unit=unit, exact_below=exact_below, extent_nbytes=limit)
         batches = plan_batches(request)
-        assert not (self._verify and batches), "a checksum is of a whole block"
+        assert not (self._verify and any(w.every for w in request.wanted)), "a checksum is of a whole block"
         source = _Source(request, len(groups) + len(batches))
         self._sources.append(source)
         return [_Extent(source, steps) for steps in groups] + [_Extent(source, [], batch) for batch in batches]
 
     def run(self, todo: list[_Extent], threads: int, buffer: memoryview | None) -> None:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
-        room = round_up(max(extent.nbytes for extent in todo))
+        room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
         if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
@@ -189,7 +183,9 @@ class _Reader:
                     return
                 extent = self._todo.pop()
             try:
-                if extent.batch:
+                if is_through(extent.steps):
+                    self._read_through(extent.source, extent.steps, buffer, address)
+                elif extent.batch:
                     self._read_batch(extent.source, extent.batch, buffer, address)
                 else:
                     self._read(extent.source, extent.steps, buffer, address)
@@ -208,6 +204,17 @@ class _Reader:
         reader.read_batch(batch, buffer, address)
         with self._lock:
             self.cached_nbytes += batch.nbytes
+        self._release(source)
+
+    def _read_through(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
+        opened = ShardReader(self._path, source.request.shard, self._save_id, self._files, read_ahead=True)
+        with contextlib.closing(opened) as reader:
+            for step in steps:
+                with buffer[: step.end - step.start] as view:
+                    reader.read_buffered(view, step.start, len(view))
+                    self._hand_on(source, step, view, address)
+        with self._lock:
+            self.cached_nbytes += steps[-1].end - steps[0].start
         self._release(source)
 
     def _read(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import threading
 import zlib
 from random import Random
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
-from asyncckpt.conversion import windows
+from asyncckpt.conversion import proof, windows
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile
 from asyncckpt.foreign.verification import verify_any
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.crc import joined
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
@@ -134,7 +136,7 @@ def test_checksums_before_and_behind_their_elements_are_put_whatever_the_windows
             where = run.at - window.start
             room[where : where + run.nbytes] = contents[run.piece][run.start : run.start + run.nbytes]
         view = memoryview(room)
-        for start, data in checksums.released(window, view):
+        for start, data in checksums.released(checksums.sums(window, view)):
             found[start : start + len(data)] = data
             n_written += len(data)
         for start, end in checksums.put(window, view):
@@ -143,6 +145,45 @@ def test_checksums_before_and_behind_their_elements_are_put_whatever_the_windows
     checksums.close()
     assert found[: file.nbytes] == expected
     assert n_written == -(-file.nbytes // 4096) * 4096, "every byte is written once"
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 100_003])
+def test_the_checksum_of_two_runs_is_that_of_all_their_bytes(nbytes: int, rng: Random) -> None:
+    first, second = rng.randbytes(rng.randrange(2000)), rng.randbytes(nbytes)
+    assert joined(zlib.crc32(first), zlib.crc32(second), nbytes) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("stretch_blocks", [1, 2, 1000])
+def test_all_files_are_read_back_whatever_a_pass_holds(
+    stretch_blocks: int, large_sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "STRETCH_NBYTES", stretch_blocks * BLOCK_NBYTES)
+    monkeypatch.setattr(proof, "_REPORTED_NBYTES", 1)
+    real, passes, seen = proof.read_shards, [], []
+
+    def counted(directory: str, save_id: Any, requests: Any, **options: Any) -> Any:
+        passes.append([(r.shard.name, w.offset, w.nbytes) for r in requests for w in r.wanted])
+        return real(directory, save_id, requests, **options)
+
+    monkeypatch.setattr(proof, "read_shards", counted)
+    report = asyncckpt.convert(
+        large_sources["torch"],
+        tmp_path / "x",
+        to="hf",
+        max_shard_bytes=300_000,
+        progress=lambda done, total: seen.append((threading.get_ident(), done, total)),
+    )
+    assert {thread for thread, _, _ in seen} == {threading.get_ident()}
+    assert sorted(done for _, done, _ in seen) == [done for _, done, _ in seen]
+    assert seen[-1][1:] == (2 * report.nbytes, 2 * report.nbytes)
+    held: dict[str, int] = {}
+    for found in passes:
+        assert sum(nbytes for _, _, nbytes in found) <= stretch_blocks * BLOCK_NBYTES
+        for name, offset, nbytes in found:
+            assert offset == held.get(name, 0)
+            held[name] = offset + nbytes
+    files = [file for file in (tmp_path / "x").iterdir() if not file.name.startswith(".")]
+    assert held == {file.name: file.stat().st_size for file in files}
 
 
 class Columns:

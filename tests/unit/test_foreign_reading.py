@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import random
 import shutil
 import struct
 import zipfile
@@ -28,6 +29,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.foreign.kinds import kind_at
 from asyncckpt.foreign.verification import verify_any
+from asyncckpt.storage import read_plan
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
@@ -142,6 +144,23 @@ def test_a_sharded_target_is_filled_from_a_file_that_knows_no_shards(
     asyncckpt.load(samples[kind], target if kind in ("safetensors", "hf") else {"model": target}, low_memory=low_memory)
     states.assert_same(large.tensor, whole["large"][50:150, 500:].contiguous())
     states.assert_same(turned.tensor, whole["transposed"][3:5].contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.complex128])
+def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_bit(
+    dtype: torch.dtype, tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 4096)
+    raw = torch.randint(0, 256, (40 * 6 * 90 * dtype.itemsize,), dtype=torch.uint8)
+    value = raw.view(dtype).view(40, 6, 90)
+    torch.save({"x" * rng.randrange(1, 64): 0, "pad": torch.zeros(rng.randrange(9)), "w": value}, tmp_path / "t.pt")
+    for _ in range(20):
+        sizes = tuple(rng.randrange(1, n + 1) for n in value.shape)
+        offsets = tuple(rng.randrange(n - size + 1) for n, size in zip(value.shape, sizes, strict=True))
+        target = asyncckpt.ShardedSlice(torch.zeros(sizes, dtype=dtype), tuple(value.shape), offsets)
+        asyncckpt.load(tmp_path / "t.pt", {"w": target}, threads=rng.randrange(1, 4))
+        box = value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].contiguous()
+        assert torch.equal(target.tensor.view(torch.uint8), box.view(torch.uint8))
 
 
 def test_default_map_location_is_asked(samples: dict[str, pathlib.Path]) -> None:

@@ -82,12 +82,12 @@ def test_a_load_from_the_page_cache_teaches_nothing(path: str, seen: Seen, monke
 
 
 def test_what_is_known_lies_in_the_users_own_directory(
-    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+    endpoint_dir: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))  # short enough for sockets
     monkeypatch.setattr(pace_file, "SAMPLE_NBYTES", 1)
     paces = fetching.read_paces()
     paces.took(path, fetching.READ_PACES[0], 1 << 20, 1.0)
     (found,) = paces.samples(path)
     assert isinstance(found, Sample) and found.bytes_per_s == 1 << 20
-    assert [file.name.startswith("pace-read-") for file in (tmp_path / "asyncckpt").iterdir()] == [True]
+    assert [file.name.startswith("pace-read-") for file in (endpoint_dir / "asyncckpt").iterdir()] == [True]

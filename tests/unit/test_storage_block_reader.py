@@ -20,6 +20,7 @@ from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
+from asyncckpt.storage import read_plan
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents, read_contents
 from asyncckpt.storage.files import Files
@@ -399,6 +400,41 @@ def test_ranges_that_lie_near_each_other_are_brought_in_together(
         assert start <= chunk.offset_bytes
         assert end == chunk.offset_bytes + 4 * every + 100
         assert start % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "every"), [(140_001, 1), (140_000, 7), (149_000, 16_384), (100_000, 140_000), (150_000, 75_000)]
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_range_that_is_read_through_comes_in_whole_rows_without_advice(
+    saved: tuple[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch, nbytes: int, every: int, threads: int
+) -> None:
+    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 40_000)
+
+    class Advised(RecordingFiles):
+        advised = 0
+
+        def advise_random(self, fd: int) -> None:
+            self.advised += 1
+
+    class Rows(Gathered):
+        def deliver(self, position: int, address: int, nbytes: int) -> None:
+            unit = every if every <= 40_000 else 40_000
+            assert position % unit == 0
+            assert nbytes % unit == 0 or position + nbytes == len(self.data)
+            super().deliver(position, address, nbytes)
+
+    contents = read_contents(saved[0], Files())
+    ((_, chunk),) = contents.tensors["t00"].chunks
+    index = contents.ranks[0].index
+    nbytes = min(nbytes, chunk.nbytes - 5)
+    sink, files = Rows(nbytes), Advised()
+    wanted = [Wanted(chunk.offset_bytes + 5, nbytes, "t00", sink, 1, every)]
+    request = ShardRequest(shard=index.shards[chunk.part], block_nbytes=index.block_nbytes, wanted=wanted)
+    report = read_shards(saved[0], SAVE_ID, [request], files=files, threads=threads, verify=False)
+    assert bytes(sink.data) == saved[1]["t00"][5 : 5 + nbytes]
+    assert (report.cached_nbytes, report.disk_nbytes) == (nbytes, 0)
+    assert files.advised == 1  # where the file was looked at; the kernel's read-ahead is on where it is read
 
 
 def test_a_short_read_of_a_range_is_continued_and_an_early_end_named(saved: tuple[str, dict[str, bytes]]) -> None:
