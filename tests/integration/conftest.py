@@ -21,6 +21,12 @@ def rank_server(request: pytest.FixtureRequest) -> None:
         rank_processes.start_server()
 
 
+@pytest.fixture(autouse=True)
+def all_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies behind the training are tested with small tensors, on machines with any number of cores."""
+    overlapping.copy_all_behind(monkeypatch.setattr)
+
+
 @pytest.fixture
 def worker(endpoint: str) -> Iterator[real_worker.RealWorker]:
     """A worker of this test alone, at a private endpoint: it may be killed and frozen."""
