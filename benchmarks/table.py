@@ -75,7 +75,7 @@ def overlap_table(result: dict[str, Any]) -> str:
         f"A step without a save: {found['quiet step, ms']:.0f} ms. First `save()` after `prepare()`: "
         f"{found['first save after prepare(), overlap, ms']:.0f} ms behind the training.",
         "",
-        *_where(result, f"{len(rounds)} rounds of {overlap.SAVES_PER_ROUND} saves of either kind", result["machine"]),
+        *_where(result, f"{len(rounds)} rounds of {result.get('saves', 6)} saves of either kind", result["machine"]),
     ]
     return "\n".join(lines)
 
