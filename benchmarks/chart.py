@@ -67,7 +67,9 @@ def draw(result: dict[str, Any]) -> str:
             picture.line(at, TOP - 6, at, bottom, "limit")
             picture.text(at + 3, TOP - 10, f"the disk's limit {limits[limit]:.2f}", kind="note")
     saves = compare.saves_of(result)
-    text = f"{compare.gigabytes(result)}, medians of {len(result['rounds'])} rounds of {saves} saves; lines: quartiles. "
+    text = (
+        f"{compare.gigabytes(result)}, medians of {len(result['rounds'])} rounds of {saves} saves; lines: quartiles. "
+    )
     picture.text(10, height - 12, f"{text}{result['machine']['date'][:10]}", kind="note")
     return picture.rendered()
 

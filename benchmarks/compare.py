@@ -256,7 +256,9 @@ def gigabytes(result: dict[str, Any]) -> str:
 def left_out(result: dict[str, Any]) -> str:
     """Return the sentence on rounds that the budget did not leave time for; empty if it left enough."""
     asked, made = result["rounds_asked"], len(result["rounds"])
-    return "" if made == asked else f"{asked - made} of {asked} rounds were left out: {result['budget_s']:.0f} s were up."
+    return (
+        "" if made == asked else f"{asked - made} of {asked} rounds were left out: {result['budget_s']:.0f} s were up."
+    )
 
 
 def report(result: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class CopyClock:
     def __init__(self) -> None:
         self.seconds: list[float] = []
         moving.careful_move = self._timed(moving.careful_move)
-        moving.ctypes.memmove = self._timed(moving.ctypes.memmove)  # type: ignore[attr-defined,assignment]
+        moving.ctypes.memmove = self._timed(moving.ctypes.memmove)  # type: ignore[attr-defined]
         copy_cpu._copy_batch = self._timed(copy_cpu._copy_batch)
 
     def _timed(self, move: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def measure(loop: training.Loop, staging: str, saves: int, directory: Path, cloc
             before, thread_s, worker_s = _process_s(), time.thread_time(), _worker_s(worker)
             handle = checkpointer.save(state, path)
             row = {"save_s": time.thread_time() - thread_s}
-            handle.written.add_done_callback(lambda _, written=written: written.set())  # type: ignore[misc]
+            handle.written.add_done_callback(lambda _, written=written: written.set())
             written.wait()
             handle.written.result()
             row["trainer_s"], row["copy_s"] = _process_s() - before, sum(clock.seconds)

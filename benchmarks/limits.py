@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,15 @@ class Limits:
         best: The fastest choices of (block size, threads), of `writes` and `reads`.
     """
 
-    def __init__(self, directory: Path, nbytes: int, best: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, directory: Path, nbytes: int, best: dict[str, Any] | None = None) -> None:
         self.nbytes = nbytes // 4096 * 4096
         self._path = directory / "limit.bin"
         self._slot = SlotMemory.create(self.nbytes + 2 * 4096)
         self._source = Mapping(-1, self.nbytes)
         for memory in (self._slot.mapping, self._source):
             memory.populate(0, memory.nbytes)
+        self.best_writes: list[Any]
+        self.best_reads: list[Any]
         if best:
             self.best_writes, self.best_reads = best["writes"], best["reads"]
             write_s(self._path, self._view(), *self.best_writes[0])  # there must be a file to read
@@ -133,8 +135,8 @@ class Limits:
         choices = list(itertools.product(BLOCKS_NBYTES, THREADS))
         writes = {c: write_s(self._path, self._view(), *c) for c in choices}
         reads = {c: read_s(self._path, self._view(), self.nbytes, *c) for c in choices}
-        self.best_writes: list[Any] = sorted(choices, key=lambda c: writes[c])[:CANDIDATES]
-        self.best_reads: list[Any] = sorted(choices, key=lambda c: reads[c])[:CANDIDATES]
+        self.best_writes = sorted(choices, key=lambda c: writes[c])[:CANDIDATES]
+        self.best_reads = sorted(choices, key=lambda c: reads[c])[:CANDIDATES]
 
     @property
     def best(self) -> dict[str, list[Any]]:

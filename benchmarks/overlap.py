@@ -77,7 +77,8 @@ def main() -> None:
 def _kind(text: str) -> Kind:
     fields = dict(part.split("=") for part in text.split(","))
     worker = fields.pop("worker", Kind().worker)
-    return Kind(pace=deferred.BEHIND._replace(**{n: int(v) for n, v in fields.items()}), worker=worker)
+    pace: dict[str, Any] = {name: int(value) for name, value in fields.items()}
+    return Kind(pace=deferred.BEHIND._replace(**pace), worker=worker)
 
 
 def _prioritise(pid: int, how: str) -> None:
@@ -90,7 +91,10 @@ def _prioritise(pid: int, how: str) -> None:
 
 def measure(directory: Path, rounds: int, saves: int, kinds: dict[str, Kind]) -> dict[str, Any]:
     """Return every round's figures."""
-    with asyncckpt.AsyncCheckpointer(staging="overlap") as overlap, asyncckpt.AsyncCheckpointer(staging="blocking") as blocking:
+    with (
+        asyncckpt.AsyncCheckpointer(staging="overlap") as overlap,
+        asyncckpt.AsyncCheckpointer(staging="blocking") as blocking,
+    ):
         loop = training.make("gpt")
         loop.attach(overlap.attach)
         loop.step()

@@ -38,9 +38,7 @@ class Picture:
 
     def text(self, x: float, y: float, text: str, *, kind: str = "", anchor: str = "start") -> None:
         """Write at a baseline; `anchor` is start, middle or end."""
-        self._lines.append(
-            f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
-        )
+        self._lines.append(f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, hint: str = "") -> None:
         """Fill a rectangle; `hint` is shown by viewers that can."""

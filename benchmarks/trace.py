@@ -3,8 +3,8 @@
     python -m benchmarks.trace [--state gpt] [--staging overlap] [--dir D]    measure, keep the result file, and draw it
     python -m benchmarks.trace --draw [--state gpt]                           draw the result file again
 
-A loop trains and saves a few times; the last save but one is kept, a warm one. Writes benchmarks/results/trace-STATE.json
-and docs/images/trace-STATE.svg. Nothing else should run.
+A loop trains and saves a few times; the last save but one is kept, a warm one. Writes trace-STATE.json below
+benchmarks/results and trace-STATE.svg below docs/images. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _train(
     """Train and save; returns events, from when to when each save went, its phases, and the state's size."""
     events, marks, reports = Events(), [], []
     moving.careful_move = events.timed("copy", moving.careful_move)
-    moving.ctypes.memmove = events.timed("copy", moving.ctypes.memmove)  # type: ignore[attr-defined,assignment]
+    moving.ctypes.memmove = events.timed("copy", moving.ctypes.memmove)  # type: ignore[attr-defined]
     SlotStager.stage = events.timed("stage", SlotStager.stage)  # type: ignore[method-assign]
     loop = training.make(state)
     with asyncckpt.AsyncCheckpointer(endpoint=endpoint, staging=staging) as checkpointer:
@@ -123,7 +123,7 @@ def _train(
             began = time.monotonic()
             handle = checkpointer.save(saved, directory / str(number))
             done = threading.Event()
-            handle.written.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
+            handle.written.add_done_callback(lambda _, done=done: done.set())
             ended = began
             while not done.is_set():
                 step()

@@ -49,14 +49,15 @@ class Events:
 
 def patch(events: Events) -> None:
     """Put clocks around the calls."""
-    shard_writer.block_digest = events.timed("hash", shard_writer.block_digest)
-    shard_writer.fsync_file = events.timed("fsync", shard_writer.fsync_file)
-    for owner, name, kind in (
+    places: list[tuple[Any, str, str]] = [
+        (shard_writer, "block_digest", "hash"),
+        (shard_writer, "fsync_file", "fsync"),
         (Files, "pwrite", "write"),
         (Writer, "prepare", "prepare"),
         (Writer, "commit", "commit"),
         (RankWriter, "finish", "index"),
-    ):
+    ]
+    for owner, name, kind in places:
         setattr(owner, name, events.timed(kind, getattr(owner, name)))
 
 

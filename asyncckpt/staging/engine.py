@@ -67,7 +67,7 @@ class Engine:
         return [self._device.device_of(tensor) for tensor in tensors]
 
     def deferrable(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Return the numbers of those tensors that it may pay to copy later: large ones, and all that lie on devices."""
+        """Return the numbers of the tensors that it may pay to copy later: large ones, and those on devices."""
         places = self._places(tensors)
         if all(place is None for place in places):
             return image.deferrable

@@ -70,9 +70,7 @@ class Overlap:
         self._owners.clear()
         self._attached = False
 
-    def later(
-        self, tensors: Sequence[torch.Tensor], among: Sequence[int]
-    ) -> tuple[frozenset[int], list[torch.Tensor]]:
+    def later(self, tensors: Sequence[torch.Tensor], among: Sequence[int]) -> tuple[frozenset[int], list[torch.Tensor]]:
         """Return the positions of those tensors that need not be copied before `save()` returns.
 
         Args:
