@@ -49,7 +49,11 @@ KINDS = {
 }
 """What is done -> colour and name."""
 
-LEGEND = ("train", "copy", "hash", "write", "fsync", "index")
+LEGEND = (
+    *(KINDS[kind] for kind in ("train", "copy", "hash", "write")),
+    ("c", "fsync, commit"),
+    ("f", "plan, directory, index"),
+)
 NAMES, SCALE, ROW, TOP = 190, 760, 26, 46
 
 
@@ -157,7 +161,7 @@ def draw(result: dict[str, Any]) -> str:
     picture = Picture(NAMES + SCALE + 60, height, f"One save of {result['nbytes'] / 1e9:.2f} GB, thread by thread")
     until_ms = 1e3 * result["until_s"]
     scale = SCALE / until_ms
-    picture.legend(NAMES, 18, [KINDS[kind] for kind in LEGEND], 105)
+    picture.legend(NAMES, 18, LEGEND, 120)
     bottom = TOP + ROW * len(rows)
     unit = next(u for u in (1, 5, 10, 50, 100, 200, 500, 1000, 5000, 60000) if until_ms / u <= 12)
     for at in range(0, int(until_ms) + 1, unit):

@@ -82,7 +82,7 @@ class Overlap:
         """
         if self._mode == "blocking":
             return _NOTHING, []
-        if self._mode == "auto" and self._attached and not cores_to_spare():
+        if self._mode != "overlap" and self._attached and not cores_to_spare():
             among = [n for n in among if not tensors[n].is_cpu]
         if self._owners:
             return self._owners.owned(tensors, among)
