@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import chart, compare, cpu, table, trace  # noqa: E402
+from benchmarks import chart, compare, cpu, table, trace
 
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00",
