@@ -22,9 +22,11 @@ def rank_server(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def all_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_behind() -> Iterator[None]:
     """Copies behind the training are tested with small tensors, on machines with any number of cores."""
-    overlapping.copy_all_behind(monkeypatch.setattr)
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        overlapping.copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture

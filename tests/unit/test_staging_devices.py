@@ -24,8 +24,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, t
 
 
 @pytest.fixture(autouse=True)
-def all_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_all_behind(monkeypatch.setattr)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture

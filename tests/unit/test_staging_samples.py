@@ -24,8 +24,10 @@ from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def all_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_all_behind(monkeypatch.setattr)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture

@@ -25,8 +25,10 @@ DEVICE = {"staging": "device"}
 
 
 @pytest.fixture(autouse=True)
-def all_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_all_behind(monkeypatch.setattr)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture
