@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ def compare_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def with_picture(result: dict[str, Any], images: str = "docs/images") -> str:
+    """Return the table behind its picture, which `draw` makes; `images` is where the document finds it."""
+    name = f"{images}/compare-{result['state']}.svg"
+    return f"![{result['state']}: ours beside other checkpointers]({name})\n\n{compare_table(result)}"
+
+
 def _compare_cell(found: dict[str, list[float]], measure: str, mark: str) -> str:
     median = statistics.median(found[measure])
     text = f"{median:.3f}" if measure == "stall" and median < 0.1 else f"{median:.2f}"
@@ -172,9 +179,9 @@ TABLES = {
     "save_load": ("save_load-gpt.json", save_load_table),
     "overlap": ("overlap-gpt.json", overlap_table),
     "cpu": ("cpu.json", cpu_table),
-    "compare": ("compare-gpt.json", compare_table),
-    "compare-small": ("compare-small.json", compare_table),
-    "compare-large": ("compare-large.json", compare_table),
+    "compare": ("compare-gpt.json", with_picture),
+    "compare-small": ("compare-small.json", partial(with_picture, images="images")),
+    "compare-large": ("compare-large.json", partial(with_picture, images="images")),
 }
 """Marker in a document -> result file, and what makes a table of it."""
 
