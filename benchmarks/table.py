@@ -175,7 +175,7 @@ def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list
     ]
 
 
-TABLES = {
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "save_load": ("save_load-gpt.json", save_load_table),
     "overlap": ("overlap-gpt.json", overlap_table),
     "cpu": ("cpu.json", cpu_table),
