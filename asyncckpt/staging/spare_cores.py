@@ -18,7 +18,7 @@ def cores_to_spare() -> bool:
     Where devices compute, the host's cores wait for them. Else torch's threads, of all ranks of the node, are counted
     against the cores that this process may use.
     """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     return torch.get_num_threads() * local_ranks(os.environ) < len(os.sched_getaffinity(0))
 

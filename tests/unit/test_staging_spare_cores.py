@@ -36,7 +36,6 @@ def test_cores_that_no_rank_s_threads_use_are_to_spare(
 
 
 def test_where_a_gpu_computes_the_host_s_cores_are_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
     assert cores_to_spare()
