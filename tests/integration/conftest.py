@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,13 @@ def all_behind() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
         overlapping.copy_all_behind(patch.setattr)
         yield
+
+
+@pytest.fixture
+def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
+    return endpoint_dir
 
 
 @pytest.fixture
