@@ -121,7 +121,6 @@ bench-quick: .venv/.dev
 bench-compare: .venv/.dev
 	.venv/bin/$(PIP) -e '.[dev,peers]'
 	for state in gpt small large; do .venv/bin/python -m benchmarks.compare --state $$state; done
-	.venv/bin/python -m benchmarks.chart
 	.venv/bin/python -m benchmarks.table
 
 bench-gpu: .venv/.dev

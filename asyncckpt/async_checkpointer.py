@@ -111,9 +111,10 @@ class AsyncCheckpointer(Overlapping):
     ) -> SaveHandle:
         """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
 
-        What an attached optimizer owns is copied after that, and may be changed once `staged` is done, or after
-        `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for it. All else is copied here, or, where
-        it lies on a GPU, before what comes next in the current stream; other streams wait for that, or for `staged`.
+        What an attached optimizer owns may be copied after that, as `staging` says, and may be changed once `staged` is
+        done, or after `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for it. All else is copied
+        here, or, where it lies on a GPU, before what comes next in the current stream; other streams wait for that, or
+        for `staged`.
 
         Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker and, with several
         ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.

@@ -44,7 +44,9 @@ class CheckpointerConfig:
     Attributes:
         staging: "blocking" copies everything before `save()` returns; "overlap" copies what attached optimizers own
             behind forward and backward, and, without any attached, everything: then the caller changes no tensor
-            before `fence()` or `staged`; "auto" is "overlap" once an optimizer is attached, else "blocking". "device"
+            before `fence()` or `staged`; host tensors below 64 KiB are never left for later. "auto" is "overlap" once
+            an optimizer is attached, except for host memory where torch's threads use every core, which costs the
+            training less in front; without an optimizer it is "blocking". "device"
             copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
             has no room for that, and for what lies in host memory, it is "auto".
         overlap_check: "hash" digests whatever is copied behind the training, at `save()`, after the copy and in the

@@ -9,6 +9,14 @@ if __name__ == "__main__":
     for state in ("gpt", "small"):
         sys.argv = ["benchmarks.save_load", "--state", state]
         runpy.run_module("benchmarks.save_load", run_name="__main__")
-    for name in ("benchmarks.reshard", "benchmarks.scale", "benchmarks.convert", "benchmarks.recall"):
+    for name in (
+        "benchmarks.overlap",
+        "benchmarks.cpu",
+        "benchmarks.trace",
+        "benchmarks.reshard",
+        "benchmarks.scale",
+        "benchmarks.convert",
+        "benchmarks.recall",
+    ):
         sys.argv = [name]
         runpy.run_module(name, run_name="__main__")

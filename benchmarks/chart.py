@@ -1,8 +1,8 @@
-"""Draws a result of `benchmarks.compare`: bars of medians with quartiles, the machine's limit as a line.
+"""Draws results of `benchmarks.compare`: bars of medians with quartiles, the machine's limit as a line.
 
-    python -m benchmarks.chart [--state gpt]
+    python -m benchmarks.chart [--state gpt] [--results DIR] [--images DIR]
 
-Writes docs/images/compare-STATE.svg. The same file always gives the same picture.
+Writes docs/images/compare-STATE.svg of each state that has a result file. The same file always gives the same picture.
 """
 
 from __future__ import annotations
@@ -14,60 +14,75 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare
+from benchmarks.svg import Picture
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PANELS = (
     ("lost warm", "training lost by a save, s", None),
-    ("durable warm", "until it is on the disk, s", "write_s"),
+    ("durable warm", "save until on disk, s", "write_s"),
     ("load cold", "load, nothing cached, s", "read_s"),
 )
-OURS, OTHERS, LIMIT = "#0b6e4f", "#9aa5b1", "#c8553d"
+NAMES, PANEL, BAR, ROW, TOP = 190, 250, 180, 22, 52
 
 
 def main() -> None:
-    """Draw one state."""
+    """Draw one state, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", choices=compare.NBYTES, default="gpt")
-    state = parser.parse_args().state
-    result = json.loads((compare.RESULTS / f"compare-{state}.json").read_text())
-    IMAGES.mkdir(exist_ok=True)
-    draw(result, IMAGES / f"compare-{state}.svg")
+    parser.add_argument("--state", choices=compare.STATES, help="default: every one that was measured")
+    parser.add_argument("--results", type=Path, default=compare.RESULTS)
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    args = parser.parse_args()
+    args.images.mkdir(parents=True, exist_ok=True)
+    for state in compare.STATES if args.state is None else (args.state,):
+        file = args.results / f"compare-{state}.json"
+        if args.state is not None or file.exists():
+            (args.images / f"compare-{state}.svg").write_text(draw(json.loads(file.read_text())))
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture of a result."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "asyncckpt"  # no random ids
-    import matplotlib.pyplot as plt
-
+def draw(result: dict[str, Any]) -> str:
+    """Return the picture of a result. A contender that failed has its row, and says so."""
     every = {name: compare.values(result, name) for name in compare.names(result)}
-    shown = {name: found for name, found in every.items() if not isinstance(found, str)}
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 0.34 * len(shown) + 1.3), sharey=True)
-    positions = range(len(shown))
-    for axis, (measure, title, limit) in zip(axes, PANELS, strict=True):
-        medians = [statistics.median(found[measure]) for found in shown.values()]
-        spans = [compare.interval(found[measure]) for found in shown.values()]
-        errors = [
-            [max(0.0, m - low) for m, (low, _) in zip(medians, spans, strict=True)],
-            [max(0.0, high - m) for m, (_, high) in zip(medians, spans, strict=True)],
-        ]
-        colours = [OURS if name.startswith("asyncckpt") else OTHERS for name in shown]
-        axis.barh(positions, medians, xerr=errors, color=colours, height=0.7, error_kw={"lw": 1, "ecolor": "#333"})
+    height = TOP + ROW * len(every) + 34
+    picture = Picture(NAMES + PANEL * len(PANELS), height, f"{result['state']}: ours beside other checkpointers")
+    limits = compare.limits(result)
+    for row, (name, found) in enumerate(every.items()):
+        y = TOP + ROW * row
+        picture.text(NAMES - 10, y + 13, name, anchor="end")
+        if isinstance(found, str):
+            picture.text(NAMES, y + 13, f"fails: {found[:90]}", kind="note")
+    for number, (measure, title, limit) in enumerate(PANELS):
+        x = NAMES + PANEL * number
+        picture.text(x, 20, title, kind="title")
+        medians = {n: statistics.median(v[measure]) for n, v in every.items() if not isinstance(v, str)}
+        spans = {n: compare.interval(v[measure]) for n, v in every.items() if not isinstance(v, str)}
+        highest = max([1e-9, *medians.values(), *(high for _, high in spans.values())])
+        for row, name in enumerate(every):
+            if name in medians:
+                hint = f"{name}: {medians[name]:.3f} s, quartiles {spans[name][0]:.3f} to {spans[name][1]:.3f}"
+                _bar(picture, x, TOP + ROW * row, medians[name], spans[name], BAR / highest, hint)
+        bottom = TOP + ROW * len(every)
+        picture.line(x, TOP - 6, x, bottom, "grid")
         if limit is not None:
-            axis.axvline(compare.limits(result)[limit], color=LIMIT, lw=1, ls="--", label="limit of the machine")
-            axis.legend(loc="lower right", fontsize=8, frameon=False)
-        for at, value in zip(positions, medians, strict=True):
-            axis.text(max(value, 0) + 0.02 * max(medians), at - 0.42, f"{value:.2f}", fontsize=7, color="#333")
-        axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlim(left=min(0.0, *medians))
-    axes[0].set_yticks(positions, list(shown), fontsize=9)
-    axes[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+            at = x + limits[limit] * BAR / highest
+            picture.line(at, TOP - 6, at, bottom, "limit")
+            picture.text(at + 3, TOP - 10, f"the disk's limit {limits[limit]:.2f}", kind="note")
+    saves = compare.saves_of(result)
+    text = (
+        f"{compare.gigabytes(result)}, medians of {len(result['rounds'])} rounds of {saves} saves; lines: quartiles. "
+    )
+    picture.text(10, height - 12, f"{text}{result['machine']['date'][:10]}", kind="note")
+    return picture.rendered()
+
+
+def _bar(
+    picture: Picture, x: float, y: float, median: float, span: tuple[float, float], scale: float, hint: str
+) -> None:
+    kind = "a" if hint.startswith("asyncckpt") else "b"
+    shown = max(0.0, median) * scale
+    picture.box(x, y + 3, shown, ROW - 8, kind, hint)
+    low, high = (x + max(0.0, one) * scale for one in span)
+    picture.line(low, y + ROW / 2 - 1, high, y + ROW / 2 - 1)
+    picture.text(max(x + shown, high) + 4, y + 14, f"{median:.2f}", kind="note")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ class Contender:
         fsyncs: Whether what it reports as written has been flushed to the disk.
         verifies: Whether a load would notice a changed byte.
         outlives: Whether a save that has begun is finished when the trainer is killed.
-        loads_only: Other ways to load what another contender has saved.
     """
 
     fsyncs = verifies = outlives = False
@@ -48,12 +48,16 @@ class Contender:
         """Load into the loop's model and optimizer."""
         raise NotImplementedError
 
+    def loads(self) -> dict[str, Callable[[Path], None]]:
+        """Return ways to load what it saves, by name; its own has an empty one."""
+        return {"": self.load}
+
     def close(self) -> None:
         """End what it has started."""
 
 
 class Ours(Contender):
-    """`AsyncCheckpointer`, its copies behind the training."""
+    """`AsyncCheckpointer` with an attached optimizer; it chooses by itself what is copied behind the training."""
 
     fsyncs = verifies = outlives = True
 
@@ -80,31 +84,26 @@ class Ours(Contender):
         self.checkpointer.close()
 
 
-class OursBlocking(Ours):
-    """`AsyncCheckpointer`, `save()` returning when the copy is done."""
+class OursOverlap(Ours):
+    """`AsyncCheckpointer`, its copies behind the training whatever that costs: the shortest stall."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(loop, staging="blocking")
+        super().__init__(loop, staging="overlap")
 
 
 class TorchSave(Contender):
-    """`torch.save`."""
-
-    mmap = False
+    """`torch.save`; loaded as it is, and with `mmap=True`."""
 
     def save(self, path: Path) -> Saved:
         path.mkdir()
         torch.save(self.loop.state(), path / "state.pt")
         return Saved(_done(), _done())
 
-    def load(self, path: Path) -> None:
-        self.loop.take(torch.load(path / "state.pt", weights_only=True, mmap=self.mmap))
+    def load(self, path: Path, *, mmap: bool = False) -> None:
+        self.loop.take(torch.load(path / "state.pt", weights_only=True, mmap=mmap))
 
-
-class TorchLoadMmap(TorchSave):
-    """`torch.save`, loaded with `mmap=True`."""
-
-    mmap = True
+    def loads(self) -> dict[str, Callable[[Path], None]]:
+        return {"": self.load, "mmap": partial(self.load, mmap=True)}
 
 
 class Safetensors(Contender):
@@ -270,9 +269,8 @@ class TorchCheckpointing(Contender):
 
 CONTENDERS: dict[str, Callable[[Loop], Contender]] = {
     "asyncckpt": Ours,
-    "asyncckpt, blocking": OursBlocking,
+    "asyncckpt, overlap": OursOverlap,
     "torch.save": TorchSave,
-    "torch.save, mmap": TorchLoadMmap,
     "safetensors": Safetensors,
     "dcp.save": Dcp,
     "dcp.async_save, thread": DcpAsync,

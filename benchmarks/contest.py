@@ -2,7 +2,7 @@
 
     python -m benchmarks.contest NAME --state gpt --saves 6 --dir D
 
-Prints one line of JSON: what it measured, or the error that ended it.
+Prints where it is, line by line, and in the end one line of JSON: what it measured, or the error that ended it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import argparse
 import concurrent.futures
 import json
 import os
+import resource
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ import psutil
 from benchmarks import states, training
 from benchmarks.contenders import CONTENDERS, Contender, Saved, remove
 
-QUIET_STEPS = 6
+QUIET_STEPS = 3
+"""Before the saves, and again after them."""
+
 SAVE_S = 120.0
-"""A save that takes longer is an error of the contender."""
+"""A save that takes longer is an error of the contender; `compare` sets a deadline for all that it does."""
 
 SAMPLE_S = 0.05
 
@@ -38,32 +42,38 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--dir", type=Path, required=True)
     args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         found = measure(args.name, args.state, args.saves, args.dir)
     except Exception as error:  # the peer's, whatever it is: it goes into the table
-        found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        found = {"error": f"{type(error).__name__}: {text}"[:300]}
     print(json.dumps(found), flush=True)
     os._exit(0)  # whatever a peer has left running
 
 
 def measure(name: str, state: str, saves: int, directory: Path) -> dict[str, Any]:
     """Return every figure of one contender."""
+    _say("making the state")
     loop = training.make(state)
     loop.step()
+    _say("making the checkpointer")
     contender = CONTENDERS[name](loop)
     nbytes = states.nbytes(loop.state())
     quiet = [loop.step() for _ in range(QUIET_STEPS)]
     before = _pss()
     rows = []
     for number in range(saves):
+        _say(f"save {number + 1}")
         path = directory / f"{number}"
         rows.append(_save(contender, path))
         remove(path)
     quiet += [loop.step() for _ in range(QUIET_STEPS)]
+    _say("a save whose memory is measured")
     peak = _peak_of_a_save(contender, directory / "kept")
-    load_cold_s = _load(contender, directory / "kept", cold=True)
-    _read(directory / "kept")
-    load_warm_s = _load(contender, directory / "kept", cold=False)
+    _say("loading")
+    loads = {how: _loads(load, directory / "kept") for how, load in contender.loads().items()}
+    _say("closing")
     contender.close()
     remove(directory / "kept")
     quiet_s = statistics.median(quiet)
@@ -78,9 +88,15 @@ def measure(name: str, state: str, saves: int, directory: Path) -> dict[str, Any
         "cold": rows[0],
         "warm": rows[1:],
         "memory_over_state": (peak - before) / nbytes,
-        "load_cold_s": load_cold_s,
-        "load_warm_s": load_warm_s,
+        "load_cold_s": loads[""]["cold_s"],
+        "load_warm_s": loads[""]["warm_s"],
+        "other_loads": {how: seconds for how, seconds in loads.items() if how},
     }
+
+
+def _say(where: str) -> None:
+    """Say how far it is, for whoever has to end it."""
+    print(where, flush=True)
 
 
 def _save(contender: Contender, path: Path) -> dict[str, Any]:
@@ -138,15 +154,19 @@ def _fsync(path: Path) -> None:
             os.close(fd)
 
 
-def _load(contender: Contender, path: Path, *, cold: bool) -> float:
-    if cold:
-        for place, _, files in os.walk(path):
-            for name in files:
-                with open(os.path.join(place, name), "rb") as opened:
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _loads(load: Callable[[Path], None], path: Path) -> dict[str, float]:
+    """Return the seconds of a load with nothing of it in the page cache, and of one with all of it there."""
+    for place, _, files in os.walk(path):
+        for name in files:
+            with open(os.path.join(place, name), "rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     began = time.perf_counter()
-    contender.load(path)
-    return time.perf_counter() - began
+    load(path)
+    cold_s = time.perf_counter() - began
+    _read(path)
+    began = time.perf_counter()
+    load(path)
+    return {"cold_s": cold_s, "warm_s": time.perf_counter() - began}
 
 
 def _read(path: Path) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.mapping import Mapping
@@ -120,20 +121,35 @@ class Limits:
     Args:
         directory: Where to write; the file is removed by `close`.
         nbytes: As much as the state that is compared with the limits.
+        best: What `best` was in an earlier run here; not looked for again.
+
+    Attributes:
+        best: The fastest choices of (block size, threads), of `writes` and `reads`.
     """
 
-    def __init__(self, directory: Path, nbytes: int) -> None:
+    def __init__(self, directory: Path, nbytes: int, best: dict[str, Any] | None = None) -> None:
         self.nbytes = nbytes // 4096 * 4096
         self._path = directory / "limit.bin"
         self._slot = SlotMemory.create(self.nbytes + 2 * 4096)
         self._source = Mapping(-1, self.nbytes)
         for memory in (self._slot.mapping, self._source):
             memory.populate(0, memory.nbytes)
+        self.best_writes: list[Any]
+        self.best_reads: list[Any]
+        if best:
+            self.best_writes, self.best_reads = best["writes"], best["reads"]
+            write_s(self._path, self._view(), *self.best_writes[0])  # there must be a file to read
+            return
         choices = list(itertools.product(BLOCKS_NBYTES, THREADS))
         writes = {c: write_s(self._path, self._view(), *c) for c in choices}
         reads = {c: read_s(self._path, self._view(), self.nbytes, *c) for c in choices}
         self.best_writes = sorted(choices, key=lambda c: writes[c])[:CANDIDATES]
         self.best_reads = sorted(choices, key=lambda c: reads[c])[:CANDIDATES]
+
+    @property
+    def best(self) -> dict[str, list[Any]]:
+        """See the class."""
+        return {"writes": self.best_writes, "reads": self.best_reads}
 
     def _view(self) -> memoryview:
         return self._slot.mapping.view()[4096 : 4096 + self.nbytes]

@@ -1,7 +1,9 @@
-"""Writes the README's tables of figures from the result files.
+"""Makes the tables and pictures of README.md and docs/performance.md from the result files.
 
-python -m benchmarks.table           rewrite README.md
-python -m benchmarks.table --check   say whether it is up to date
+python -m benchmarks.table           rewrite tables and pictures
+python -m benchmarks.table --check   say whether the tables are up to date
+
+What has not been measured, because its result file is not there, stays as it is.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compare, overlap
+from benchmarks import chart, compare, cpu, overlap, trace
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 END = "<!-- end -->"
 
 
@@ -75,8 +79,27 @@ def overlap_table(result: dict[str, Any]) -> str:
         f"A step without a save: {found['quiet step, ms']:.0f} ms. First `save()` after `prepare()`: "
         f"{found['first save after prepare(), overlap, ms']:.0f} ms behind the training.",
         "",
-        *_where(result, f"{len(rounds)} rounds of {overlap.SAVES_PER_ROUND} saves of either kind", result["machine"]),
+        *_where(result, f"{len(rounds)} rounds of {result.get('saves', 6)} saves of either kind", result["machine"]),
     ]
+    return "\n".join(lines)
+
+
+def cpu_table(result: dict[str, Any]) -> str:
+    """Return the figures of `benchmarks.cpu` as Markdown."""
+    lines = [
+        "| CPU, ms a save | `staging` | in `save()` | copying | trainer, beyond the copy | target | worker |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for state, measured in result["states"].items():
+        for staging in cpu.STAGINGS:
+            found = cpu.summary(result, state, staging)
+            name = f"{state}: {measured['tensors']:,} tensors, {measured['nbytes'] / 1e9:.2f} GB"
+            figures = (
+                f"{found['save()']:.0f} | {found['copy']:.0f} | {found['beyond']:.0f} | {cpu.TARGETS_MS[state]:.0f}"
+            )
+            lines.append(f"| {name} | {staging} | {figures} | {found['worker']:.0f} |")
+    machine = result["machine"]
+    lines += ["", f"Medians. {machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}.", ""]
     return "\n".join(lines)
 
 
@@ -99,32 +122,47 @@ def compare_table(result: dict[str, Any]) -> str:
     for name in compare.names(result):
         found = compare.values(result, name)
         if isinstance(found, str):
-            lines.append(f"| {name} | fails: {found.splitlines()[0][:80]} |" + " |" * (len(COLUMNS) - 1))
+            lines.append(f"| {name} | *fails: {_cell(found)}* |" + " |" * (len(COLUMNS) - 1))
             continue
-        fsyncs = next(r["contenders"][name]["fsyncs"] for r in result["rounds"])
-        mark = "" if fsyncs else "*"
+        mark = "" if result["rounds"][0]["contenders"][name]["fsyncs"] else "*"
         unsafe.update(mark)
-        cells = []
-        for measure in COLUMNS:
-            median = statistics.median(found[measure])
-            low, high = compare.interval(found[measure])
-            spread = f" ({low:.2f} to {high:.2f})" if measure in ("lost warm", "durable warm") else ""
-            cells.append(f"{median:.2f}{mark if measure.startswith('durable') else ''}{spread}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(_compare_cell(found, measure, mark) for measure in COLUMNS)} |")
     limits = compare.limits(result)
-    nbytes = compare.NBYTES[result["state"]]
-    saves = 1 + max(len(one["warm"]) for row in result["rounds"] for one in row["contenders"].values() if "warm" in one)
+    rounds = f"{len(result['rounds'])} rounds of {compare.saves_of(result)} saves each"
+    left_out = compare.left_out(result)
     lines += [
         "",
         *(["`*`: it does not fsync; the benchmark did.", ""] if unsafe else []),
         f"The machine's limits in the same rounds: O_DIRECT write {limits['write_s']:.2f} s, read "
         f"{limits['read_s']:.2f} s, copy into warm shared memory {limits['copy_s']:.2f} s. In brackets: quartiles.",
+        *([left_out] if left_out else []),
         "",
-        *_where(
-            result | {"nbytes": nbytes}, f"{len(result['rounds'])} rounds of {saves} saves each", result["machine"]
-        ),
+        *_where(result | {"nbytes": compare.NBYTES[result["state"]]}, rounds, result["machine"]),
     ]
     return "\n".join(lines)
+
+
+def with_picture(result: dict[str, Any], images: str = "docs/images") -> str:
+    """Return the table behind its picture, which `draw` makes; `images` is where the document finds it."""
+    name = f"{images}/compare-{result['state']}.svg"
+    return f"![{result['state']}: ours beside other checkpointers]({name})\n\n{compare_table(result)}"
+
+
+def _compare_cell(found: dict[str, list[float]], measure: str, mark: str) -> str:
+    median = statistics.median(found[measure])
+    text = f"{median:.3f}" if measure == "stall" and median < 0.1 else f"{median:.2f}"
+    text += mark if measure.startswith("durable") else ""
+    if measure in ("lost warm", "durable warm"):
+        low, high = compare.interval(found[measure])
+        text += f" ({low:.2f} to {high:.2f})"
+    others = [key for key in found if key.startswith(f"{measure}, ")]
+    named = [f"{key.removeprefix(measure + ', ')} {statistics.median(found[key]):.2f}" for key in others]
+    return text + (f" ({', '.join(named)})" if named else "")
+
+
+def _cell(error: str) -> str:
+    """Return an error as it may stand in a table."""
+    return error[:160].replace("|", "/").replace("*", "").replace("<", "(").replace(">", ")")
 
 
 def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list[str]:
@@ -137,32 +175,43 @@ def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list
     ]
 
 
-TABLES = {
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "save_load": ("save_load-gpt.json", save_load_table),
     "overlap": ("overlap-gpt.json", overlap_table),
-    "compare": ("compare-gpt.json", compare_table),
+    "cpu": ("cpu.json", cpu_table),
+    "compare": ("compare-gpt.json", with_picture),
+    "compare-small": ("compare-small.json", partial(with_picture, images="images")),
+    "compare-large": ("compare-large.json", partial(with_picture, images="images")),
 }
-"""Marker in the README -> result file, and what makes a table of it."""
+"""Marker in a document -> result file, and what makes a table of it."""
 
 
-def rendered(text: str) -> str:
-    """Return the README with its tables made anew."""
+def rendered(text: str, results: Path = RESULTS) -> str:
+    """Return a document with its tables made anew."""
     for name, (file, table) in TABLES.items():
         head, begin, rest = text.partition(f"<!-- {name} -->\n")
-        if not begin:
+        if not begin or not (results / file).exists():
             continue
         _, _, tail = rest.partition(END)
-        text = head + begin + table(json.loads((RESULTS / file).read_text())) + END + tail
+        text = head + begin + table(json.loads((results / file).read_text())) + END + tail
     return text
+
+
+def draw(results: Path = RESULTS, images: Path = chart.IMAGES) -> None:
+    """Make every picture whose result file is there."""
+    images.mkdir(parents=True, exist_ok=True)
+    for maker, prefix in ((chart.draw, "compare-"), (trace.draw, "trace-")):
+        for file in sorted(results.glob(f"{prefix}*.json")):
+            (images / f"{file.stem}.svg").write_text(maker(json.loads(file.read_text())))
 
 
 def main() -> int:
     """Rewrite or check; returns the exit code."""
-    text = README.read_text()
-    wanted = rendered(text)
     if "--check" in sys.argv[1:]:
-        return int(text != wanted)
-    README.write_text(wanted)
+        return int(any(path.read_text() != rendered(path.read_text()) for path in DOCUMENTS))
+    draw()
+    for path in DOCUMENTS:
+        path.write_text(rendered(path.read_text()))
     return 0
 
 

@@ -129,10 +129,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make(state: str) -> Loop:
-    """Return the loop of a state: `gpt` (1.49 GB), `small` (20,000 tensors, 0.33 GB), `large` (4.2 GB), or `tiny`."""
+    """Return the loop of a state: `gpt` (1.49 GB), `small` (20,000 tensors, 0.33 GB), `large` (4.2 GB),
+    `many` (100,000 tensors, 0.1 GB), or `tiny`."""
     torch.manual_seed(1)
     if state == "tiny":
         return Loop(GPT(width=16, layers=1, heads=1), adamw, (1, 4))
+    if state == "many":
+        return Loop(ManyTensors(100_000, 1024), sgd, (8, 1))
     if state == "small":
         return Loop(ManyTensors(), sgd, (8, 1))
     if state == "large":

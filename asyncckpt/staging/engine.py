@@ -66,6 +66,13 @@ class Engine:
             return []
         return [self._device.device_of(tensor) for tensor in tensors]
 
+    def deferrable(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Return the numbers of the tensors that it may pay to copy later: large ones, and those on devices."""
+        places = self._places(tensors)
+        if all(place is None for place in places):
+            return image.deferrable
+        return sorted({*image.deferrable, *(n for n, place in enumerate(places) if place is not None)})
+
     def pin(self, room: Room, devices: Sequence[int]) -> bool:
         """Pin the room's memory, once, if `devices` copy into it and `use_pinned_memory` says so; says whether it is.
 

@@ -46,7 +46,7 @@ FULL = Pace()
 class Moves(deque[tuple[int, int, int]]):
     """What is to be moved: (target, source, nbytes); and what went wrong, if anything did."""
 
-    fault: OSError | None = None
+    fault: Exception | None = None
 
 
 def move_all(moves: Moves, pace: Pace = FULL) -> None:

@@ -12,6 +12,7 @@ from asyncckpt.errors import CheckpointerClosedError, ConfigError
 from asyncckpt.staging.copier import Copier
 from asyncckpt.staging.fence import Fence
 from asyncckpt.staging.ownership import Owners, has_hooks
+from asyncckpt.staging.spare_cores import cores_to_spare
 
 CLOSE_S = 5.0
 """How long `close` waits for a copy that it has given up: it ends with its piece. Chosen, far above what that takes."""
@@ -69,19 +70,25 @@ class Overlap:
         self._owners.clear()
         self._attached = False
 
-    def later(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
+    def later(self, tensors: Sequence[torch.Tensor], among: Sequence[int]) -> tuple[frozenset[int], list[torch.Tensor]]:
         """Return the positions of those tensors that need not be copied before `save()` returns.
+
+        Args:
+            tensors: The state's.
+            among: Positions of those for which it pays.
 
         Returns:
             The positions; and optimizers' tensors that lie in the same storages.
         """
         if self._mode == "blocking":
             return _NOTHING, []
+        if self._mode != "overlap" and self._attached and not cores_to_spare():
+            among = [n for n in among if not tensors[n].is_cpu]
         if self._owners:
-            return self._owners.owned(tensors)
+            return self._owners.owned(tensors, among)
         # An optimizer that was attached and is gone owns nothing any more; nor does anybody promise to change nothing.
         promised = self._mode == "overlap" and not self._attached
-        return self._owners.everything(tensors) if promised else (_NOTHING, [])
+        return self._owners.everything(tensors, among) if promised else (_NOTHING, [])
 
     def leave(self, timeout_s: float, *, join_s: float | None = None) -> None:
         """Wait for running copies at most `timeout_s`, give up the rest, and take the hooks away.

@@ -74,13 +74,23 @@ class Owners:
     def _living(self) -> Iterator[torch.optim.Optimizer]:
         return (found for reference in self._optimizers if (found := reference()) is not None)
 
-    def owned(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
+    def owned(
+        self, tensors: Sequence[torch.Tensor], among: Sequence[int] | None = None
+    ) -> tuple[frozenset[int], list[torch.Tensor]]:
         """Find what the optimizers own of `tensors`, as far as it lies on the CPU or on CUDA devices.
+
+        Args:
+            tensors: The state's.
+            among: Positions in it; None: all of them.
 
         Returns:
             The positions in `tensors`, the very same object as at the last call if they are equal; and the optimizers'
             own tensors in these storages.
         """
+        if among is None:
+            among = range(len(tensors))
+        if not among:
+            return self._same([]), []
         own: list[torch.Tensor] = []
         for optimizer in self._living():
             if not runs_hooks(optimizer):
@@ -95,9 +105,10 @@ class Owners:
         for tensor, place in zip(own, places, strict=True):
             if place:
                 owned.setdefault(place, []).append(tensor)
-        found, ranges = storages(tensors), dict[int, list[tuple[int, int]]]()
+        found, ranges = storages([tensors[n] for n in among]), dict[int, list[tuple[int, int]]]()
         numbers = []
-        for n, place in enumerate(found):
+        used: set[int] = set()
+        for n, place in zip(among, found, strict=True):
             if place not in owned or not _has_engine(tensors[n]):
                 continue
             # The span of every tensor would be most of what a save of many small ones costs.
@@ -107,7 +118,7 @@ class Owners:
                 if not _lies(tensors[n], ranges[place]):
                     continue
             numbers.append(n)
-        used = {found[n] for n in numbers}
+            used.add(place)
         return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
 
     def _warn(self, optimizer: torch.optim.Optimizer) -> None:
@@ -119,11 +130,13 @@ class Owners:
                 type(optimizer).__name__,
             )
 
-    def everything(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], list[torch.Tensor]]:
+    def everything(
+        self, tensors: Sequence[torch.Tensor], among: Sequence[int]
+    ) -> tuple[frozenset[int], list[torch.Tensor]]:
         """As `owned`, for a caller who promises to change nothing: all of them that lie there."""
-        return self._same([n for n, tensor in enumerate(tensors) if _has_engine(tensor)]), []
+        return self._same([n for n in among if _has_engine(tensors[n])]), []
 
-    def _same(self, numbers: list[int]) -> frozenset[int]:
+    def _same(self, numbers: Sequence[int]) -> frozenset[int]:
         found = frozenset(numbers)
         if found != self._last:
             self._last = found

@@ -182,7 +182,7 @@ class SlotStager(CheckpointStager):
         self, image: SlotImage, tensors: Sequence[torch.Tensor]
     ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
         """Return what is copied later and who else owns it, as `Overlap.later`; and room for copies on the devices."""
-        later, owners = self.overlap.later(tensors)
+        later, owners = self.overlap.later(tensors, self._engine.deferrable(image, tensors))
         snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
         if snapshot is None:
             return later, owners, None

@@ -22,6 +22,14 @@ def rank_server(request: pytest.FixtureRequest) -> None:
         rank_processes.start_server()
 
 
+@pytest.fixture(autouse=True)
+def all_behind() -> Iterator[None]:
+    """Copies behind the training are tested with small tensors, on machines with any number of cores."""
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        overlapping.copy_all_behind(patch.setattr)
+        yield
+
+
 @pytest.fixture
 def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """The default endpoint lies here; a worker there is started by the checkpointer itself."""

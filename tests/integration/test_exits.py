@@ -42,7 +42,7 @@ TRAINERS = """
     atexit.register(at_the_very_end)  # before ours, so that it runs after it
     import torch
     from asyncckpt import AsyncCheckpointer
-    from asyncckpt.staging import engine
+    from asyncckpt.staging import copy_cpu, engine, overlap
     from asyncckpt.staging.copy_cpu import SlotImage
     from tests.simulated_device import SimulatedDevice
 
@@ -98,6 +98,7 @@ TRAINERS = """
                 sys.exit(7)
         return checkpointer, optimizer
 
+    copy_cpu.DEFERRED_FROM_NBYTES, overlap.cores_to_spare = 0, lambda: True
     torch.optim.SGD([torch.ones(1)], lr=1.0)  # which imports much, once for all
     copy, called = SlotImage.copy, threading.Event()
     running, codes = {}, {}

@@ -19,6 +19,7 @@ from real_worker import DEADLINE_S, RealWorker, slots_of, written
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import ConfigError
+from asyncckpt.staging import copy_cpu, overlap
 
 
 def frozen(state: Any) -> Any:
@@ -68,6 +69,44 @@ def test_auto_copies_behind_the_training_once_an_optimizer_is_attached(
     states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
     checkpointer.detach()
     assert checkpointer.save(state, tmp_path / "b").staged.done()
+
+
+@pytest.mark.parametrize("staging", ["auto", "overlap"])
+def test_on_cores_that_are_all_busy_auto_copies_before_save_returns_and_overlap_does_not(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, staging: str
+) -> None:
+    monkeypatch.setattr(overlap, "cores_to_spare", lambda: False)
+    model, optimizer = linear()
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint, staging=staging) as checkpointer:
+        checkpointer.attach(optimizer)
+        state = state_of(model, optimizer)
+        expected = frozen(state)
+        handle = checkpointer.save(state, tmp_path / "a")
+        assert handle.staged.done() is (staging == "auto")
+        gate.open()
+        backward(model)
+        optimizer.step()
+        written(handle)
+    states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
+
+
+def test_small_tensors_are_copied_before_save_returns_large_ones_behind_it(
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_cpu, "DEFERRED_FROM_NBYTES", copy_cpu.LARGE_NBYTES)
+    small = torch.nn.Parameter(torch.arange(1000.0))
+    large = torch.nn.Parameter(torch.arange(copy_cpu.LARGE_NBYTES / 4))
+    optimizer = torch.optim.SGD([small, large], lr=1.0)
+    checkpointer.attach(optimizer)
+    expected = frozen({"small": small.detach(), "large": large.detach()})
+    handle = checkpointer.save({"small": small.detach(), "large": large.detach()}, tmp_path / "a")
+    assert gate.reached.wait(DEADLINE_S) and not handle.staged.done()
+    with torch.no_grad():
+        small.fill_(-1.0)  # past all hooks: its copy has been made
+    gate.open()
+    written(handle)
+    states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
+    assert checkpointer.save({"small": small.detach()}, tmp_path / "b").staged.done()
 
 
 def test_blocking_stays_blocking_with_an_optimizer_attached(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:

@@ -421,7 +421,7 @@ EXIT = """
         if threading.current_thread().name == "asyncckpt-overlap":
             time.sleep(0.5 if way == "soon" else 600)
         copy(*arguments)
-    checkpointer = asyncckpt.AsyncCheckpointer(endpoint=endpoint)
+    checkpointer = asyncckpt.AsyncCheckpointer(endpoint=endpoint, staging="overlap")
     checkpointer.attach(optimizer)
     SlotImage.copy = slow
     handle = checkpointer.save({"model": model.state_dict()}, f"{directory}/a")

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+import overlapping
 import pytest
 import rank_processes
 import states
@@ -35,6 +36,7 @@ def run(worker: RealWorker, function: Any, root: pathlib.Path) -> Any:
 
 
 def trains(rank: int, root: str) -> list[Any]:
+    overlapping.copy_all_behind()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(300, 2000), nn.Linear(2000, 300)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -62,6 +64,7 @@ def test_replicas_that_are_copied_behind_the_training_are_one_checkpoint(
 
 
 def tears(rank: int, root: str) -> list[str]:
+    overlapping.copy_all_behind()
     parameter = nn.Parameter(torch.arange(300_000.0))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     copy = SlotImage.copy

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+import overlapping
 import pytest
 import rank_processes
 import real_worker
@@ -161,11 +162,12 @@ def overlaps(rank: int, root: str) -> tuple[set[str], int, bool]:
     found: list[tuple[int, int]] = []
     later = Overlap.later
 
-    def spy(self: Any, tensors: Any) -> Any:
-        numbers, owners = later(self, tensors)
+    def spy(self: Any, tensors: Any, among: Any) -> Any:
+        numbers, owners = later(self, tensors, among)
         found.append((len(numbers), len(tensors)))
         return numbers, owners
 
+    overlapping.copy_all_behind()
     Overlap.later = spy  # type: ignore[method-assign]
     with AsyncCheckpointer(overlap_check="hash") as checkpointer:
         checkpointer.attach(optimizer)

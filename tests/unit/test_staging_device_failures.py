@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from overlapping import copy_all_behind  # noqa: E402
 from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
 
 from asyncckpt.errors import AsyncCkptError, SlotBusyError, SlotTimeoutError, StagingError  # noqa: E402
@@ -27,6 +28,13 @@ from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 REFUSED = 2  # cudaErrorMemoryAllocation
 MODES: list[dict[str, Any]] = [{"staging": "blocking"}, {"staging": "overlap"}]
+
+
+@pytest.fixture(autouse=True)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture

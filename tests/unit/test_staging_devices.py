@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from overlapping import copy_all_behind  # noqa: E402
 from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
@@ -20,6 +21,13 @@ from asyncckpt.staging.transfer import Transfer  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture

@@ -117,6 +117,58 @@ def bits_of_large(tensor: Any) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
+@pytest.mark.parametrize("startable", [True, False])
+def test_many_small_tensors_are_shared_with_a_second_thread(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch, startable: bool
+) -> None:
+    monkeypatch.setattr(copy_cpu, "HELPED_FROM", 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    if not startable:
+        monkeypatch.setattr(threading.Thread, "start", _refuse)
+    copied_by: list[str] = []
+    batch = copy_cpu._copy_batch
+
+    def noted(targets: list[Any], sources: list[Any]) -> None:
+        copied_by.append(threading.current_thread().name)
+        batch(targets, sources)
+
+    monkeypatch.setattr(copy_cpu, "_copy_batch", noted)
+    state = {str(n): torch.full((100,), float(n)) for n in range(7)}
+    assert staged.stage(state) == [bits(t) for t in state.values()]
+    assert sorted(copied_by) == (["MainThread", "asyncckpt-copy"] if startable else ["MainThread"])
+
+
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_error_of_the_thread_that_helps_is_raised_and_the_next_copy_works(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_cpu, "HELPED_FROM", 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    state = {str(n): torch.full((100,), float(n)) for n in range(7)}
+    staged.stage(state)
+    batch = copy_cpu._copy_batch
+
+    def fails(targets: list[Any], sources: list[Any]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("mine")
+        batch(targets, sources)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_cpu, "_copy_batch", fails)
+        with pytest.raises(RuntimeError, match="mine"):
+            staged.stage(state)
+    assert staged.stage(state) == [bits(t) for t in state.values()]
+
+
+def test_only_tensors_that_are_large_enough_may_be_copied_later(staged: Staged) -> None:
+    few = copy_cpu.DEFERRED_FROM_NBYTES // 4
+    staged.stage({"small": torch.zeros(few - 1), "large": torch.zeros(few), "more": torch.zeros(2 * few)})
+    assert staged.image.deferrable == [1, 2]
+
+
 def test_no_thread_is_left_when_torch_cannot_copy(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.zeros(8 << 20), "b": torch.zeros(3)}
     staged.stage(state)

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from overlapping import copy_all_behind  # noqa: E402
 from simulated_ranks import Ranks  # noqa: E402
 from simulated_saves import Saver, bits, two_devices  # noqa: E402
 
@@ -20,6 +21,13 @@ from asyncckpt.format.checksum import block_digest  # noqa: E402
 from asyncckpt.planning.digests import sample_digests  # noqa: E402
 from asyncckpt.protocol.samples import decode_samples  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture

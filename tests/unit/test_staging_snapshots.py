@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from overlapping import copy_all_behind  # noqa: E402
 from simulated_saves import Saver, bits, two_devices, use_small_pieces  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
@@ -21,6 +22,13 @@ from asyncckpt.staging.transfer import Transfer  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 DEVICE = {"staging": "device"}
+
+
+@pytest.fixture(autouse=True)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
+        copy_all_behind(patch.setattr)
+        yield
 
 
 @pytest.fixture
