@@ -6,26 +6,23 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.errors import CheckpointerClosedError, CheckpointNotFoundError, ConfigError, ForkedError
-from asyncckpt.format.names import SaveId
+from asyncckpt.errors import CheckpointerClosedError, ConfigError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.managing.advice import Advice
 from asyncckpt.managing.housekeeping import Housekeeping
-from asyncckpt.managing.master_params import MasterParams
 from asyncckpt.managing.preemption import Preemption
 from asyncckpt.managing.rendezvous import Rendezvous
 from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
-from asyncckpt.managing.shelf import Shelf
+from asyncckpt.managing.resuming import Resuming
 from asyncckpt.managing.time_plan import TimePlan
-from asyncckpt.restoring import RestoredCheckpoint
-from asyncckpt.retention.ancestry import extended, told
+from asyncckpt.retention.ancestry import told
 from asyncckpt.retention.policy import RetentionPolicy
 from asyncckpt.retention.pruning import Score
 
@@ -35,7 +32,7 @@ _NUMBERS = itertools.count()
 _log = logging.getLogger("asyncckpt")
 
 
-class CheckpointManager(Shelf):
+class CheckpointManager(Resuming):
     """Saves a training to the directories of a root, goes on from the newest, and keeps the disk from filling up.
 
     One manager, on every rank, for a root. It is a context manager. Not thread-safe: one thread trains and saves.
@@ -88,7 +85,7 @@ class CheckpointManager(Shelf):
         quarantine: bool = False,
         **fields: Any,
     ) -> None:
-        super().__init__(root, step_format)
+        super().__init__(root, step_format, quarantine=quarantine)
         policy = RetentionPolicy(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
         if best_fn is not None and max_to_keep == 1:
             raise ConfigError(
@@ -101,7 +98,6 @@ class CheckpointManager(Shelf):
         check_seconds("save_interval_s", save_interval_s)
         SavePolicy(save_interval_steps, save_on_steps, save_when, None)  # refuses before anything is started
         self._advice = Advice(mtbf_s)
-        self._quarantine = quarantine
         self._owned = checkpointer is None
         self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
         try:
@@ -117,9 +113,6 @@ class CheckpointManager(Shelf):
             if self._owned:
                 self.checkpointer.close()
             raise
-        self._ancestry: tuple[SaveId, ...] = ()
-        self._last_step: int | None = None
-        self._closed = False
 
     def _clock(self, interval_s: float | None) -> LocalClock | TimePlan | None:
         if interval_s is None:
@@ -221,53 +214,6 @@ class CheckpointManager(Shelf):
         """
         self._preemption.tell()
 
-    # ---- going on
-
-    def restore(
-        self, state: MutableMapping[Any, Any] | None = None, step: int | None = None, **options: Any
-    ) -> RestoredCheckpoint | None:
-        """Load the newest checkpoint that verifies, from memory if it is there, into `state`; on all ranks the same.
-
-        What is broken is passed over with a warning, as by `restore_latest`; what a rollback has left behind comes
-        last. Full-precision masters that the checkpoint lacks are set from the weights (`refresh_master_params`).
-
-        With `step` that one is loaded and no other. Saving after it begins a new branch: from its first commit on the
-        newest checkpoint is of that branch, and what was saved after `step` before is abandoned: still there, listed,
-        loaded only by its step or when nothing else is sound, and the first that retention removes.
-
-        Args:
-            state: Filled in place: as given to `save`. None: a new dict is made.
-            step: Which one; None: the newest.
-            **options: As of `restore_latest`.
-
-        Returns:
-            What was loaded; None: there is no checkpoint yet.
-
-        Raises:
-            CheckpointNotFoundError: There is none of `step`.
-            NoSoundCheckpointError: None verifies.
-            AsyncCkptError, OSError: As `restore_latest`.
-
-        Blocks: as `restore_latest`.
-        """
-        self._check_usable()
-        options.setdefault("quarantine", self._quarantine)
-        masters = MasterParams(state.values() if state is not None else ())
-        path = self.root if step is None else self._names.path(step)
-        try:
-            found = self.checkpointer.restore_first(self._house.candidates, path, state, below=self.root, **options)
-        except CheckpointNotFoundError:
-            if step is not None:
-                raise
-            return None
-        count = masters.refresh()
-        if count:
-            _log.info("%d master parameters were not in the checkpoint; they were set from the weights", count)
-        self._house.restored(found)
-        self._ancestry = extended(SaveId.parse(found.save_id), found.metadata)
-        self._last_step = found.step
-        return found
-
     # ---- the end
 
     def wait(self, timeout: float | None = None) -> None:
@@ -308,14 +254,6 @@ class CheckpointManager(Shelf):
         finally:
             self._house.close(left_s)
             self._preemption.close()
-
-    def _check_usable(self) -> None:
-        if self._house.is_forked:
-            raise ForkedError(
-                f"the manager of {self.root} was made by another process; make a new one in a forked child"
-            )
-        if self._closed:
-            raise CheckpointerClosedError("the manager is closed")
 
     def __enter__(self) -> CheckpointManager:
         return self
