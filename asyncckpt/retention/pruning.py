@@ -72,7 +72,7 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
         root: Absolute path.
         files: The storage seam.
         score: Of a checkpoint with metrics; what it raises counts as no score, and is logged.
-        broken: `str(save_id)` of those that are known to be damaged.
+        broken: Names of the directories of those that are known to be damaged.
 
     Raises:
         OSError: `root` cannot be listed, for another reason than that it does not exist.
@@ -82,7 +82,7 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
     except (FileNotFoundError, NotADirectoryError):
         found = []
     manifests = {os.path.basename(one.path): one.manifest for one in found if one.manifest is not None}
-    newest = max((m for m in manifests.values() if str(m.save_id) not in broken), key=_age, default=None)
+    newest = max((m for name, m in manifests.items() if name not in broken), key=_age, default=None)
     ancestry = None if newest is None else ancestry_in(newest.metadata)
     stored = [
         Stored(
@@ -91,7 +91,7 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
             save_id=manifest.save_id,
             score=_score_of(manifest, score),
             is_abandoned=newest is not None and not is_ancestor(manifest.save_id, newest.save_id, ancestry),
-            is_sound=str(manifest.save_id) not in broken,
+            is_sound=name not in broken,
             nbytes=manifest.nbytes,
         )
         for name, manifest in manifests.items()
