@@ -27,6 +27,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     NoSoundCheckpointError,
+    WaitTimeoutError,
 )
 
 STEPS = 12
@@ -431,6 +432,21 @@ def test_nobody_told_to_stop_never_stops(manager: Callable[..., CheckpointManage
         assert not any(managed.reached_preemption(step) for step in range(5))
         with pytest.raises(ConfigError, match="preemption_signal"):
             managed.preempt()
+
+
+def test_arguments_that_no_part_takes_are_refused(manager: Callable[..., CheckpointManager]) -> None:
+    with manager() as managed, pytest.raises(ConfigError, match="unheard_of"):
+        managed.save(1, {"w": torch.zeros(3)}, unheard_of=3)
+
+
+def test_waiting_ends_at_its_timeout(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    with CheckpointManager(tmp_path, endpoint=worker.endpoint) as managed:
+        save(managed, 1)
+        with worker.frozen():
+            managed.save(2, {"w": torch.zeros(300)})
+            with pytest.raises(WaitTimeoutError):
+                managed.wait(timeout=0.05)
+        managed.wait()
 
 
 def test_a_closed_manager_says_so(manager: Callable[..., CheckpointManager]) -> None:

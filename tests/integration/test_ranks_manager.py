@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import random
+import shutil
 import signal
 from typing import Any
 
@@ -11,11 +13,13 @@ import interrupted
 import pytest
 import rank_processes
 import torch
+import torch.distributed as dist
 from rank_processes import talk
 from real_worker import RealWorker
 from storage_samples import flip_byte, shard_paths
 
 from asyncckpt import CheckpointManager
+from examples import managed
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
@@ -112,3 +116,22 @@ def test_all_ranks_go_on_from_the_same_step_and_all_say_what_was_broken(
         for rank in range(2):
             ranks.send(rank, "go on")
         assert ranks.results() == [{"step": 2, "skipped": [3]}] * 2
+
+
+def run_example(rank: int, arguments: list[str]) -> float:
+    with contextlib.redirect_stdout(None):
+        return managed.main(arguments)
+
+
+def test_the_example_goes_on_bit_for_bit(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "example"}
+    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    arguments = ["--dir", str(tmp_path / "a"), "--steps", "12", "--every", "4"]
+    losses = []
+    for number in range(2):
+        more = {**environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
+        losses.append(rank_processes.run(2, run_example, arguments, group=False, environ=more))
+        assert sorted(one.name for one in (tmp_path / "a").iterdir())[-1] == "step-00000012"
+        shutil.rmtree(tmp_path / "a/step-00000012")
+    assert losses[0] == losses[1]

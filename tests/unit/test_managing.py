@@ -518,6 +518,12 @@ def test_each_known_form_of_masters_is_understood(form: Callable[[Any, Any], Any
     assert torch.equal(master, torch.ones(3))
 
 
+def test_masters_that_are_spared_stay() -> None:
+    weight, master = torch.ones(3, dtype=torch.float16), torch.zeros(3)
+    assert refresh_master_params(_own(weight, master), but=[master]) == 0
+    assert torch.equal(master, torch.zeros(3))
+
+
 def test_a_plain_optimizer_keeps_none() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight])
@@ -539,7 +545,7 @@ def test_the_interval_loses_least_in_all() -> None:
         best = min(wasted, key=lambda tau: wasted[tau])
         assert optimal_interval(cost_s, mtbf_s) == pytest.approx(best, rel=0.03)
     assert optimal_interval(1e-3, 1e6) == pytest.approx(math.sqrt(2 * 1e-3 * 1e6), rel=1e-3)  # Young's
-    assert optimal_interval(100.0, 50.0) == 50.0
+    assert optimal_interval(save_cost_s=100.0, mtbf_s=50.0) == 50.0
     assert optimal_interval(0.0, 50.0) == 0.0
 
 
