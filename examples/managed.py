@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
             if manager.reached_preemption(state["step"]):  # <- at the same step on all ranks
                 print(f"rank {rank}: told to stop at step {state['step']}", flush=True)
                 break
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if rank == 0:
         print(f"step {state['step']}, loss {loss.item():.6f}", flush=True)
     return loss.item()

@@ -124,14 +124,14 @@ def run_example(rank: int, arguments: list[str]) -> float:
 
 
 def test_the_example_goes_on_bit_for_bit(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "example"}
-    environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
     arguments = ["--dir", str(tmp_path / "a"), "--steps", "12", "--every", "4"]
     losses = []
-    for number in range(2):
-        more = {**environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
-        losses.append(rank_processes.run(2, run_example, arguments, group=False, environ=more))
+    for _ in range(2):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "example"}
+        environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        environ |= {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+        losses.append(rank_processes.run(2, run_example, arguments, group=False, environ=environ))
         assert sorted(one.name for one in (tmp_path / "a").iterdir())[-1] == "step-00000012"
         shutil.rmtree(tmp_path / "a/step-00000012")
     assert losses[0] == losses[1]
