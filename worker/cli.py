@@ -66,6 +66,9 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         max_write_bandwidth=options.max_write_bandwidth,
         advertise=options.advertise or os.environ.get(ADVERTISE_VARIABLE) or LOOPBACK,
         port=options.port,
+        events=options.events,
+        metrics=options.metrics,
+        supervised=not (options.detach or options.while_pid),
         log_format=options.log_format,
         log_file=os.path.abspath(os.path.expanduser(options.log_file)) if options.log_file else None,
     )

@@ -37,6 +37,9 @@ class Session:
     run: str = ""
     """The run that it saves for, or "": not known yet."""
 
+    durable: tuple[int, float] | tuple[()] = ()
+    """The step that this rank has made durable last, and when; for the status report."""
+
     granted: dict[int, int] = field(default_factory=dict)
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
 
@@ -155,6 +158,11 @@ class RankSave:
     resumed: bool = False
     """A worker that is dead may have written its files, or some."""
 
+    seen: str = ""
+    """The phase that was told of last (`moves`), and `since` when it is in it."""
+
+    since: float = 0.0
+
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
@@ -193,6 +201,9 @@ class Save:
 
     told_missing: list[int] | None = None
     """Followed: the ranks that the leader waits for, as it has said."""
+
+    told_end: bool = False
+    """Its end was told of (`moves`)."""
 
     turn_since: float = 0.0
     """When the last of the run's earlier saves that were under way ended: hooks are asked one after another."""

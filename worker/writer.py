@@ -28,6 +28,7 @@ from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt.storage.resuming import is_committed, resume_rank_files
 from asyncckpt_worker.actions import Commit, Prepare, Write
+from asyncckpt_worker.events import SaveKey
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
 from asyncckpt_worker.scheduler import LANES
@@ -59,6 +60,7 @@ class Writer:
         self._threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
         n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, 4))
         self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
+        self._written: dict[SaveKey, list[int]] = {}
 
     def prepare(self, job: Prepare) -> bool:
         """Make the directory and look for what would make the save fail.
@@ -116,7 +118,8 @@ class Writer:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
-                view, rank_job = memory.mapping.view(), self._rank_job(request)
+                pieces = self._written[job.key] = []  # appended to by threads, which needs no lock
+                view, rank_job = memory.mapping.view(), self._rank_job(request, pieces.append)
                 try:
                     if job.resumed:
                         result, kept = resume_rank_files(
@@ -126,12 +129,17 @@ class Writer:
                         result = write_rank_files(rank_job, view, files=self._files, pool=self._pool, check=check)
                         kept = False
                 finally:
+                    self._written.pop(job.key, None)
                     view.release()
             return replace(result, rest_print=rest_print(request)), kept
 
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 
-    def _rank_job(self, request: SaveRequest) -> RankJob:
+    def written(self) -> dict[SaveKey, int]:
+        """Return how many bytes of shards have been written so far, of what is being written now."""
+        return {key: sum(list(pieces)) for key, pieces in list(self._written.items())}
+
+    def _rank_job(self, request: SaveRequest, progress: Callable[[int], None]) -> RankJob:
         return RankJob(
             path=request.path,
             save_id=SaveId.parse(request.save_id),
@@ -145,6 +153,7 @@ class Writer:
             overwrite=request.overwrite,
             umask=request.umask,
             layout=request.layout,
+            progress=progress,
             threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
         )
 
