@@ -10,9 +10,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from asyncckpt import __version__
-from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, verify, worker
+from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, top, verify, worker
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
@@ -26,8 +27,21 @@ COMMANDS = {
     "convert": convert,
     "gc": gc,
     "doctor": doctor,
+    "top": top,
     "worker": worker,
 }
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Breaks descriptions as usual, and keeps the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        kept = text.startswith("example")
+        return text if kept else super()._fill_text(text, width, indent)
+
+
+def _examples(module: ModuleType) -> str:
+    return "examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=module.HELP,
             description=getattr(module, "DESCRIPTION", module.HELP[0].upper() + module.HELP[1:] + "."),
-            epilog=f"example: {module.EXAMPLE}",
+            epilog=_examples(module),
+            formatter_class=_Formatter,
         )
         module.configure(sub)
     return top

@@ -20,7 +20,10 @@ from asyncckpt.foreign.kinds import KINDS
 from asyncckpt.sizes import human
 
 HELP = "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face"
-EXAMPLE = "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model"
+EXAMPLES = (
+    "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model",
+    "asyncckpt convert dcp-dir runs/b/step-300 --to asyncckpt",
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BAR_WIDTH = 30
 _REDRAW_S = 0.1

@@ -9,7 +9,10 @@ from typing import Any
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 
 HELP = "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ"
-EXAMPLE = "asyncckpt diff runs/a/step-300 runs/b/step-300"
+EXAMPLES = (
+    "asyncckpt diff runs/a/step-300 runs/b/step-300",
+    "asyncckpt diff a b --keys model.layers.0 --json",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,10 @@ DESCRIPTION = (
     "which the next save to that path replaces. Only files whose names carry a save id go, and what `convert` left "
     "under its temporary names; committed checkpoints and foreign files stay."
 )
-EXAMPLE = "asyncckpt gc runs/a --older-than 12h --delete"
+EXAMPLES = (
+    "asyncckpt gc runs/a",
+    "asyncckpt gc runs/a --older-than 12h --delete",
+)
 DEFAULT_AGE = "24h"
 """Longer than any save takes, retries of the storage included. Chosen, not measured."""
 

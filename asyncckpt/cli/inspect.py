@@ -18,7 +18,7 @@ from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_obje
 from asyncckpt.storage.files import Files
 
 HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
-EXAMPLE = "asyncckpt inspect runs/a/step-300"
+EXAMPLES = ("asyncckpt inspect runs/a/step-300",)
 MAX_VALUE_CHARS = 60
 
 

@@ -23,7 +23,10 @@ DESCRIPTION = (
     "back to an earlier step the new branch is the newest. What was never committed, was given up (abandoned), put "
     "aside (quarantined) or is damaged follows. With -r directory by directory, each in this order."
 )
-EXAMPLE = "asyncckpt ls runs/a"
+EXAMPLES = (
+    "asyncckpt ls runs/a",
+    "asyncckpt ls -r runs --json",
+)
 FOREIGN = "foreign"
 _ANY_DEPTH = 100
 

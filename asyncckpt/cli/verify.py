@@ -23,7 +23,11 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
 
 HELP = "check every checksum, size and shape of checkpoints; names what is damaged"
-EXAMPLE = "asyncckpt verify runs/a/step-300"
+EXAMPLES = (
+    "asyncckpt verify runs/a/step-300",
+    "asyncckpt verify --newest runs/a",
+    "asyncckpt verify --fast runs/a/step-*",
+)
 MAX_SHOWN = 20
 _CODES = {OK: EXIT_OK, ABSENT: EXIT_NOT_FOUND, UNSUPPORTED: EXIT_FAILED, UNREADABLE: EXIT_FAILED}
 _GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)

@@ -20,7 +20,11 @@ from asyncckpt.protocol.options import add_options, to_arguments
 from asyncckpt.sizes import human
 
 HELP = "start the worker, ask for its status, drain it or stop it"
-EXAMPLE = "asyncckpt worker status --json"
+EXAMPLES = (
+    "asyncckpt worker start --root /checkpoints --idle-exit-s 0",
+    "asyncckpt worker status --json",
+    "asyncckpt worker drain --timeout-s 300",
+)
 ANSWER_TIMEOUT_S = 5.0
 RESEND_S = 0.5
 
