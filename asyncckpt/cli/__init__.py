@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from asyncckpt import __version__
-from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, top, verify, worker
+from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, report, run, top, verify, worker
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "gc": gc,
     "doctor": doctor,
     "top": top,
+    "report": report,
     "worker": worker,
 }
 
