@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from asyncckpt.loading.loader import load as load
     from asyncckpt.loading.opened import OpenCheckpoint as OpenCheckpoint
     from asyncckpt.loading.opened import open_checkpoint as open_checkpoint
+    from asyncckpt.managing.interval import optimal_interval as optimal_interval
+    from asyncckpt.managing.manager import CheckpointManager as CheckpointManager
+    from asyncckpt.managing.master_params import refresh_master_params as refresh_master_params
+    from asyncckpt.managing.rng import RngState as RngState
     from asyncckpt.parts import CheckpointProcess as CheckpointProcess
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
     "AsyncCkptError": "errors",
+    "CheckpointManager": "managing.manager",
     "CheckpointProcess": "parts",
     "CheckpointReader": "parts",
     "CheckpointStager": "parts",
@@ -63,6 +68,7 @@ _WHERE = {
     "PerRank": "per_rank",
     "RankInfo": "config",
     "RestoredCheckpoint": "restoring",
+    "RngState": "managing.rng",
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "ShardedSlice": "planning.sharding.shards",
@@ -76,7 +82,9 @@ _WHERE = {
     "make_async_checkpointer": "factories",
     "make_sync_checkpointer": "factories",
     "open_checkpoint": "loading.opened",
+    "optimal_interval": "managing.interval",
     "plan_load": "loading.load_plan",
+    "refresh_master_params": "managing.master_params",
     "register_shard_type": "planning.sharding.recognising",
     "restore_latest": "restoring",
 }
@@ -86,6 +94,7 @@ _MODULES = ("dcp", "errors")
 __all__ = [
     "AsyncCheckpointer",
     "AsyncCkptError",
+    "CheckpointManager",
     "CheckpointProcess",
     "CheckpointReader",
     "CheckpointStager",
@@ -101,6 +110,7 @@ __all__ = [
     "PerRank",
     "RankInfo",
     "RestoredCheckpoint",
+    "RngState",
     "SaveHandle",
     "SaveReport",
     "ShardedSlice",
@@ -115,7 +125,9 @@ __all__ = [
     "make_async_checkpointer",
     "make_sync_checkpointer",
     "open_checkpoint",
+    "optimal_interval",
     "plan_load",
+    "refresh_master_params",
     "register_shard_type",
     "restore_latest",
 ]

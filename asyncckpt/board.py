@@ -37,11 +37,11 @@ class BoardExchange(Exchange):
         self, rank: RankInfo, call: Call, *, timeout_s: float, environ: Mapping[str, str] | None = None
     ) -> None:
         self._rank, self._call, self._timeout_s = rank, call, timeout_s
-        self._environ = environ = os.environ if environ is None else environ
+        self.environ = environ = os.environ if environ is None else environ
         self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
 
     def meet(self, name: str, call: str) -> Meeting:
-        self.refuse_several_nodes(self._rank.world_size, self._environ)
+        self.refuse_several_nodes(self._rank.world_size, self.environ)
         return _BoardMeeting(self, name, call)
 
     @staticmethod

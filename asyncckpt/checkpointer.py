@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncckpt.checkpoints import latest_checkpoint
-from asyncckpt.config import CheckpointerConfig
+from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import (
     CheckpointerClosedError,
@@ -24,7 +24,7 @@ from asyncckpt.errors import (
     UnsupportedPathError,
     UnsupportedPlatformError,
 )
-from asyncckpt.exchange import Meeting
+from asyncckpt.exchange import Exchange, Meeting
 from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.recalled import check_source
@@ -85,6 +85,16 @@ class Checkpointer(ABC):
         self._sequence = 0
         self._owner_pid = os.getpid()
         self._closed = False
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Which rank of how many this process is."""
+        return self._rank
+
+    @property
+    def exchange(self) -> Callable[[], Exchange] | None:
+        """Returns where the ranks meet; None: they do not, with own parts."""
+        return None if self._coordination is None else self._coordination.find
 
     @abstractmethod
     def save(
@@ -187,11 +197,34 @@ class Checkpointer(ABC):
         Raises:
             CheckpointNotFoundError, NoSoundCheckpointError, ...: As there.
         """
+        return self.restore_first(look, root, state_dict, quarantine=quarantine, timeout_s=timeout_s, **options)
+
+    def restore_first(
+        self,
+        find: Callable[[str], list[Candidate]],
+        root: str | os.PathLike[str],
+        state_dict: MutableMapping[Any, Any] | None = None,
+        *,
+        below: str | None = None,
+        quarantine: bool = False,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> RestoredCheckpoint:
+        """As `restore_latest`, for who has an own idea of what is to be tried, and in which order.
+
+        Args:
+            find: Called on rank 0 with the absolute path of `root`: what is to be tried of what is on disk.
+            root, state_dict, quarantine, timeout_s, **options: As there.
+            below: Saves to this directory are waited for; None: to `root`.
+
+        Raises:
+            CheckpointNotFoundError, NoSoundCheckpointError, ...: As there.
+        """
         self._check_usable()
 
         def candidates(directory: str) -> list[Candidate]:
-            self._await_saves_below(directory, time.monotonic() + timeout_s)
-            return look(directory)
+            self._await_saves_below(below or directory, time.monotonic() + timeout_s)
+            return find(directory)
 
         options.setdefault("allow_pickle", self.config.allow_pickle)
         return restore_first(

@@ -58,7 +58,7 @@ class Coordination:
         package: str,
         worker: Worker | None = None,
     ) -> None:
-        self.rank, self._config, self._find, self._package = rank, config, find, package
+        self.rank, self._config, self.find, self._package = rank, config, find, package
         self.links = Links(rank, worker or Worker(), config.worker_timeout_s)
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
@@ -247,7 +247,7 @@ class Coordination:
 
     def meet(self, name: str, call: str = SAVE) -> Meeting:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
-        return self._find().meet(f"{self._number}/{name}", call)
+        return self.find().meet(f"{self._number}/{name}", call)
 
     # ---- what comes later
 

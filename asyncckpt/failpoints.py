@@ -55,6 +55,9 @@ POINTS: Mapping[str, str] = {
     "gc: tombstone put": "the tombstone has its name, which is not flushed",
     "gc: nothing removed": "nothing of the save can be published any more, and all of it is there",
     "gc: removing": "one more of its files is about to be removed",
+    "retention: delisted": "a tombstone stands for the committed save that goes, and all its files are there",
+    "retention: removing": "one more of its files is about to be removed",
+    "retention: emptied": "none of its files is left, the tombstone stands",
     "quarantine: renaming": "another checkpoint is loaded, the broken one is about to be put aside",
     "quarantine: renamed": "it has its other name, which is not flushed",
     # ---- a load

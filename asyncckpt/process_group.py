@@ -80,7 +80,7 @@ class GroupExchange(Exchange):
         self._rank, self._store = rank, store
 
     def meet(self, name: str, call: str) -> GroupMeeting:
-        return GroupMeeting(self._rank, self._part(name), call)
+        return GroupMeeting(self._rank, self.part(name), call)
 
     def meet_next(self, series: str, call: str) -> GroupMeeting:
         """Return the next meeting of a series, as this rank counts: in the store, which goes as far as the ranks do.
@@ -94,14 +94,15 @@ class GroupExchange(Exchange):
         Raises:
             RuntimeError: The store is gone.
         """
-        counts = self._part(series)
+        counts = self.part(series)
         while True:
             number = counts.add(f"calls/{self._rank.rank}", 1)
             meeting = self.meet(f"{series}-{number}", call)
             if not meeting.is_given_up():
                 return meeting
 
-    def _part(self, name: str) -> Any:
+    def part(self, name: str) -> Any:
+        """Return the part of the store that is called `name`."""
         # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"asyncckpt/{attempt}/{name}", self._store)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +59,16 @@ class RestoredCheckpoint:
         path: The checkpoint's directory.
         step: Its training step.
         state_dict: The target, or a new one.
+        save_id: Of the save that was loaded.
+        metadata: As it was saved with.
         skipped: Newer ones that are broken, the newest first; empty when the newest was sound.
     """
 
     path: str
     step: int
     state_dict: Any = field(repr=False)
+    save_id: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     skipped: tuple[SkippedCheckpoint, ...] = ()
 
 
@@ -233,13 +237,20 @@ def _restored(
     moved: Sequence[str | None],
 ) -> RestoredCheckpoint:
     assert attempts.manifest is not None
-    step = attempts.manifest.step
+    manifest = attempts.manifest
     found = [
         SkippedCheckpoint(path=one.path, step=one.step, error=broken.error, moved_to=to)
         for (one, broken), to in zip(skipped, moved, strict=True)
     ]
-    _log.info("restored step %d from %s", step, path)
-    return RestoredCheckpoint(path=path, step=step, state_dict=loaded, skipped=tuple(found))
+    _log.info("restored step %d from %s", manifest.step, path)
+    return RestoredCheckpoint(
+        path=path,
+        step=manifest.step,
+        state_dict=loaded,
+        save_id=str(manifest.save_id),
+        metadata=manifest.metadata,
+        skipped=tuple(found),
+    )
 
 
 def _none_left(root: str, skipped: Sequence[tuple[Candidate, Broken]], *, is_touched: bool) -> Exception:

@@ -9,6 +9,7 @@
     +-- UnsupportedPathError         (ValueError)         the path is a URL or otherwise no directory path
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
     +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
+    +-- SignalHandlerError           (RuntimeError)       a signal handler was asked for outside the main thread
     +-- UnsupportedPlatformError     (RuntimeError)       not Linux, or a kernel without memfd
     |   one save
     +-- SaveSkippedError             (RuntimeError)       on_busy="skip", on this rank or another
@@ -91,6 +92,10 @@ class ForkedError(AsyncCkptError, RuntimeError, code="forked"):
 
 class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_platform"):
     """This is not Linux, or its kernel lacks what asyncckpt needs."""
+
+
+class SignalHandlerError(AsyncCkptError, RuntimeError, code="signal_handler", fields=("signal",)):
+    """A signal handler was asked for outside the main thread, where Python sets none."""
 
 
 class SaveSkippedError(AsyncCkptError, RuntimeError, code="save_skipped", fields=("save_id", "step", "path", "rank")):

@@ -21,11 +21,13 @@ class Tombstone:
         save_id: The latest save that was given up there.
         created: ISO 8601, UTC.
         writer: Package and version.
+        was_committed: The save had been committed, and retention has removed it.
     """
 
     save_id: SaveId
     created: str
     writer: str
+    was_committed: bool = False
 
 
 def encode_tombstone(tombstone: Tombstone) -> bytes:
@@ -37,6 +39,7 @@ def encode_tombstone(tombstone: Tombstone) -> bytes:
             "save_id": str(tombstone.save_id),
             "created": tombstone.created,
             "writer": tombstone.writer,
+            "was_committed": tombstone.was_committed,
         }
     )
 
@@ -52,6 +55,11 @@ def decode_tombstone(data: bytes, path: str = "") -> Tombstone | None:
         raw = unsealed(data, path)
         if raw["state"] != STATE_ABANDONED:
             return None
-        return Tombstone(save_id=SaveId.parse(raw["save_id"]), created=str(raw["created"]), writer=str(raw["writer"]))
+        return Tombstone(
+            save_id=SaveId.parse(raw["save_id"]),
+            created=str(raw["created"]),
+            writer=str(raw["writer"]),
+            was_committed=raw.get("was_committed") is True,
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, UnsupportedFormatError):
         return None

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 
 from asyncckpt.failpoints import reach
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, owner_of, temporary_tombstone_name
+from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of, temporary_tombstone_name
 from asyncckpt.format.tombstone import Tombstone, encode_tombstone
 from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
@@ -109,9 +109,38 @@ def put_tombstone(garbage: Garbage, files: Files, *, umask: int, package: str) -
         FileExistsError: A save has been committed there meanwhile.
         OSError: A call failed; the tombstone stands, or does not.
     """
-    path, save_id = garbage.path, garbage.save_ids[-1]
+    write_tombstone(
+        garbage.path, garbage.save_ids[-1], files, umask=umask, package=package, is_taken=garbage.standing is not None
+    )
+
+
+def write_tombstone(
+    path: str,
+    save_id: SaveId,
+    files: Files,
+    *,
+    umask: int,
+    package: str,
+    is_taken: bool,
+    was_committed: bool = False,
+) -> None:
+    """Put a tombstone, under the lock of its directory.
+
+    Args:
+        path: The directory.
+        save_id: The latest save that is given up.
+        files: The storage seam.
+        umask, package: As of `collect`.
+        is_taken: Something stands that it replaces; False: it fails if something does.
+        was_committed: What it replaces is the save's own manifest.
+
+    Raises:
+        FileExistsError: Something has come to stand there.
+        OSError: A call failed; the tombstone stands, or does not.
+    """
     created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    data = encode_tombstone(Tombstone(save_id=save_id, created=created, writer=f"asyncckpt {package}"))
+    tombstone = Tombstone(save_id=save_id, created=created, writer=f"asyncckpt {package}", was_committed=was_committed)
+    data = encode_tombstone(tombstone)
     temporary = os.path.join(path, temporary_tombstone_name(save_id))
     final = os.path.join(path, MANIFEST_NAME)
     with contextlib.suppress(FileNotFoundError):
@@ -120,7 +149,7 @@ def put_tombstone(garbage: Garbage, files: Files, *, umask: int, package: str) -
         write_new_file(files, temporary, data, mode=MODE_FILE & ~umask, fsync=True)
         fsync_directory(files, path)
         reach("gc: tombstone written")
-        _give_name(temporary, final, files, is_taken=garbage.standing is not None)
+        _give_name(temporary, final, files, is_taken=is_taken)
         reach("gc: tombstone put")
     finally:
         with contextlib.suppress(OSError):

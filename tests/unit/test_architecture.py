@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "memory": {"errors", "dtypes", "failpoints"},
     "protocol": {"errors", "dtypes", "msgpacked"},
     "storage": {"errors", "dtypes", "failpoints", "format", "memory"},
+    "retention": {"errors", "format", "storage"},
     "foreign": {"errors", "dtypes", "format", "storage"},
     "per_rank": set(),
     "planning": {"errors", "dtypes", "msgpacked", "format", "protocol", "per_rank"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
     *("msgpacked", "failpoints"),
-    *("protocol", "format", "memory", "storage", "foreign", "recall", "cli", "doctor", "reporting"),
+    *("protocol", "format", "memory", "storage", "retention", "foreign", "recall", "cli", "doctor", "reporting"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 

@@ -1,0 +1,142 @@
+"""What is in a manager's root, and what goes: rank 0 removes, every rank looks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from asyncckpt import __version__
+from asyncckpt.managing.pruner import Pruner
+from asyncckpt.restoring import RestoredCheckpoint, look
+from asyncckpt.retention.pins import pin, unpin
+from asyncckpt.retention.policy import RetentionPolicy, best_of, newest_of
+from asyncckpt.retention.pruning import Score, Survey, prune, survey
+from asyncckpt.staging.umask import current_umask
+from asyncckpt.storage.candidates import Candidate
+from asyncckpt.storage.files import Files
+
+WAIT_S = 60.0
+"""For removals, where the caller names no time. Chosen: removing a file takes seconds on the slowest storage."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+class Housekeeping:
+    """See the module. `ended` from any thread, the rest from the training's.
+
+    Args:
+        root: Absolute path.
+        policy: What is to be kept.
+        best_fn: Of the user.
+        is_leader: This is rank 0.
+    """
+
+    def __init__(self, root: str, policy: RetentionPolicy, best_fn: Score | None, *, is_leader: bool) -> None:
+        self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
+        self._files, self._pid, self._umask = Files(), os.getpid(), current_umask()
+        self._lock = threading.Lock()
+        self._busy: dict[str, int] = {}
+        self._broken: set[str] = set()
+        self._abandoned: frozenset[str] = frozenset()
+        self._pruner = Pruner(self._prune)
+
+    # ---- saves, and what goes after them
+
+    def begins(self, name: str) -> None:
+        """A save to the directory `name` begins: nothing is removed there until it has ended."""
+        with self._lock:
+            self._busy[name] = self._busy.get(name, 0) + 1
+
+    def ended(self, name: str, *, is_committed: bool) -> None:
+        """A save to it has been committed, or has failed."""
+        with self._lock:
+            if is_committed:
+                self._broken.discard(name)
+            self._busy[name] -= 1
+            if not self._busy[name]:
+                del self._busy[name]
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Have removed what has to go, behind the training."""
+        if self._is_leader and self._policy.max_to_keep is not None:
+            self._pruner.request()
+
+    def _prune(self) -> None:
+        with self._lock:
+            busy, broken = set(self._busy), set(self._broken)
+        prune(
+            self._root,
+            self._files,
+            self._policy,
+            umask=self._umask,
+            package=__version__,
+            score=self._best_fn,
+            broken=broken,
+            busy=busy,
+        )
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until it is removed, with a warning if that takes too long.
+
+        Blocks: at most `timeout_s`; None: `WAIT_S`.
+        """
+        if not self._pruner.wait(WAIT_S if timeout_s is None else timeout_s):
+            _log.warning("what retention gives up in %s is not removed yet", self._root)
+
+    def close(self, left_s: float | None) -> None:
+        """Finish; `left_s` as what is left of a time of grace."""
+        self._pruner.close(WAIT_S if left_s is None else left_s)
+
+    # ---- what is there
+
+    def _survey(self) -> Survey:
+        with self._lock:
+            broken = set(self._broken)
+        return survey(self._root, self._files, score=self._best_fn, broken=broken)
+
+    def latest_step(self) -> int | None:
+        """Of the newest committed one by lineage."""
+        newest = newest_of(self._survey().stored)
+        return None if newest is None else newest.step
+
+    def all_steps(self) -> list[int]:
+        """Of all committed ones, ascending."""
+        return sorted({one.step for one in self._survey().stored})
+
+    def best_step(self) -> int | None:
+        """Of the one with the best score."""
+        best = best_of(self._survey().stored, self._policy.best_mode)
+        return None if best is None else best.step
+
+    def candidates(self, root: str) -> list[Candidate]:
+        """Return what may be restored, the newest first, what a rollback has left behind last. On rank 0."""
+        found = look(root)
+        self._abandoned = frozenset(
+            os.path.join(self._root, one.name) for one in self._survey().stored if one.is_abandoned
+        )
+        return sorted(found, key=lambda one: one.path in self._abandoned)  # the order is kept otherwise
+
+    def restored(self, found: RestoredCheckpoint) -> None:
+        """Take note of what was broken, and remove what an earlier process could not."""
+        with self._lock:
+            self._broken |= {os.path.basename(one.path) for one in found.skipped}
+        if found.path in self._abandoned and found.skipped:
+            _log.warning("%s is of a branch that a rollback had left behind: nothing else is sound", found.path)
+        self.tidy()
+
+    def pin(self, path: str) -> None:
+        """As `retention.pins.pin`."""
+        pin(path, self._files, umask=self._umask)
+
+    def unpin(self, path: str) -> bool:
+        """As `retention.pins.unpin`."""
+        return unpin(path, self._files)
+
+    # ---- whose it is
+
+    @property
+    def is_forked(self) -> bool:
+        """This process is a child of the one that made it."""
+        return os.getpid() != self._pid

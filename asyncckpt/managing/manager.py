@@ -1,0 +1,267 @@
+"""CheckpointManager: when to save, what to go on from, what to keep. Wiring; the parts decide."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+from asyncckpt.async_checkpointer import AsyncCheckpointer
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.errors import CheckpointerClosedError, ConfigError
+from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.managing.advice import Advice
+from asyncckpt.managing.housekeeping import Housekeeping
+from asyncckpt.managing.preemption import Preemption
+from asyncckpt.managing.rendezvous import Rendezvous
+from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
+from asyncckpt.managing.resuming import Resuming
+from asyncckpt.managing.time_plan import TimePlan
+from asyncckpt.retention.ancestry import told
+from asyncckpt.retention.policy import RetentionPolicy
+from asyncckpt.retention.pruning import Score
+
+_NUMBERS = itertools.count()
+"""Of the managers in this process; all ranks make them in the same order."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+class CheckpointManager(Resuming):
+    """Saves a training to the directories of a root, goes on from the newest, and keeps the disk from filling up.
+
+    One manager, on every rank, for a root. It is a context manager. Not thread-safe: one thread trains and saves.
+
+    Args:
+        root: The directory of the checkpoints; made by the first save.
+        checkpointer: Who saves; the manager does not close it. None: an `AsyncCheckpointer` of its own, made with
+            `overwrite=True`, so that a step that is saved again after a rollback takes the old one's place.
+        max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Those of `keep_period`
+            and pinned ones come on top. One goes only when a newer one is committed.
+        keep_period: Each checkpoint whose step is a multiple of it stays for ever.
+        save_interval_steps: `should_save` is true for multiples of it.
+        save_interval_s: It is true when so many seconds have passed since the last save. On several ranks rank 0's
+            clock counts, and is read some seconds ahead.
+        save_on_steps: It is true for these steps.
+        save_when: It is true where this function of the step is; it must say the same on all ranks.
+        best_fn: Makes a number of the metrics that a step was saved with: the best one stays.
+        best_mode: "min": the smallest number is the best; or "max".
+        step_format: The name of a step's directory.
+        preemption_signal: A signal, or several, that ask to stop: all ranks do so at the same step. Handlers that were
+            there are called too, and put back by `close`. `()`: no signal, but `preempt()`. None: nobody asks.
+        grace_s: How long after the signal a save must be staged; what takes longer is logged as an error.
+        mtbf_s: Mean seconds between failures of the job: after some saves, log what interval they make optimal.
+        quarantine: `restore` puts broken checkpoints aside, as `restore_latest` does.
+        **fields: Fields of `CheckpointerConfig`, and `endpoint`, for the manager's own checkpointer.
+
+    Raises:
+        ConfigError: A value that makes no sense, `max_to_keep=1` with `best_fn`, or fields for a given checkpointer.
+        SignalHandlerError: `preemption_signal`, and this is not the main thread.
+        WorkerUnavailableError, UnsupportedPathError, UnsupportedPlatformError: As `AsyncCheckpointer`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        checkpointer: Checkpointer | None = None,
+        max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_s: float | None = None,
+        save_on_steps: Collection[int] | None = None,
+        save_when: Callable[[int], bool] | None = None,
+        best_fn: Score | None = None,
+        best_mode: str = "min",
+        step_format: str = "step-{step:08d}",
+        preemption_signal: int | Iterable[int] | None = None,
+        grace_s: float = 25.0,
+        mtbf_s: float | None = None,
+        quarantine: bool = False,
+        **fields: Any,
+    ) -> None:
+        super().__init__(root, step_format, quarantine=quarantine)
+        policy = RetentionPolicy(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
+        if best_fn is not None and max_to_keep == 1:
+            raise ConfigError(
+                "max_to_keep=1 with best_fn: the newest and the best stay, so it must be 2 at least",
+                field="max_to_keep",
+            )
+        if checkpointer is not None and fields:
+            first = min(fields)
+            raise ConfigError(f"{first} is a setting of the checkpointer that was given; set it there", field=first)
+        check_seconds("save_interval_s", save_interval_s)
+        SavePolicy(save_interval_steps, save_on_steps, save_when, None)  # refuses before anything is started
+        self._advice = Advice(mtbf_s)
+        self._owned = checkpointer is None
+        self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
+        try:
+            rank = self._rank = self.checkpointer.rank_info
+            self._together = Rendezvous(self.checkpointer, next(_NUMBERS))
+            self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._together.hurry)
+            clock = self._clock(save_interval_s)
+            self._together.prepare(self._preemption.stopping, clock if isinstance(clock, TimePlan) else None)
+            self._times = clock
+            self._policy = SavePolicy(save_interval_steps, save_on_steps, save_when, clock)
+            self._house = Housekeeping(self.root, policy, best_fn, is_leader=rank.rank == 0)
+        except BaseException:
+            if self._owned:
+                self.checkpointer.close()
+            raise
+
+    def _clock(self, interval_s: float | None) -> LocalClock | TimePlan | None:
+        if interval_s is None:
+            return None
+        if self._rank.world_size == 1:
+            return LocalClock(interval_s)
+        together = self._together
+        return TimePlan(interval_s, is_leader=self._rank.rank == 0, wake=together.wake, hurry=together.hurry)
+
+    # ---- saving
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save at `step`: a policy says so, or the ranks stop there. Call it on every rank, at every step.
+
+        No system call but for the clock's, unless ranks are about to agree to stop; see `reached_preemption`. A step
+        that was saved or restored last is not saved again.
+
+        Raises:
+            PlanTimeoutError: As `reached_preemption`.
+            CheckpointerClosedError: The manager was closed.
+        """
+        stops = self.reached_preemption(step)
+        due = self._policy.at(step)
+        return (stops or due) and step != self._last_step
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        **kw: Any,
+    ) -> SaveHandle | None:
+        """Save `state` as the checkpoint of `step`, whatever the policies say. All ranks call it.
+
+        After a signal it waits until the snapshot is staged, at most for what is left of `grace_s`.
+
+        Args:
+            step: The training step.
+            state: Modules, optimizers, schedulers, `RngState`, anything with a `state_dict()`, dicts, tensors, scalars.
+            metrics: JSON values, kept in the manifest, of which `best_fn` makes a number.
+            metadata: More JSON for the manifest.
+            **kw: As of the checkpointer's `save`.
+
+        Returns:
+            What the checkpointer returns: a `SaveHandle`; None of a `SyncCheckpointer`, that has committed it.
+
+        Raises:
+            UnsupportedLeafError, ConfigError, ...: As `AsyncCheckpointer.save`, or `SyncCheckpointer.save`.
+
+        Blocks: as these do.
+        """
+        self._check_usable()
+        name, more = self._names.name(step), told(self._ancestry, metrics)
+        self._house.begins(name)
+        began = time.monotonic()
+        try:
+            handle = self.checkpointer.save(
+                state, self._names.path(step), step=step, metadata={**(metadata or {}), **more}, **kw
+            )
+        except BaseException:
+            self._house.ended(name, is_committed=False)
+            raise
+        self._advice.took(time.monotonic() - began)
+        self._last_step = step
+        if self._times is not None:
+            self._times.saved()
+        if not isinstance(handle, SaveHandle):
+            self._house.ended(name, is_committed=True)
+            self._house.wait(None)
+            return None
+        handle.written.add_done_callback(lambda done: self._house.ended(name, is_committed=_has_succeeded(done)))
+        if self._preemption.left_s is not None:
+            self._preemption.see_staged(handle)
+        return handle
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether to save and stop at `step`: True on all ranks at the same one, and at all later ones.
+
+        Ask on every rank, at the same steps, in ascending order. It costs nothing until a rank was told to stop.
+
+        Raises:
+            PlanTimeoutError: A rank was told to stop, and others do not say how far they are.
+            CheckpointerClosedError: The manager was closed.
+
+        Blocks: then, until the ranks agree: about `watch.POLL_S`, at most `grace_s`.
+        """
+        if self._closed:
+            raise CheckpointerClosedError("the manager is closed")
+        self._together.start()
+        return self._preemption.at(step)
+
+    def preempt(self) -> None:
+        """Ask to stop as the signal does. May be called in any thread, or a signal handler.
+
+        Raises:
+            ConfigError: The manager was made with `preemption_signal=None`.
+        """
+        self._preemption.tell()
+
+    # ---- the end
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save has ended and what has to go is gone.
+
+        Args:
+            timeout: Seconds; None: as `AsyncCheckpointer.wait`.
+
+        Raises:
+            WaitTimeoutError, PendingSavesError: As of `AsyncCheckpointer.wait`.
+        """
+        self._check_usable()
+        if isinstance(self.checkpointer, AsyncCheckpointer):
+            self.checkpointer.wait(timeout)
+        self._house.wait(timeout)
+
+    def close(self) -> None:
+        """Wait for pending saves, and free everything. Twice is fine; does nothing in a forked child.
+
+        After a signal it waits no longer than `grace_s` lets it: the worker finishes what is staged.
+        """
+        self._close(None)
+
+    def _close(self, kind: type[BaseException] | None) -> None:
+        if self._closed or self._house.is_forked:
+            return
+        self._closed = True
+        left_s = self._preemption.left_s
+        try:
+            self._together.close()
+            if self._owned and isinstance(self.checkpointer, AsyncCheckpointer):
+                if kind is not None:
+                    self.checkpointer.leave()
+                else:
+                    self.checkpointer.close(left_s)
+            elif self._owned:
+                self.checkpointer.close()
+        finally:
+            self._house.close(left_s)
+            self._preemption.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._close(kind)
+
+
+def _has_succeeded(done: Future[SaveReport]) -> bool:
+    """Asks without counting as a look at the outcome: an error that nobody has fetched is logged."""
+    return isinstance(done, SaveFuture) and done.peek()[1] is None

@@ -1,0 +1,105 @@
+"""Being told to stop: by a signal, by another rank, or by the program itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from asyncckpt.errors import ConfigError
+from asyncckpt.handle import SaveHandle
+from asyncckpt.managing.save_policy import check_seconds
+from asyncckpt.managing.signals import SignalNote, signals_of
+from asyncckpt.managing.stopping import Stopping
+
+_log = logging.getLogger("asyncckpt")
+
+
+class Preemption:
+    """See the module. Used by the training thread.
+
+    Args:
+        signals: A signal or several; empty: only `tell` counts; None: nothing does.
+        grace_s: How long after it a save must be staged.
+        world_size: How many ranks there are.
+        hurry: See `Stopping`.
+
+    Attributes:
+        stopping: How several ranks agree; None: there is one, or nothing counts.
+
+    Raises:
+        ConfigError: No signal, or no time.
+        SignalHandlerError: Signals, and this is not the main thread.
+    """
+
+    def __init__(
+        self, signals: int | Iterable[int] | None, grace_s: float, world_size: int, hurry: Callable[[], None]
+    ) -> None:
+        if grace_s is None:
+            raise ConfigError("grace_s=None: expected seconds above 0", field="grace_s")
+        check_seconds("grace_s", grace_s)
+        self._is_on, self._grace_s = signals is not None, grace_s
+        self._note, self._pid = SignalNote(), os.getpid()
+        self.stopping: Stopping | None = None
+        if self._is_on and world_size > 1:
+            self.stopping = Stopping(world_size, lambda: self._note.at, hurry, grace_s)
+        self._stopped_at: int | None = None
+        self._note.install(signals_of(signals))
+
+    def tell(self) -> None:
+        """Take it as if a signal had come. May be called in a signal handler, and in any thread.
+
+        Raises:
+            ConfigError: Nobody looks: `preemption_signal=None`.
+        """
+        if not self._is_on:
+            raise ConfigError(
+                "nobody looks for preemption: make the manager with preemption_signal=signal.SIGTERM, or () for none",
+                field="preemption_signal",
+            )
+        if self._note.at is None:
+            self._note.at = time.monotonic()
+
+    def at(self, step: int) -> bool:
+        """Whether the ranks stop at `step`, or have stopped before it; as `Stopping.at`."""
+        if not self._is_on:
+            return False
+        if self.stopping is not None:
+            return self.stopping.at(step)
+        if self._note.at is not None and self._stopped_at is None:
+            self._stopped_at = step
+        return self._stopped_at is not None and step >= self._stopped_at
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds of grace that are left, at least 0; None: nobody was told to stop."""
+        noticed = None if self.stopping is None else self.stopping.noticed_at
+        since = self._note.at if self._note.at is not None else noticed
+        return None if since is None else max(0.0, since + self._grace_s - time.monotonic())
+
+    def see_staged(self, handle: SaveHandle) -> None:
+        """Wait until the last save is staged: the worker does the rest. Says so if it is not in time, or has failed.
+
+        Blocks: at most for what is left of `grace_s`.
+        """
+        left_s = self.left_s or 0.0
+        try:
+            handle.staged.result(left_s)
+        except TimeoutError:
+            if not handle.staged.done():
+                _log.error(
+                    "told to stop: step %d is not staged within %g s of grace; it is lost if this process ends now",
+                    handle.step,
+                    self._grace_s,
+                )
+                return
+        except Exception as error:
+            _log.error("told to stop: step %d could not be staged, an earlier one stays: %s", handle.step, error)
+            return
+        _log.warning("told to stop: step %d is staged; the worker finishes it, also without this process", handle.step)
+
+    def close(self) -> None:
+        """Put the signal handlers back. Twice is fine; does nothing in a forked child."""
+        if os.getpid() == self._pid:
+            self._note.restore()

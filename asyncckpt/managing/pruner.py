@@ -1,0 +1,82 @@
+"""The thread in which rank 0 removes what retention gives up: after a commit, never before, and never in `save()`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+_log = logging.getLogger("asyncckpt")
+
+
+class Pruner:
+    """Does a piece of work in a thread of its own, once more for all requests that came meanwhile.
+
+    Args:
+        work: What it does. What it raises is logged.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._changed = threading.Condition()
+        self._wanted = self._done = 0
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def request(self) -> None:
+        """Ask for it. Does not wait. Thread-safe; after `close` it does nothing."""
+        with self._changed:
+            if self._ended:
+                return
+            self._wanted += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="asyncckpt-retention", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._done == self._wanted and not self._ended:
+                    self._changed.wait()
+                if self._done == self._wanted:
+                    return
+                wanted = self._wanted
+            try:
+                self._work()
+            except Exception:
+                _log.exception("retention failed; it is tried again after the next commit")
+            with self._changed:
+                self._done = wanted
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that was asked for is done. Returns whether it is.
+
+        Blocks: at most `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._done != self._wanted:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was asked for, and end. Twice is fine.
+
+        Blocks: at most `timeout_s`; what is not done by then ends with the process, and is done by the next manager.
+        """
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning(
+                    "retention is not done after %.0f s; the next manager of this directory goes on", timeout_s
+                )

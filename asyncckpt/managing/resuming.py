@@ -1,0 +1,95 @@
+"""Going on after a restart: what a manager loads, and what it remembers of that for the saves that follow."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.errors import CheckpointerClosedError, CheckpointNotFoundError, ForkedError
+from asyncckpt.format.names import SaveId
+from asyncckpt.managing.master_params import MasterParams
+from asyncckpt.managing.shelf import Shelf
+from asyncckpt.restoring import RestoredCheckpoint
+from asyncckpt.retention.ancestry import extended
+
+_log = logging.getLogger("asyncckpt")
+
+
+class Resuming(Shelf):
+    """See the module.
+
+    Args:
+        root, step_format: As of `Shelf`.
+        quarantine: Put broken checkpoints aside.
+
+    Attributes:
+        checkpointer: Who saves and loads.
+
+    Raises:
+        ConfigError, UnsupportedPathError: As of `Shelf`.
+    """
+
+    checkpointer: Checkpointer
+
+    def __init__(self, root: str | os.PathLike[str], step_format: str, *, quarantine: bool) -> None:
+        super().__init__(root, step_format)
+        self._quarantine = quarantine
+        self._ancestry: tuple[SaveId, ...] = ()
+        self._last_step: int | None = None
+        self._closed = False
+
+    def restore(
+        self, state: MutableMapping[Any, Any] | None = None, step: int | None = None, **options: Any
+    ) -> RestoredCheckpoint | None:
+        """Load the newest checkpoint that verifies, from memory if it is there, into `state`; on all ranks the same.
+
+        What is broken is passed over with a warning, as by `restore_latest`; what a rollback has left behind comes
+        last. Full-precision masters that the checkpoint lacks are set from the weights (`refresh_master_params`).
+
+        With `step` that one is loaded and no other. Saving after it begins a new branch: from its first commit on the
+        newest checkpoint is of that branch, and what was saved after `step` before is abandoned: still there, listed,
+        loaded only by its step or when nothing else is sound, and the first that retention removes.
+
+        Args:
+            state: Filled in place: as given to `save`. None: a new dict is made.
+            step: Which one; None: the newest.
+            **options: As of `restore_latest`.
+
+        Returns:
+            What was loaded; None: there is no checkpoint yet.
+
+        Raises:
+            CheckpointNotFoundError: There is none of `step`.
+            NoSoundCheckpointError: None verifies.
+            AsyncCkptError, OSError: As `restore_latest`.
+
+        Blocks: as `restore_latest`.
+        """
+        self._check_usable()
+        options.setdefault("quarantine", self._quarantine)
+        masters = MasterParams(state.values() if state is not None else ())
+        path = self.root if step is None else self._names.path(step)
+        try:
+            found = self.checkpointer.restore_first(self._house.candidates, path, state, below=self.root, **options)
+        except CheckpointNotFoundError:
+            if step is not None:
+                raise
+            return None
+        count = masters.refresh()
+        if count:
+            _log.info("%d master parameters were not in the checkpoint; they were set from the weights", count)
+        self._house.restored(found)
+        self._ancestry = extended(SaveId.parse(found.save_id), found.metadata)
+        self._last_step = found.step
+        return found
+
+    def _check_usable(self) -> None:
+        if self._house.is_forked:
+            raise ForkedError(
+                f"the manager of {self.root} was made by another process; make a new one in a forked child"
+            )
+        if self._closed:
+            raise CheckpointerClosedError("the manager is closed")

@@ -1,0 +1,68 @@
+"""The state of every random number generator that a training uses, as one value of a state dict."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class RngState:
+    """Captures the generators of Python, numpy (if it has been imported), torch's CPU and every CUDA device.
+
+    Put one into the state: `{"model": model, "rng": RngState()}`. A save captures the generators as they are at that
+    call; a load puts them back. On several ranks, each has its own: `PerRank(RngState())`. Not captured are generators
+    that you have made yourself (`torch.Generator`, `numpy.random.default_rng`, `random.Random`), and those of the
+    DataLoader's workers, which it seeds from torch's in each epoch.
+
+    What a checkpoint lacks keeps its state: numpy's where the save had not imported it, devices that were not there.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "torch": torch.get_rng_state(),
+        }
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            name, keys, position, has_gauss, cached = numpy.get_state()
+            state["numpy"] = {
+                "name": name,
+                "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            }
+        if torch.cuda.is_available():
+            state["cuda"] = {str(n): torch.cuda.get_rng_state(n) for n in range(torch.cuda.device_count())}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the generators back.
+
+        Args:
+            state: As `state_dict` has returned it; parts may be missing.
+        """
+        if "python" in state:
+            found = state["python"]
+            random.setstate((found["version"], tuple(found["words"].tolist()), found["gauss"]))
+        if "torch" in state:
+            torch.set_rng_state(state["torch"].cpu())
+        if "numpy" in state:
+            self._load_numpy(state["numpy"])
+        for number, value in state.get("cuda", {}).items():
+            if torch.cuda.is_available() and int(number) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(value.cpu(), int(number))
+
+    @staticmethod
+    def _load_numpy(found: dict[str, Any]) -> None:
+        try:
+            import numpy.random
+        except ModuleNotFoundError:  # nobody here draws from it
+            return
+        keys = numpy.asarray(found["keys"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state((found["name"], keys, found["position"], found["has_gauss"], found["cached"]))

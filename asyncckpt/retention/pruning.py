@@ -1,0 +1,182 @@
+"""Applying a retention policy to a directory: what there is, what may go, and its removal.
+
+One process of a root at a time prunes: a manager's rank 0, or whoever calls `asyncckpt prune` while no training saves
+there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.steps import lineage_key
+from asyncckpt.retention.ancestry import ancestry_in, is_ancestor, metrics_in
+from asyncckpt.retention.pins import is_pinned, pinned_in
+from asyncckpt.retention.policy import RetentionPolicy, Stored, newest_of, to_delete
+from asyncckpt.storage.catalog import ABANDONED, scan
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.retiring import is_whole, retire, retire_rest
+
+Score = Callable[[Mapping[str, Any]], float]
+"""From the metrics that a checkpoint was saved with to a number."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruned:
+    """What became of a checkpoint that the policy gives up.
+
+    Attributes:
+        stored: Which one.
+        is_removed: It is gone, or would go.
+        kept: Why it stays after all; empty: it does not.
+        error: What stopped its removal; what is left is no checkpoint any more, or it is whole.
+    """
+
+    stored: Stored
+    is_removed: bool
+    kept: str = ""
+    error: OSError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is in a root.
+
+    Attributes:
+        stored: The committed checkpoints, the newest by lineage first.
+        manifests: Theirs, by the name of the directory.
+        rest: Names of directories in which a removal was broken off.
+    """
+
+    stored: tuple[Stored, ...]
+    manifests: Mapping[str, Manifest]
+    rest: tuple[str, ...] = ()
+
+
+def survey(root: str, files: Files, *, score: Score | None = None, broken: Collection[str] = ()) -> Survey:
+    """Look at the checkpoints in a directory; reads their manifests, no data.
+
+    Args:
+        root: Absolute path.
+        files: The storage seam.
+        score: Of a checkpoint with metrics; what it raises counts as no score, and is logged.
+        broken: `str(save_id)` of those that are known to be damaged.
+
+    Raises:
+        OSError: `root` cannot be listed, for another reason than that it does not exist.
+    """
+    try:
+        found = [one for one in scan(root, files) if os.path.dirname(one.path) == root]
+    except (FileNotFoundError, NotADirectoryError):
+        found = []
+    manifests = {os.path.basename(one.path): one.manifest for one in found if one.manifest is not None}
+    newest = max((m for m in manifests.values() if str(m.save_id) not in broken), key=_age, default=None)
+    ancestry = None if newest is None else ancestry_in(newest.metadata)
+    stored = [
+        Stored(
+            name=name,
+            step=manifest.step,
+            save_id=manifest.save_id,
+            score=_score_of(manifest, score),
+            is_abandoned=newest is not None and not is_ancestor(manifest.save_id, newest.save_id, ancestry),
+            is_sound=str(manifest.save_id) not in broken,
+            nbytes=manifest.nbytes,
+        )
+        for name, manifest in manifests.items()
+    ]
+    stored.sort(key=lambda one: lineage_key(one.save_id), reverse=True)
+    rest = tuple(os.path.basename(one.path) for one in found if one.state == ABANDONED)
+    return Survey(tuple(stored), manifests, rest)
+
+
+def prune(
+    root: str,
+    files: Files,
+    policy: RetentionPolicy,
+    *,
+    umask: int,
+    package: str,
+    score: Score | None = None,
+    broken: Collection[str] = (),
+    busy: Collection[str] = (),
+    delete: bool = True,
+) -> list[Pruned]:
+    """Remove the checkpoints that the policy gives up, in the order in which they go.
+
+    Nothing goes while the newest one is not whole on disk. What fails to go is logged, and tried again next time.
+
+    Args:
+        root: Absolute path.
+        files: The storage seam.
+        policy: What is to be kept.
+        umask: Of the modes of what is made meanwhile.
+        package: asyncckpt's version.
+        score, broken: As of `survey`.
+        busy: Names of directories to which a save is under way: they stay for now.
+        delete: False only says what would go.
+
+    Raises:
+        OSError: `root` or its pins cannot be read: nothing was removed.
+
+    Blocks: for the removal; for who holds the lock of a directory, `collecting.LOCK_TIMEOUT_S` each.
+    """
+    found, pinned = survey(root, files, score=score, broken=broken), pinned_in(root, files)
+    if delete:
+        _finish(root, [name for name in found.rest if name not in busy], files, umask)
+    doomed = to_delete(found.stored, policy, pinned)
+    newest = newest_of(found.stored)
+    if not doomed or newest is None:
+        return []
+    if not is_whole(os.path.join(root, newest.name), found.manifests[newest.name], files):
+        _log.warning("%s is not whole any more: nothing older is removed", os.path.join(root, newest.name))
+        return [Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole") for one in doomed]
+    return [
+        _pruned(root, one, files, umask, package, delete=delete)
+        if one.name not in busy
+        else Pruned(stored=one, is_removed=False, kept="a save to it is under way")
+        for one in doomed
+    ]
+
+
+def _pruned(root: str, one: Stored, files: Files, umask: int, package: str, *, delete: bool) -> Pruned:
+    path = os.path.join(root, one.name)
+    if not delete:
+        return Pruned(stored=one, is_removed=True)
+    try:
+        gone = retire(path, one.save_id, files, umask=umask, package=package, is_wanted=lambda: is_pinned(path, files))
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", path, error)
+        return Pruned(stored=one, is_removed=False, error=error)
+    if gone:
+        _log.info("removed step %d, %s", one.step, path)
+    kept = "" if gone else "it was pinned or saved anew meanwhile"
+    return Pruned(stored=one, is_removed=gone, kept=kept)
+
+
+def _finish(root: str, names: Sequence[str], files: Files, umask: int) -> None:
+    for name in names:
+        try:
+            retire_rest(os.path.join(root, name), files, umask=umask)
+        except OSError as error:
+            _log.warning("what is left of %s cannot be removed: %s", os.path.join(root, name), error)
+
+
+def _score_of(manifest: Manifest, score: Score | None) -> float | None:
+    metrics = metrics_in(manifest.metadata)
+    if score is None or metrics is None:
+        return None
+    try:
+        return float(score(metrics))
+    except Exception as error:
+        _log.warning("best_fn fails on the metrics of step %d, %r: %r", manifest.step, dict(metrics), error)
+        return None
+
+
+def _age(manifest: Manifest) -> tuple[int, int, str]:
+    return lineage_key(manifest.save_id)
