@@ -10,39 +10,46 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from asyncckpt import __version__
-from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, report, run, top, verify, worker
+from asyncckpt.cli import (
+    convert,
+    demo,
+    diff,
+    doctor,
+    du,
+    gc,
+    inspect,
+    ls,
+    pin,
+    prune,
+    report,
+    run,
+    top,
+    verify,
+    worker,
+)
+from asyncckpt.cli.help_text import ExampleFormatter, examples
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
 COMMANDS = {
     "demo": demo,
     "run": run,
+    "top": top,
+    "report": report,
     "ls": ls,
     "inspect": inspect,
+    "du": du,
     "verify": verify,
     "diff": diff,
     "convert": convert,
+    "pin": pin,
+    "prune": prune,
     "gc": gc,
     "doctor": doctor,
-    "top": top,
-    "report": report,
     "worker": worker,
 }
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Breaks descriptions as usual, and keeps the lines of examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        kept = text.startswith("example")
-        return text if kept else super()._fill_text(text, width, indent)
-
-
-def _examples(module: ModuleType) -> str:
-    return "examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=module.HELP,
             description=getattr(module, "DESCRIPTION", module.HELP[0].upper() + module.HELP[1:] + "."),
-            epilog=_examples(module),
-            formatter_class=_Formatter,
+            epilog=examples(module.EXAMPLES),
+            formatter_class=ExampleFormatter,
         )
         module.configure(sub)
     return top

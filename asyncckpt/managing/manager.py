@@ -19,8 +19,8 @@ from asyncckpt.managing.advice import Advice
 from asyncckpt.managing.housekeeping import Housekeeping
 from asyncckpt.managing.preemption import Preemption
 from asyncckpt.managing.rendezvous import Rendezvous
-from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
 from asyncckpt.managing.resuming import Resuming
+from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
 from asyncckpt.managing.time_plan import TimePlan
 from asyncckpt.retention.ancestry import told
 from asyncckpt.retention.policy import RetentionPolicy
