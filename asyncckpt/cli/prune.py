@@ -21,10 +21,11 @@ from asyncckpt.storage.files import Files
 HELP = "list the checkpoints that a retention policy gives up, and remove them with --delete"
 DESCRIPTION = (
     "List the committed checkpoints of a directory that are more than --keep, oldest first; with --delete, remove "
-    "them. Never the newest one, by run and save, nor the best by --best, nor one that is pinned or whose step is a "
-    "multiple of --keep-period, nor one that the worker writes to; and nothing at all while the newest one is not whole. After "
-    "going back to an earlier step, what the new branch does not come from goes first. A training with a "
-    "CheckpointManager prunes by itself: give both the same policy, or run this when none saves there."
+    "them. Never the newest one, by run and save, nor the best by --best, nor one that is pinned or whose step is "
+    "a multiple of --keep-period, nor one that the worker writes to; and nothing at all while the newest one is "
+    "not whole. After going back to an earlier step, what the new branch does not come from goes first. A "
+    "training with a CheckpointManager prunes by itself: give both the same policy, or run this when none saves "
+    "there."
 )
 EXAMPLES = (
     "asyncckpt prune runs/a --keep 5",

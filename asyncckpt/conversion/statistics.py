@@ -69,18 +69,20 @@ def _add(found: TensorStatistics, squares: float, slab: torch.Tensor) -> float:
     values = (slab.abs() if slab.is_complex() else slab).reshape(-1).to(torch.float64)
     before = found.n - found.nans - found.infinities
     found.n += values.numel()
-    found.nans += int(values.isnan().sum())
-    found.infinities += int(values.isinf().sum())
-    found.zeros += int((values == 0).sum())
-    values = values[values.isfinite()]
+    found.zeros += values.numel() - int(values.count_nonzero())
+    finite = values.isfinite()
+    if not finite.all():
+        found.nans += int(values.isnan().sum())
+        found.infinities += int(values.isinf().sum())
+        values = values[finite]
     count = values.numel()
     if not count:
         return squares
-    low, high, mean = float(values.min()), float(values.max()), float(values.mean())
+    low, high = map(float, values.aminmax())
+    variance, mean = map(float, torch.var_mean(values, correction=0))
     found.minimum = low if found.minimum is None else min(found.minimum, low)
     found.maximum = high if found.maximum is None else max(found.maximum, high)
     apart = mean - (found.mean or 0.0)
     total = before + count
     found.mean = mean if not before else (found.mean or 0.0) + apart * count / total
-    own = float((values - mean).square().sum())
-    return squares + own + (apart * apart * before * count / total if before else 0.0)
+    return squares + variance * count + (apart * apart * before * count / total if before else 0.0)
