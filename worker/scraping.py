@@ -16,7 +16,7 @@ from asyncckpt.errors import ConfigError, EndpointError
 from asyncckpt_worker.exposition import CONTENT_TYPE
 
 MAX_REQUEST_NBYTES = 8192
-REQUEST_TIMEOUT_S = 2.0
+REQUEST_TIMEOUT_S = 1.0
 """For one request and its answer. Chosen: Prometheus itself waits 10 s."""
 
 ACCEPT_S = 0.5

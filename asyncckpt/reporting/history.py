@@ -12,6 +12,8 @@ from asyncckpt.format.names import SaveId
 
 ENDS = ("committed", "failed", "abandoned", "unknown")
 OPEN = "open"
+MAX_SECONDS, MAX_WHOLE = 1e11, 10**17
+"""Beyond any time, step and size: what is larger cannot be drawn."""
 
 
 @dataclass(slots=True)
@@ -115,43 +117,56 @@ def _when(save: SaveStory) -> float:
 
 
 def _span(event: Mapping[str, Any]) -> Span:
-    steps = int(event.get("steps") or event["step"] - event["from_step"])
+    steps = _whole(event["steps"]) if "steps" in event else _whole(event["step"]) - _whole(event["from_step"])
     longest = event.get("longest_s")
     if steps < 1:
         raise ValueError("no step between two saves")
     return Span(
-        at=float(event["t"]),
-        step=int(event["step"]),
-        mean_s=float(event["seconds"]) / steps,
-        longest_s=None if longest is None else float(longest),
-        waited_s=float(event.get("waited_s", 0.0)),
+        at=_seconds(event["t"]),
+        step=_whole(event["step"]),
+        mean_s=_seconds(event["seconds"]) / steps,
+        longest_s=None if longest is None else _seconds(longest),
+        waited_s=_seconds(event.get("waited_s", 0.0)),
     )
 
 
 def _apply(save: SaveStory, event: Mapping[str, Any]) -> None:
-    name, at = event["event"], float(event["t"])
-    save.step, save.name = int(event.get("step", save.step)), str(event.get("name", save.name))
+    name, at = event["event"], _seconds(event["t"])
+    save.step, save.name = _whole(event.get("step", save.step)), str(event.get("name", save.name))
     if name in ("begun", "sealed", "durable"):
-        times = save.ranks.setdefault(int(event["rank"]), RankTimes())
+        nbytes = _whole(event.get("nbytes", 0))
+        times = save.ranks.setdefault(_whole(event["rank"]), RankTimes())
         setattr(times, name, at)
-        times.nbytes = int(event.get("nbytes", 0))
+        times.nbytes = nbytes
         save.nbytes = sum(r.nbytes for r in save.ranks.values())
         if name == "sealed" and times.begun is None and "seconds_before" in event:
-            times.begun = at - float(event["seconds_before"])
+            times.begun = at - _seconds(event["seconds_before"])
     elif name in ENDS:
         save.outcome, save.ended = name, at
         save.error = str(event.get("error", ""))
-        save.seconds.update(_seconds(event))
+        save.seconds.update(_phases(event))
     elif name == "save":
-        save.stall_s = float(event["stall_s"])
-        save.seconds.update(_seconds(event))
+        save.stall_s = _seconds(event["stall_s"])
+        save.seconds.update(_phases(event))
         save.unchanged = bool(event.get("unchanged"))
         if save.outcome == OPEN and event.get("outcome") in ("skipped", "failed"):
             save.outcome, save.ended, save.error = event["outcome"], at, str(event.get("error", ""))
 
 
-def _seconds(event: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in dict(event.get("seconds") or {}).items()}
+def _phases(event: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): _seconds(value) for name, value in dict(event.get("seconds") or {}).items()}
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < MAX_SECONDS:
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) > MAX_WHOLE:
+        raise ValueError(f"{value!r} is no number of anything")
+    return value
 
 
 def _apply_manifest(save: SaveStory, name: str, manifest: Manifest) -> None:

