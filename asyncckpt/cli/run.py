@@ -43,6 +43,7 @@ _HELPS = {
     "ASYNCCKPT_ENDPOINT",
     "--idle-exit-s": "a worker whose `asyncckpt run` was killed ends after S idle seconds (default: %(default)s)",
     "--log-file": "append the worker's log to FILE (default: beside the socket, and removed unless it has warnings)",
+    "--when-free": argparse.SUPPRESS,
     "--detach": argparse.SUPPRESS,
     "--while-pid": argparse.SUPPRESS,
 }
@@ -68,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     wrong = "there is no command; put it behind --" if not words else ""
-    if args.detach or args.while_pid:
+    if args.detach or args.while_pid or args.when_free:
         wrong = (
-            "--detach and --while-pid are for asyncckpt-worker: this command keeps its worker as long as it needs it"
+            "--detach, --while-pid and --when-free are for asyncckpt-worker: this command keeps its worker as long as "
+            "it needs it"
         )
     if wrong:
         print(f"asyncckpt run: {wrong}", file=sys.stderr)

@@ -52,6 +52,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--endpoint": {
         "help": "ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)"
     },
+    "--when-free": {
+        "action": "store_true",
+        "help": "where another worker serves the endpoint, one that a trainer has started say, wait until it has ended "
+        "instead of failing: for systemd and sidecars",
+    },
     "--root": {
         "action": "append",
         "default": [],
@@ -145,6 +150,8 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         arguments.append(f"--advertise={options.advertise}")
     if options.max_write_bandwidth:
         arguments.append(f"--max-write-bandwidth={options.max_write_bandwidth}")
+    if options.when_free:
+        arguments.append("--when-free")
     if options.events:
         arguments.append("--events")
     if options.metrics:

@@ -60,6 +60,16 @@ class Manager:
             os.unlink(self.address)
 
 
+@contextlib.contextmanager
+def started(command: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, killed at the end."""
+    with subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture(params=["path", "abstract"])
 def manager(request: pytest.FixtureRequest, endpoint: str) -> Iterator[tuple[str, Manager]]:
     """An address as systemd gives it, and who listens there."""
@@ -76,18 +86,33 @@ def test_a_service_is_ready_when_trainers_can_connect_and_says_that_it_lives_and
     address, heard = manager
     environ = {**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}
     command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint]
-    with subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert f"STATUS=serving {endpoint}" in heard.hears("READY=1")
-            with AsyncCheckpointer(endpoint=endpoint):
-                heard.hears("WATCHDOG=1")
-                heard.hears("WATCHDOG=1")
-            process.send_signal(signal.SIGTERM)
-            heard.hears("STOPPING=1")
-            assert process.wait(DEADLINE_S) == 0
-        finally:
-            process.kill()
+    with started(command, environ) as process:
+        assert f"STATUS=serving {endpoint}" in heard.hears("READY=1")
+        with AsyncCheckpointer(endpoint=endpoint):
+            heard.hears("WATCHDOG=1")
+            heard.hears("WATCHDOG=1")
+        process.send_signal(signal.SIGTERM)
+        heard.hears("STOPPING=1")
+        assert process.wait(DEADLINE_S) == 0
     assert not [text for text in heard.heard if text.startswith("READY")][1:], "ready once"
+
+
+def test_a_service_waits_for_the_end_of_a_worker_that_was_faster(endpoint: str) -> None:
+    address = f"@asyncckpt-test-{os.getpid()}-{time.monotonic_ns()}"
+    environ = {**os.environ, "NOTIFY_SOCKET": address}
+    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--when-free"]
+    with (
+        contextlib.closing(Manager(address)) as heard,
+        running(endpoint) as first,
+        started(command, environ) as process,
+    ):
+        assert "by another worker" in heard.hears("READY=1")
+        assert RealWorker(endpoint).pid == first.pid, "which serves on"
+        first.kill()
+        heard.hears(f"STATUS=serving {endpoint}")
+        assert RealWorker(endpoint).pid == process.pid
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
 
 
 def test_a_worker_that_a_trainer_starts_does_not_speak_for_it(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
