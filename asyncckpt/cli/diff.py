@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from asyncckpt.cli.progress import reading
+from asyncckpt.storage.files import Files
 
 HELP = "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ"
 EXAMPLES = (
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from asyncckpt.conversion.comparison import compare
 
     first, second = os.path.abspath(args.first), os.path.abspath(args.second)
-    with reading(quiet=args.json or args.fast) as files:
+    with reading(Files(), quiet=args.json or args.fast) as files:
         found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [row.described() for row in found.differences]
     if args.json:

@@ -57,8 +57,8 @@ def _add_statistics(described: dict[str, Any], contents: Contents, *, quiet: boo
     """Give each tensor its `stats`."""
     from asyncckpt.conversion.statistics import statistics_of
 
-    with reading(quiet=quiet) as files:
-        expect(files, described["nbytes"])
+    with reading(Files(), quiet=quiet) as files:
+        expect(files, lambda: int(described["nbytes"]))
         found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, files)}
     for tensor in described["tensors"]:
         tensor["stats"] = found[tensor["fqn"]]

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from asyncckpt.sizes import human
 from asyncckpt.storage.files import Files
@@ -72,10 +72,10 @@ class CountingFiles(Files):
 
 
 @contextlib.contextmanager
-def reading(*, quiet: bool) -> Iterator[Files]:
-    """Yield files whose reads are shown on stderr, if that is a terminal; `quiet`: in no case."""
+def reading(files: Files, *, quiet: bool) -> Iterator[Files]:
+    """Yield files whose reads are shown on stderr, if that is a terminal; else, or if `quiet`, those given."""
     if quiet or not sys.stderr.isatty():
-        yield Files()
+        yield files
         return
     bar = Bar()
     try:
@@ -84,7 +84,7 @@ def reading(*, quiet: bool) -> Iterator[Files]:
         bar.close()
 
 
-def expect(files: Files, nbytes: int) -> None:
-    """Say how much more is going to be read."""
+def expect(files: Files, nbytes: Callable[[], int]) -> None:
+    """Say how much is going to be read, if somebody sees it."""
     if isinstance(files, CountingFiles):
-        files.total += nbytes
+        files.total += nbytes()

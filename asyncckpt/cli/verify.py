@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json, say
@@ -66,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     files, codes, rows = Files(), set(), []
     used: str | None = None
     for path in _newest_first(args, files) if args.newest else map(os.path.abspath, args.paths):
-        with reading(quiet=args.json or args.fast) as shown:
-            expect(shown, _nbytes(path, files))
+        with reading(files, quiet=args.json or args.fast) as shown:
+            expect(shown, partial(_nbytes, path, files))
             verdict = verify_any(path, shown, fast=args.fast, threads=max(1, args.threads))
         rows.append(_row(verdict, files))
         codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
