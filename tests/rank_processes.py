@@ -22,7 +22,8 @@ _context.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
-        "asyncckpt.async_checkpointer",
+        "torch._dynamo",  # every optimizer's first step imports it
+        "asyncckpt.managing.manager",
         "torch.distributed.tensor.parallel",
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint.state_dict",

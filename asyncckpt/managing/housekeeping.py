@@ -30,9 +30,13 @@ class Housekeeping:
         policy: What is to be kept.
         best_fn: Of the user.
         is_leader: This is rank 0.
+        dead_after_s: As of `retention.pruning.prune`.
     """
 
-    def __init__(self, root: str, policy: RetentionPolicy, best_fn: Score | None, *, is_leader: bool) -> None:
+    def __init__(
+        self, root: str, policy: RetentionPolicy, best_fn: Score | None, *, is_leader: bool, dead_after_s: float
+    ) -> None:
+        self._dead_after_s = dead_after_s
         self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
         self._files, self._pid, self._umask = Files(), os.getpid(), current_umask()
         self._lock = threading.Lock()
@@ -40,11 +44,21 @@ class Housekeeping:
         self._broken: set[str] = set()
         self._abandoned: frozenset[str] = frozenset()
         self._pruner = Pruner(self._prune)
+        self._is_behind = False
 
     # ---- saves, and what goes after them
 
-    def begins(self, name: str) -> None:
-        """A save to the directory `name` begins: nothing is removed there until it has ended."""
+    def begins(self, name: str, patience_s: float) -> None:
+        """A save to the directory `name` begins: nothing is removed there until it has ended.
+
+        Blocks: at most `patience_s`, until what earlier commits have made superfluous is gone: the disk must not fill
+        up because saves are faster than removals. Once that was in vain, it waits no more until something is removed.
+        """
+        if self._is_behind:
+            patience_s = 0.0
+        self._is_behind = not self._pruner.wait(patience_s)
+        if self._is_behind and patience_s:
+            _log.warning("what retention gives up in %s is not removed as fast as new steps are saved", self._root)
         with self._lock:
             self._busy[name] = self._busy.get(name, 0) + 1
 
@@ -75,6 +89,7 @@ class Housekeeping:
             score=self._best_fn,
             broken=broken,
             busy=busy,
+            dead_after_s=self._dead_after_s,
         )
 
     def wait(self, timeout_s: float | None) -> None:

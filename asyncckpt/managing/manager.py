@@ -108,7 +108,13 @@ class CheckpointManager(Resuming):
             self._together.prepare(self._preemption.stopping, clock if isinstance(clock, TimePlan) else None)
             self._times = clock
             self._policy = SavePolicy(save_interval_steps, save_on_steps, save_when, clock)
-            self._house = Housekeeping(self.root, policy, best_fn, is_leader=rank.rank == 0)
+            self._house = Housekeeping(
+                self.root,
+                policy,
+                best_fn,
+                is_leader=rank.rank == 0,
+                dead_after_s=self.checkpointer.config.commit_timeout_s,
+            )
         except BaseException:
             if self._owned:
                 self.checkpointer.close()
@@ -164,11 +170,13 @@ class CheckpointManager(Resuming):
         Raises:
             UnsupportedLeafError, ConfigError, ...: As `AsyncCheckpointer.save`, or `SyncCheckpointer.save`.
 
-        Blocks: as these do.
+        Blocks: as these do. With `on_busy="wait"` also, at most `slot_timeout_s`, for the removal of what earlier
+            commits have made superfluous, so that the disk does not fill up.
         """
         self._check_usable()
         name, more = self._names.name(step), told(self._ancestry, metrics)
-        self._house.begins(name)
+        config = self.checkpointer.config
+        self._house.begins(name, config.slot_timeout_s if config.on_busy == "wait" else 0.0)
         began = time.monotonic()
         try:
             handle = self.checkpointer.save(

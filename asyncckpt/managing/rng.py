@@ -27,9 +27,11 @@ class RngState:
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
             "torch": torch.get_rng_state(),
         }
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            name, keys, position, has_gauss, cached = numpy.get_state()
+        if "numpy" in sys.modules:
+            import numpy.random
+
+            found: Any = numpy.random.get_state(legacy=True)
+            name, keys, position, has_gauss, cached = found
             state["numpy"] = {
                 "name": name,
                 "keys": torch.tensor(keys.tolist(), dtype=torch.int64),

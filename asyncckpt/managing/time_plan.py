@@ -77,10 +77,12 @@ class TimePlan:
             deadline = time.monotonic() + WAIT_S
             while not self._is_covered(step) and not self._gave_up:
                 self._hurry()
-                if time.monotonic() >= deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     self._gave_up = True
                     _log.error("rank 0 has not said for %.0f s when to save; no save for save_interval_s here", WAIT_S)
-                self._changed.wait(1.0)
+                else:
+                    self._changed.wait(min(left_s, 1.0))
             if any(one <= step for one in self._due):
                 self._due = [one for one in self._due if one > step]
                 self._fired = step

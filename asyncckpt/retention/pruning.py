@@ -7,19 +7,25 @@ there.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.names import owner_of
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.retention.ancestry import ancestry_in, is_ancestor, metrics_in
 from asyncckpt.retention.pins import is_pinned, pinned_in
 from asyncckpt.retention.policy import RetentionPolicy, Stored, newest_of, to_delete
-from asyncckpt.storage.catalog import ABANDONED, scan
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, scan
+from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.garbage import Rules
 from asyncckpt.storage.retiring import is_whole, retire, retire_rest
+from asyncckpt.storage.standing import standing_at
 
 Score = Callable[[Mapping[str, Any]], float]
 """From the metrics that a checkpoint was saved with to a number."""
@@ -51,12 +57,12 @@ class Survey:
     Attributes:
         stored: The committed checkpoints, the newest by lineage first.
         manifests: Theirs, by the name of the directory.
-        rest: Names of directories in which a removal was broken off.
+        names: Of all directories in which something of ours is: also what was never committed, and what was given up.
     """
 
     stored: tuple[Stored, ...]
     manifests: Mapping[str, Manifest]
-    rest: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 def survey(root: str, files: Files, *, score: Score | None = None, broken: Collection[str] = ()) -> Survey:
@@ -66,7 +72,7 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
         root: Absolute path.
         files: The storage seam.
         score: Of a checkpoint with metrics; what it raises counts as no score, and is logged.
-        broken: `str(save_id)` of those that are known to be damaged.
+        broken: Names of the directories of those that are known to be damaged.
 
     Raises:
         OSError: `root` cannot be listed, for another reason than that it does not exist.
@@ -76,7 +82,7 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
     except (FileNotFoundError, NotADirectoryError):
         found = []
     manifests = {os.path.basename(one.path): one.manifest for one in found if one.manifest is not None}
-    newest = max((m for m in manifests.values() if str(m.save_id) not in broken), key=_age, default=None)
+    newest = max((m for name, m in manifests.items() if name not in broken), key=_age, default=None)
     ancestry = None if newest is None else ancestry_in(newest.metadata)
     stored = [
         Stored(
@@ -85,14 +91,14 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
             save_id=manifest.save_id,
             score=_score_of(manifest, score),
             is_abandoned=newest is not None and not is_ancestor(manifest.save_id, newest.save_id, ancestry),
-            is_sound=str(manifest.save_id) not in broken,
+            is_sound=name not in broken,
             nbytes=manifest.nbytes,
         )
         for name, manifest in manifests.items()
     ]
     stored.sort(key=lambda one: lineage_key(one.save_id), reverse=True)
-    rest = tuple(os.path.basename(one.path) for one in found if one.state == ABANDONED)
-    return Survey(tuple(stored), manifests, rest)
+    names = tuple(os.path.basename(one.path) for one in found if one.state in (COMMITTED, ABANDONED, INCOMPLETE))
+    return Survey(tuple(stored), manifests, names)
 
 
 def prune(
@@ -105,11 +111,14 @@ def prune(
     score: Score | None = None,
     broken: Collection[str] = (),
     busy: Collection[str] = (),
+    dead_after_s: float = 86400.0,
     delete: bool = True,
 ) -> list[Pruned]:
     """Remove the checkpoints that the policy gives up, in the order in which they go.
 
-    Nothing goes while the newest one is not whole on disk. What fails to go is logged, and tried again next time.
+    Nothing goes while the newest one is not whole on disk. What fails to go is logged, and tried again next time. With
+    them go the files of saves that were begun and never committed, if a run that came after them has committed one, or
+    if they have not changed for `dead_after_s`.
 
     Args:
         root: Absolute path.
@@ -119,6 +128,7 @@ def prune(
         package: asyncckpt's version.
         score, broken: As of `survey`.
         busy: Names of directories to which a save is under way: they stay for now.
+        dead_after_s: Longer than any save lives: a worker gives one up after `commit_timeout_s`.
         delete: False only says what would go.
 
     Raises:
@@ -127,21 +137,25 @@ def prune(
     Blocks: for the removal; for who holds the lock of a directory, `collecting.LOCK_TIMEOUT_S` each.
     """
     found, pinned = survey(root, files, score=score, broken=broken), pinned_in(root, files)
-    if delete:
-        _finish(root, [name for name in found.rest if name not in busy], files, umask)
-    doomed = to_delete(found.stored, policy, pinned)
     newest = newest_of(found.stored)
-    if not doomed or newest is None:
+    if newest is None:
         return []
-    if not is_whole(os.path.join(root, newest.name), found.manifests[newest.name], files):
+    done = []
+    is_sound = is_whole(os.path.join(root, newest.name), found.manifests[newest.name], files)
+    for one in to_delete(found.stored, policy, pinned):
+        if not is_sound:
+            done.append(Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole"))
+        elif one.name in busy:
+            done.append(Pruned(stored=one, is_removed=False, kept="a save to it is under way"))
+        else:
+            done.append(_pruned(root, one, files, umask, package, delete=delete))
+    if not is_sound:
         _log.warning("%s is not whole any more: nothing older is removed", os.path.join(root, newest.name))
-        return [Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole") for one in doomed]
-    return [
-        _pruned(root, one, files, umask, package, delete=delete)
-        if one.name not in busy
-        else Pruned(stored=one, is_removed=False, kept="a save to it is under way")
-        for one in doomed
-    ]
+    elif delete:
+        paths = [os.path.join(root, name) for name in found.names if name not in busy]
+        _finish(paths, files, umask)
+        _sweep(paths, newest.save_id.epoch, files, umask, package, dead_after_s)
+    return done
 
 
 def _pruned(root: str, one: Stored, files: Files, umask: int, package: str, *, delete: bool) -> Pruned:
@@ -159,12 +173,31 @@ def _pruned(root: str, one: Stored, files: Files, umask: int, package: str, *, d
     return Pruned(stored=one, is_removed=gone, kept=kept)
 
 
-def _finish(root: str, names: Sequence[str], files: Files, umask: int) -> None:
-    for name in names:
+def _finish(paths: Sequence[str], files: Files, umask: int) -> None:
+    """Go on with removals that were broken off."""
+    for path in paths:
         try:
-            retire_rest(os.path.join(root, name), files, umask=umask)
+            retire_rest(path, files, umask=umask)
         except OSError as error:
-            _log.warning("what is left of %s cannot be removed: %s", os.path.join(root, name), error)
+            _log.warning("what is left of %s cannot be removed: %s", path, error)
+
+
+def _sweep(paths: Sequence[str], epoch: int, files: Files, umask: int, package: str, dead_after_s: float) -> None:
+    """Remove attempts of dead runs, behind a tombstone: who still writes one can commit it no more."""
+    for path in paths:
+        try:
+            standing = standing_at(path, files)
+            owners = {owner for name in files.listdir(path) if (owner := owner_of(name)) is not None}
+            owners -= set() if standing is None else {standing.save_id}
+            is_past = all(owner.epoch < epoch for owner in owners)
+            rules = Rules(now=time.time(), older_than_s=-math.inf if is_past else dead_after_s)
+            done = collect(path, files, rules, umask=umask, package=package)
+            if done is not None and done.removed:
+                _log.info("removed what saves that were never committed left in %s", path)
+        except FileNotFoundError:  # retention has just removed it
+            continue
+        except OSError as error:
+            _log.warning("what saves left in %s cannot be removed: %s", path, error)
 
 
 def _score_of(manifest: Manifest, score: Score | None) -> float | None:

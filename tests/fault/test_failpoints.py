@@ -43,6 +43,8 @@ from asyncckpt.storage.catalog import look
 from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.garbage import Rules
+from asyncckpt.storage.retiring import retire
+from asyncckpt.storage.standing import standing_at
 from asyncckpt.storage.verification import verify_checkpoint
 from asyncckpt.sync_writer import SyncWriter
 from asyncckpt_worker.config import WorkerConfig
@@ -108,6 +110,16 @@ def collected(path: pathlib.Path) -> None:
         raise CommitUnknownError("gc") from done.error
 
 
+def retired(path: pathlib.Path) -> None:
+    """What retention does with a checkpoint that may go."""
+    standing = standing_at(str(path), Files())
+    assert standing is not None
+    try:
+        retire(str(path), standing.save_id, RecordingFiles(), umask=0o022, package="test")
+    except OSError as error:
+        raise CommitUnknownError("retention") from error
+
+
 def leave_garbage(scenario: str, path: pathlib.Path) -> None:
     """Leave what `gc` is for: beside the checkpoint, or in its place."""
     if scenario == "gc of an attempt":
@@ -128,6 +140,8 @@ SCENARIOS: dict[str, tuple[Callable[[pathlib.Path], None], dict[str, Any] | None
     "a save that fails": (fails, None),
     "gc of an attempt": (collected, {}),
     "gc beside a checkpoint": (collected, {}),
+    "retention": (retired, {}),
+    "retention of dcp": (retired, {"layout": "dcp"}),
 }
 """Name -> what is under test, and with what fields the save was made that stands there before; None: none does."""
 
@@ -189,6 +203,8 @@ def trace_of(scenario: str, templates: dict[str, pathlib.Path], tmp_path: pathli
 
 def before_and_after(scenario: str) -> tuple[int | None, int | None]:
     old = None if SCENARIOS[scenario][1] is None or scenario == "gc of an attempt" else OLD
+    if scenario.startswith("retention"):
+        return old, None
     return old, (old if scenario == "a save that fails" or scenario.startswith("gc ") else NEW)
 
 

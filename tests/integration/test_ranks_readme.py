@@ -14,6 +14,11 @@ from test_readme import blocks
 import asyncckpt
 
 
+def block_with(text: str) -> str:
+    """Return the README's first block of Python with `text` in it."""
+    return next(block for block in blocks("python") if text in block)
+
+
 def runs_the_block(rank: int, directory: str) -> str:
     os.chdir(directory)
     torch.manual_seed(0)
@@ -21,7 +26,7 @@ def runs_the_block(rank: int, directory: str) -> str:
     names = {"torch": torch, "asyncckpt": asyncckpt, "model": model, "step": 0}
     names["optimizer"] = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        exec(blocks("python")[1], names)
+        exec(block_with("runs/b"), names)
     return str(names["newest"])
 
 
@@ -30,7 +35,7 @@ def runs_the_dcp_block(rank: int, directory: str) -> int:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 4)
     names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    exec(next(block for block in blocks("python") if "asyncckpt.dcp" in block), names)
+    exec(block_with("asyncckpt.dcp"), names)
     return names["state"]["step"]  # type: ignore[index,return-value]
 
 
@@ -55,7 +60,7 @@ def runs_the_block_on_shards(rank: int, directory: str) -> tuple[list[torch.Tens
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 3)  # uneven over two ranks
     names = {"torch": torch, "asyncckpt": asyncckpt, "model": model}
-    exec(blocks("python")[2], names)
+    exec(block_with("fully_shard"), names)
     return [p.full_tensor().detach() for p in model.parameters()], list(names["whole"]["model"].values())
 
 

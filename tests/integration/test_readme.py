@@ -39,12 +39,13 @@ def test_python_block_saves_resumes_and_the_commands_answer(
 ) -> None:
     if shutil.which("asyncckpt", path=environment["PATH"]) is None:
         pytest.skip("the package is not installed, so there are no commands")
-    code = blocks("python")[0]
+    code = "\n".join(blocks("python")[:2])  # a training, and the same with a manager
     commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
     named = [*("ls", "inspect", "verify", "verify", "du", "prune", "doctor", "gc", "report", "top", "worker", "worker")]
     assert [c.split()[1] for c in commands] == named
     run([sys.executable, "-c", code], tmp_path, environment)
     assert (tmp_path / "runs/a/step-300/manifest.json").exists()
+    assert (tmp_path / "runs/m/step-00000300/manifest.json").exists()
     run([sys.executable, "-c", code], tmp_path, environment)  # resumes, and has nothing left to do
     for command in commands:
         run(command.split(), tmp_path, environment)

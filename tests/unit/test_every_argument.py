@@ -316,6 +316,73 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
         {"root": "unit/test_loading_load.py::test_the_newest_checkpoint_is_told_and_what_is_passed_over_is_said"},
     ),
 ]
+M = "integration/test_manager.py::"
+KEPT = f"{M}test_the_newest_the_best_the_pinned_and_those_of_the_period_stay"
+POLICIES = f"{M}test_should_save_says_what_the_policies_say"
+STOP = f"{M}test_after_the_signal_the_last_save_is_staged_and_the_worker_finishes_it"
+SURFACE += [
+    (
+        asyncckpt.CheckpointManager.__init__,
+        {
+            "root": f"{M}test_a_step_is_restored_or_nothing",
+            "checkpointer": f"{M}test_a_synchronous_checkpointer_is_managed_alike",
+            "max_to_keep": KEPT,
+            "keep_period": KEPT,
+            "save_interval_steps": POLICIES,
+            "save_interval_s": f"{POLICIES}, integration/test_ranks_manager.py::"
+            "test_rank_0_s_clock_says_when_to_save_on_all_ranks",
+            "save_on_steps": POLICIES,
+            "save_when": POLICIES,
+            "best_fn": KEPT,
+            "best_mode": KEPT,
+            "step_format": f"{M}test_a_synchronous_checkpointer_is_managed_alike",
+            "preemption_signal": STOP,
+            "grace_s": f"{M}test_what_is_not_staged_within_the_grace_is_said",
+            "mtbf_s": f"{M}test_the_interval_is_suggested_in_the_log",
+            "quarantine": f"{M}test_a_broken_one_is_passed_over_and_that_is_said",
+            "fields": f"{M}test_settings_that_make_no_sense_are_refused",
+        },
+    ),
+    (asyncckpt.CheckpointManager.should_save, {"step": POLICIES}),
+    (asyncckpt.CheckpointManager.reached_preemption, {"step": STOP}),
+    (asyncckpt.CheckpointManager.preempt, {}),
+    (
+        asyncckpt.CheckpointManager.save,
+        {
+            "step": STOP,
+            "state": f"{M}test_a_training_goes_on_bit_for_bit_with_all_that_it_has",
+            "metrics": KEPT,
+            "metadata": KEPT,
+            "kw": f"{M}test_arguments_that_no_part_takes_are_refused",
+        },
+    ),
+    (
+        asyncckpt.CheckpointManager.restore,
+        {
+            "state": f"{M}test_a_training_goes_on_bit_for_bit_with_all_that_it_has",
+            "step": f"{M}test_a_step_is_restored_or_nothing",
+            "options": f"{M}test_a_broken_one_is_passed_over_and_that_is_said",
+        },
+    ),
+    (asyncckpt.CheckpointManager.pin, {"step": KEPT}),
+    (asyncckpt.CheckpointManager.unpin, {"step": KEPT}),
+    (asyncckpt.CheckpointManager.wait, {"timeout": f"{M}test_waiting_ends_at_its_timeout"}),
+    (asyncckpt.CheckpointManager.close, {}),
+    (
+        asyncckpt.optimal_interval,
+        {
+            "save_cost_s": "unit/test_managing.py::test_the_interval_loses_least_in_all",
+            "mtbf_s": "unit/test_managing.py::test_the_interval_loses_least_in_all",
+        },
+    ),
+    (
+        asyncckpt.refresh_master_params,
+        {
+            "optimizer": "unit/test_managing.py::test_each_known_form_of_masters_is_understood",
+            "but": "unit/test_managing.py::test_masters_that_are_spared_stay",
+        },
+    ),
+]
 GENERAL = (
     *("kw", "fields", "options", "tensor", "kind", "global_shapes", "path", "root", "optimizers", "rank"),
     "state_dict",

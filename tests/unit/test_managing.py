@@ -1,0 +1,567 @@
+"""The parts of a CheckpointManager: when to save, when to stop, what to tell, without workers and sockets."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from asyncckpt import RngState, optimal_interval, refresh_master_params  # noqa: E402
+from asyncckpt.errors import ConfigError, PlanTimeoutError, SignalHandlerError  # noqa: E402
+from asyncckpt.managing import stopping, time_plan  # noqa: E402
+from asyncckpt.managing.advice import AFTER_SAVES, Advice  # noqa: E402
+from asyncckpt.managing.master_params import MasterParams, master_pairs  # noqa: E402
+from asyncckpt.managing.noticeboard import Noticeboard  # noqa: E402
+from asyncckpt.managing.preemption import Preemption  # noqa: E402
+from asyncckpt.managing.save_policy import LocalClock, SavePolicy  # noqa: E402
+from asyncckpt.managing.signals import SignalNote, signals_of  # noqa: E402
+from asyncckpt.managing.step_names import StepNames  # noqa: E402
+from asyncckpt.managing.stopping import Stopping  # noqa: E402
+from asyncckpt.managing.time_plan import TimePlan  # noqa: E402
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def saved_at(policy: SavePolicy, steps: range) -> list[int]:
+    return [step for step in steps if policy.at(step)]
+
+
+# ---- when to save ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"interval_steps": 2}, [0, 2, 4]),
+        ({"on_steps": [1, 4, 99]}, [1, 4]),
+        ({"when": lambda step: step == 3}, [3]),
+        ({"interval_steps": 5, "on_steps": [1], "when": lambda step: step == 2}, [0, 1, 2, 5]),
+    ],
+)
+def test_any_reason_is_enough_and_none_given_means_always(reasons: dict[str, Any], expected: list[int]) -> None:
+    given = {"interval_steps": None, "on_steps": None, "when": None, **reasons}
+    assert saved_at(SavePolicy(**given, clock=None), range(6)) == expected
+
+
+def test_seconds_count_from_the_last_save_whatever_its_reason() -> None:
+    now = Clock()
+    clock = LocalClock(10.0, now)
+    policy = SavePolicy(None, None, None, clock)
+    found = []
+    for step in range(30):
+        now.now += 1.0
+        if policy.at(step) or step == 13:
+            clock.saved()
+            found.append(step)
+    assert found == [9, 13, 23]
+
+
+@pytest.mark.parametrize(
+    "given", [{"interval_steps": 0}, {"interval_steps": 1.5}, {"interval_steps": True}, {"when": 3}]
+)
+def test_a_policy_that_makes_no_sense_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        SavePolicy(**{"interval_steps": None, "on_steps": None, "when": None, "clock": None, **given})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["step", "{step:04.1f}/x", "../{step}", ".{step}", "{step}.broken-1", "{nothing}", "{step:3", "", "{step:x!}"],
+)
+def test_a_step_format_that_gives_no_names_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        StepNames("/root", text)
+    assert caught.value.field == "step_format"
+
+
+def test_names_are_those_of_the_format() -> None:
+    assert StepNames("/runs/a", "checkpoint-{step}").path(500) == "/runs/a/checkpoint-500"
+
+
+# ---- ranks that agree without meeting -------------------------------------------------------------------------------
+
+
+class Wall:
+    """What the boards of several ranks hang on."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.posted: dict[str, dict[int, bytes]] = {}
+
+
+class SimulatedBoard(Noticeboard):
+    """One rank's view of a wall."""
+
+    def __init__(self, wall: Wall, rank: int) -> None:
+        self._wall, self._rank = wall, rank
+
+    def _on(self, name: str) -> dict[int, bytes]:
+        return self._wall.posted.setdefault(name, {})
+
+    def post(self, name: str, data: bytes) -> None:
+        assert self._on(name).setdefault(self._rank, data) == data, "another thing was said before"
+
+    def heard(self, name: str) -> bytes | None:
+        return self._on(name).get(0)
+
+    def anybody(self, name: str) -> bool:
+        return bool(self._on(name))
+
+    def is_complete(self, name: str) -> bool:
+        return not self.missing(name)
+
+    def missing(self, name: str) -> list[int]:
+        return [rank for rank in range(self._wall.world_size) if rank not in self._on(name)]
+
+    def take(self, name: str, rank: int) -> bytes:
+        return self._on(name)[rank]
+
+
+class Blocked(Exception):
+    """The training thread of a simulated rank would wait."""
+
+
+def blocked() -> None:
+    raise Blocked
+
+
+class SimulatedRank:
+    """A rank whose training thread and watch take turns as the schedule has it."""
+
+    def __init__(self, wall: Wall, rank: int, steps: list[int]) -> None:
+        self.told: float | None = None
+        self.stopping = Stopping(wall.world_size, lambda: self.told, blocked, 1.0)
+        self.board, self.steps = SimulatedBoard(wall, rank), steps
+        self.n = 0
+        self.stopped_at: int | None = None
+
+    def train(self) -> None:
+        """One step, unless it waits for the others."""
+        if self.stopped_at is None and self.n < len(self.steps):
+            try:
+                if self.stopping.at(self.steps[self.n]):
+                    self.stopped_at = self.steps[self.n]
+                else:
+                    self.n += 1
+            except Blocked:
+                pass
+
+    def watch(self) -> None:
+        self.stopping.turn(self.board)
+
+
+def test_in_every_schedule_all_ranks_stop_at_the_same_step_which_none_has_passed(rng: random.Random) -> None:
+    for _ in range(200):
+        world_size, wall = rng.randint(2, 4), None
+        wall = Wall(world_size)
+        steps = sorted(rng.sample(range(1000), 60))
+        ranks = [SimulatedRank(wall, rank, steps) for rank in range(world_size)]
+        told_after = rng.randrange(40)
+        for n in itertools.count():
+            if n == told_after or (n > told_after and rng.random() < 0.02):
+                rng.choice(ranks).told = float(n)
+            behind = min(rank.n for rank in ranks)
+            rank = rng.choice(ranks)
+            if rng.random() < 0.5:
+                rank.watch()
+            elif rank.n <= behind + 1:  # a collective in each step: none is two steps ahead
+                rank.train()
+            if all(rank.stopped_at is not None for rank in ranks):
+                break
+            assert n < 50_000, "they never stop"
+        assert len({rank.stopped_at for rank in ranks}) == 1
+        at = ranks[0].stopped_at
+        assert at in steps and all(rank.stopping.at(later) for rank in ranks for later in steps if later >= (at or 0))
+        assert not any(rank.stopping.at(earlier) for rank in ranks for earlier in steps if earlier < (at or 0))
+
+
+def test_a_rank_that_has_ended_holds_nobody_up() -> None:
+    wall = Wall(2)
+    ended, left = (SimulatedRank(wall, rank, [1, 2, 3]) for rank in range(2))
+    for _ in range(3):
+        ended.train()
+    ended.stopping.say(ended.board)
+    left.train()
+    left.told = 1.0
+    left.watch()
+    left.watch()
+    assert left.stopping.stop_from == 4, "later than what the other one has done"
+
+
+def test_ranks_that_say_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Stopping(3, lambda: 1.0, lambda: None, 0.01)
+    wall = Wall(3)
+    SimulatedBoard(wall, 2).post(stopping.PASSED, b"7")
+    found.turn(SimulatedBoard(wall, 0))
+    with pytest.raises(PlanTimeoutError) as caught:
+        found.at(5)
+    assert caught.value.missing_ranks == [1]
+
+
+class PlannedRank:
+    """A rank with a clock, or without."""
+
+    def __init__(self, wall: Wall, rank: int, interval_s: float, now: Clock) -> None:
+        self.plan = TimePlan(interval_s, is_leader=rank == 0, wake=lambda: None, hurry=blocked, now=now)
+        self.board = SimulatedBoard(wall, rank)
+        self.step = 0
+        self.saved: list[int] = []
+
+    def train(self) -> bool:
+        """One step, unless it waits for rank 0. Returns whether it was done."""
+        try:
+            if self.plan.at(self.step):
+                self.plan.saved()
+                self.saved.append(self.step)
+        except Blocked:
+            return False
+        self.step += 1
+        return True
+
+
+def test_in_every_schedule_all_ranks_save_at_the_same_steps_when_it_is_time(rng: random.Random) -> None:
+    for _ in range(40):
+        now, wall, pace_s = Clock(), Wall(3), 10 ** rng.uniform(-2, 1)
+        interval_s = rng.uniform(20, 200)
+        ranks = [PlannedRank(wall, rank, interval_s, now) for rank in range(3)]
+        waited = turns = 0
+        while min(rank.step for rank in ranks) < 400:
+            turns += 1
+            assert turns < 100_000
+            if rng.random() < 0.002:
+                pace_s = min(10.0, max(0.01, pace_s * rng.choice([0.2, 5.0])))
+            behind = min(rank.step for rank in ranks)
+            rank = rng.choice(ranks)
+            if rng.random() < 0.6:
+                rank.plan.turn(rank.board)
+            elif rank.step <= behind + 1:
+                done = rank.train()
+                waited += not done
+                now.now += pace_s / 3 if done else 0.0
+        first = min(len(rank.saved) for rank in ranks)
+        assert all(rank.saved[:first] == ranks[0].saved[:first] for rank in ranks)
+        assert max(len(rank.saved) for rank in ranks) <= first + 1
+
+
+def test_at_an_even_pace_a_save_comes_every_interval() -> None:
+    now = Clock()
+    rank = PlannedRank(Wall(1), 0, 60.0, now)
+    for _ in range(3000):
+        now.now += 0.25
+        assert rank.train()
+    gaps = [b - a for a, b in itertools.pairwise(rank.saved)]
+    assert len(rank.saved) >= 11 and all(230 <= gap <= 260 for gap in gaps), rank.saved
+
+
+def test_without_a_word_of_rank_0_training_goes_on_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(time_plan, "WAIT_S", 0.0)
+    plan = TimePlan(1.0, is_leader=False, wake=lambda: None, hurry=lambda: None)
+    assert [plan.at(step) for step in range(3)] == [False] * 3
+    assert caplog.text.count("rank 0 has not said") == 1
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def usual_handler() -> Iterator[list[int]]:
+    """A handler for SIGUSR1 that notes each signal."""
+    seen: list[int] = []
+
+    def usual(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGUSR1, usual)
+    yield seen
+    assert signal.signal(signal.SIGUSR1, before) is usual, "it was not put back"
+
+
+def test_a_signal_is_noted_passed_on_and_the_handler_put_back(usual_handler: list[int]) -> None:
+    preemption = Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
+    assert not preemption.at(1) and preemption.left_s is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert usual_handler == [signal.SIGUSR1]
+    assert [preemption.at(step) for step in (2, 2, 1, 3)] == [True, True, False, True]
+    assert 0 < (preemption.left_s or 0) <= 25.0
+    for _ in range(2):
+        preemption.close()
+
+
+def test_a_handler_that_came_later_stays(usual_handler: list[int]) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    note = SignalNote()
+    note.install([signal.SIGUSR1])
+    signal.signal(signal.SIGUSR1, before)
+    note.restore()
+
+
+def test_a_default_that_ends_the_process_is_put_off() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    assert before is signal.SIG_DFL
+    preemption = Preemption([signal.SIGUSR2, "SIGUSR2" and signal.SIGUSR2], 25.0, 1, lambda: None)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert preemption.at(0)
+    preemption.close()
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_outside_the_main_thread_a_handler_is_a_typed_error() -> None:
+    caught: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert isinstance(caught[0], SignalHandlerError) and caught[0].signal == "SIGUSR1"
+
+
+@pytest.mark.parametrize("given", [signal.SIGKILL, 12345, "SIGTERM", [signal.SIGSTOP]])
+def test_what_is_no_signal_to_handle_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError):
+        signals_of(given)
+
+
+def test_without_signals_the_program_itself_may_say_so_and_else_nobody() -> None:
+    preemption = Preemption((), 25.0, 1, lambda: None)
+    preemption.tell()
+    assert preemption.at(7)
+    with pytest.raises(ConfigError, match="preemption_signal"):
+        Preemption(None, 25.0, 1, lambda: None).tell()
+
+
+@pytest.mark.parametrize("grace_s", [0, -1.0, math.inf, None, "1"])
+def test_a_grace_that_is_no_time_is_refused(grace_s: Any) -> None:
+    with pytest.raises(ConfigError, match="grace_s"):
+        Preemption((), grace_s, 1, lambda: None)
+
+
+# ---- random numbers -------------------------------------------------------------------------------------------------
+
+
+def drawn() -> list[Any]:
+    found: list[Any] = [random.random(), random.gauss(0, 1), torch.rand(3).tolist(), torch.randperm(5).tolist()]
+    if "numpy" in sys.modules:
+        import numpy
+
+        found += [numpy.random.rand(), numpy.random.randn()]
+    return found
+
+
+@pytest.fixture
+def own_generators() -> Iterator[None]:
+    """Generators that may be set: afterwards they are as before."""
+    before = RngState().state_dict()
+    yield
+    RngState().load_state_dict(before)
+
+
+def test_all_generators_are_captured_and_put_back(own_generators: None) -> None:
+    random.gauss(0, 1)  # leaves a second one behind
+    state = RngState().state_dict()
+    first = drawn()
+    assert drawn() != first
+    RngState().load_state_dict(state)
+    assert drawn() == first
+
+
+def test_what_a_state_lacks_keeps_its_place(own_generators: None) -> None:
+    state = RngState().state_dict()
+    torch_only = {"torch": state["torch"]}
+    expected = torch.rand(2).tolist()
+    after = random.random()
+    RngState().load_state_dict(state)
+    random.random()
+    RngState().load_state_dict(torch_only)
+    assert torch.rand(2).tolist() == expected and random.random() != after
+
+
+# ---- masters --------------------------------------------------------------------------------------------------------
+
+
+class MixedPrecision:
+    """An optimizer of bfloat16 weights with float32 masters, as Megatron-LM has it; its state dict may lack them."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], *, saves_masters: bool) -> None:
+        self.float16_groups = [weights]
+        self.fp32_from_float16_groups = [[w.detach().float().requires_grad_() for w in weights]]
+        self.optimizer = torch.optim.AdamW(self.fp32_from_float16_groups[0], lr=0.01)
+        self.saves_masters = saves_masters
+
+    def step(self) -> None:
+        for weight, master in zip(self.float16_groups[0], self.fp32_from_float16_groups[0], strict=True):
+            master.grad = torch.ones_like(master) * weight.float().cos()
+        self.optimizer.step()
+        for weight, master in zip(self.float16_groups[0], self.fp32_from_float16_groups[0], strict=True):
+            weight.data.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        masters = {"masters": self.fp32_from_float16_groups} if self.saves_masters else {}
+        return {"optimizer": self.optimizer.state_dict(), **masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for group, saved in zip(self.fp32_from_float16_groups, state.get("masters", []), strict=False):
+                for master, value in zip(group, saved, strict=True):
+                    master.copy_(value)
+
+
+def mixed(seed: int, *, saves_masters: bool) -> tuple[torch.nn.Parameter, MixedPrecision]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.nn.Parameter(torch.randn(50, generator=generator).bfloat16())
+    return weight, MixedPrecision([weight], saves_masters=saves_masters)
+
+
+def test_without_masters_in_the_checkpoint_the_next_step_is_that_of_an_optimizer_that_began_with_these_weights() -> (
+    None
+):
+    weight, optimizer = mixed(0, saves_masters=False)
+    twin, never_interrupted = mixed(0, saves_masters=False)
+    other, restored = mixed(1, saves_masters=False)
+    masters = MasterParams([restored, 3, None])
+    restored.load_state_dict(optimizer.state_dict())
+    other.data.copy_(weight)
+    assert masters.refresh() == 1
+    restored.step()
+    never_interrupted.step()
+    assert torch.equal(other, twin), "the first step after the load undoes it"
+    optimizer.step()
+    assert torch.equal(weight, twin)
+
+
+def test_masters_that_were_loaded_stay_to_the_last_bit() -> None:
+    weight, optimizer = mixed(0, saves_masters=True)
+    for _ in range(3):
+        optimizer.step()
+    other, restored = mixed(1, saves_masters=True)
+    masters = MasterParams([restored])
+    restored.load_state_dict(optimizer.state_dict())
+    other.data.copy_(weight)
+    assert masters.refresh() == 0
+    expected = optimizer.fp32_from_float16_groups[0][0]
+    assert not torch.equal(expected, weight.float()), "it knows more than the weight"
+    assert torch.equal(restored.fp32_from_float16_groups[0][0], expected)
+
+
+def test_a_master_whose_rounding_is_the_weight_is_left_alone() -> None:
+    weight, optimizer = mixed(0, saves_masters=False)
+    optimizer.step()
+    before = optimizer.fp32_from_float16_groups[0][0].clone()
+    assert refresh_master_params(optimizer) == 0
+    assert torch.equal(optimizer.fp32_from_float16_groups[0][0], before)
+    weight.data.add_(1)
+    assert refresh_master_params(optimizer) == 1
+    assert torch.equal(optimizer.fp32_from_float16_groups[0][0], weight.float())
+
+
+def _apex(weight: Any, master: Any) -> Any:
+    return type("Apex", (), {"fp16_groups": [[weight]], "fp32_from_fp16_groups": [[master]]})()
+
+
+def _amp(weight: Any, master: Any) -> Any:
+    return type("Amp", (), {"_amp_stash": _apex(weight, master)})()
+
+
+def _flat(weight: Any, master: Any) -> Any:
+    return type("Flat", (), {"fp16_groups_flat": [weight], "fp32_groups_flat": [master]})()
+
+
+def _fused(weight: Any, master: Any) -> Any:
+    groups = {"param_groups": [{"params": [weight]}], "param_groups_master": [{"params": [master]}]}
+    return type("Fused", (), groups)()
+
+
+def _in_state(weight: Any, master: Any) -> Any:
+    return type("InState", (), {"state": {weight: {"master_param": master}}})()
+
+
+def _own(weight: Any, master: Any) -> Any:
+    return type("Own", (), {"master_param_pairs": lambda self: [(weight, master)]})()
+
+
+def _wrapped(weight: Any, master: Any) -> Any:
+    return type("Wrapper", (), {"optimizer": _in_state(weight, master)})()
+
+
+@pytest.mark.parametrize("form", [_apex, _amp, _flat, _fused, _in_state, _own, _wrapped])
+def test_each_known_form_of_masters_is_understood(form: Callable[[Any, Any], Any]) -> None:
+    weight, master = torch.ones(3, dtype=torch.float16), torch.zeros(3)
+    assert len(master_pairs(form(weight, master))) == 1
+    assert refresh_master_params(form(weight, master)) == 1
+    assert torch.equal(master, torch.ones(3))
+
+
+def test_masters_that_are_spared_stay() -> None:
+    weight, master = torch.ones(3, dtype=torch.float16), torch.zeros(3)
+    assert refresh_master_params(_own(weight, master), but=[master]) == 0
+    assert torch.equal(master, torch.zeros(3))
+
+
+def test_a_plain_optimizer_keeps_none() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert master_pairs(optimizer) == []
+
+
+# ---- how often ------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_loses_least_in_all() -> None:
+    """Against Daly's own model of the time that a job takes, equation 13, looked through by brute force."""
+    for cost_s, mtbf_s in ((1.0, 3600.0), (60.0, 86400.0), (300.0, 7200.0)):
+        wasted = {
+            tau: mtbf_s * (math.exp((tau + cost_s) / mtbf_s) - 1) / tau
+            for tau in (optimal_interval(cost_s, mtbf_s) * (0.3 + 0.01 * n) for n in range(200))
+        }
+        best = min(wasted, key=lambda tau: wasted[tau])
+        assert optimal_interval(cost_s, mtbf_s) == pytest.approx(best, rel=0.03)
+    assert optimal_interval(1e-3, 1e6) == pytest.approx(math.sqrt(2 * 1e-3 * 1e6), rel=1e-3)  # Young's
+    assert optimal_interval(save_cost_s=100.0, mtbf_s=50.0) == 50.0
+    assert optimal_interval(0.0, 50.0) == 0.0
+
+
+@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0), (1.0, math.inf)])
+def test_an_interval_of_nonsense_is_refused(cost_s: float, mtbf_s: float) -> None:
+    with pytest.raises(ConfigError):
+        optimal_interval(cost_s, mtbf_s)
+
+
+def test_the_advice_comes_once_and_without_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    advice = Advice(7200.0)
+    for seconds in (50.0, *[1.0] * (AFTER_SAVES + 3)):
+        advice.took(seconds)
+    assert len(caplog.records) == 1
+    assert f"every {optimal_interval(1.0, 7200.0):.0f} s" in caplog.text
+    Advice(None).took(1.0)
+    with pytest.raises(ConfigError):
+        Advice(-3.0)
