@@ -83,12 +83,11 @@ class Fence:
                 "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
             )
         began = time.perf_counter()
-        late_ones = self._copier.wait(timeout_s, ordered=ordered)
-        self.waited_s += time.perf_counter() - began
-        for late in late_ones:
+        for late in self._copier.wait(timeout_s, ordered=ordered):
             late.give_up(
                 StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
             )
+        self.waited_s += time.perf_counter() - began
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let its `step()` and `load_state_dict()` wait, and every `step()` over what is being copied."""
