@@ -64,8 +64,8 @@ class Loop:
         return [tensor.tolist() for tensor in (*parameters, *moments)] + rest
 
 
-def train(rank: int, kind: str, root: str, endpoint: str, steps: int, halt_at: int | None) -> dict[str, Any]:
-    """Train to `steps`, from the newest checkpoint; at `halt_at` tell the test, and go on when it says so.
+def train(rank: int, kind: str, root: str, endpoint: str, steps: int, halt_after: int | None) -> dict[str, Any]:
+    """Train to `steps`, from the newest checkpoint; after so many tell the test, and go on when it says so.
 
     Returns:
         Where it began and stopped, and what a training to there is that was never interrupted.
@@ -79,7 +79,7 @@ def train(rank: int, kind: str, root: str, endpoint: str, steps: int, halt_at: i
         stopped = False
         while loop.state["step"] < steps and not stopped:
             step = loop.train()
-            if step == halt_at:
+            if halt_after is not None and step == began + halt_after:
                 talk().say(step)
                 talk().hear()
             if manager.should_save(step):
@@ -103,28 +103,25 @@ def interrupted(
     """
     world_size, told = WORLD_SIZES[kind], []
     environ = {"MASTER_PORT": str(os.getpid())}
-    last = 0
     for number in [*signals, None]:
-        halt_at = None if number is None or last + 1 >= steps else rng.randint(last + 1, steps - 1)
-        arguments = (kind, str(root), endpoint, steps, halt_at)
+        halt_after = None if number is None else rng.randint(1, max(1, steps // len(signals)))
+        arguments = (kind, str(root), endpoint, steps, halt_after)
         with rank_processes.running(world_size, train, *arguments, group=world_size > 1, environ=environ) as ranks:
-            if halt_at is not None and number is not None:
-                assert [ranks.receive(rank) for rank in range(world_size)] == [halt_at] * world_size
-                victim = rng.randrange(world_size)
-                told.append(f"{signal.Signals(number).name} at {halt_at}")
+            found = [ranks.receive(rank) for rank in range(world_size)]
+            if isinstance(found[0], int):
+                assert number is not None and len(set(found)) == 1
+                told.append(f"{signal.Signals(number).name} at {found[0]}")
                 if number == signal.SIGKILL:
                     ranks.kill()
-                    last = 0 if last == 0 else last
                     continue
-                ranks.kill(victim, number=number)
+                ranks.kill(rng.randrange(world_size), number=number)
                 for rank in range(world_size):
                     ranks.send(rank, "go on")
-            found = ranks.results()
+                found = ranks.results()
+                assert all(one["stopped"] for one in found), told
         assert len({(one["began"], one["ended"], one["stopped"]) for one in found}) == 1, (told, found)
-        last = found[0]["ended"] if found[0]["stopped"] else last
         told.append(f"{found[0]['began']} to {found[0]['ended']}")
-        if number is not None and halt_at is not None:
-            assert found[0]["stopped"] or found[0]["ended"] == steps, told
         for one in found:
             assert "expected" not in one or one["outcome"] == one["expected"], told
+    assert found[0]["ended"] == steps
     return told

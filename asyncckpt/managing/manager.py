@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import CheckpointerClosedError, ConfigError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.managing.advice import Advice
@@ -176,7 +177,8 @@ class CheckpointManager(Resuming):
         self._check_usable()
         name, more = self._names.name(step), told(self._ancestry, metrics)
         config = self.checkpointer.config
-        self._house.begins(name, config.slot_timeout_s if config.on_busy == "wait" else 0.0)
+        may_wait = config.on_busy == "wait" and self._preemption.left_s is None
+        self._house.begins(name, config.slot_timeout_s if may_wait else 0.0)
         began = time.monotonic()
         try:
             handle = self.checkpointer.save(
@@ -249,7 +251,7 @@ class CheckpointManager(Resuming):
         if self._closed or self._house.is_forked:
             return
         self._closed = True
-        left_s = self._preemption.left_s
+        left_s = self._preemption.left_s if kind is None else EXIT_WAIT_S
         try:
             self._together.close()
             if self._owned and isinstance(self.checkpointer, AsyncCheckpointer):

@@ -11,7 +11,7 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.handle import SaveHandle
 from asyncckpt.managing.save_policy import check_seconds
 from asyncckpt.managing.signals import SignalNote, signals_of
-from asyncckpt.managing.stopping import Stopping
+from asyncckpt.managing.stopping import BEFORE_ALL, Stopping
 
 _log = logging.getLogger("asyncckpt")
 
@@ -44,6 +44,7 @@ class Preemption:
         self.stopping: Stopping | None = None
         if self._is_on and world_size > 1:
             self.stopping = Stopping(world_size, lambda: self._note.at, hurry, grace_s)
+        self._passed = BEFORE_ALL
         self._stopped_at: int | None = None
         self._note.install(signals_of(signals))
 
@@ -67,9 +68,13 @@ class Preemption:
             return False
         if self.stopping is not None:
             return self.stopping.at(step)
-        if self._note.at is not None and self._stopped_at is None:
+        if self._stopped_at is None:
+            # A step that was passed stays passed: whoever asked whether to save it may have been told that it is not.
+            if self._note.at is None or step <= self._passed:
+                self._passed = max(self._passed, step)
+                return False
             self._stopped_at = step
-        return self._stopped_at is not None and step >= self._stopped_at
+        return step >= self._stopped_at
 
     @property
     def left_s(self) -> float | None:

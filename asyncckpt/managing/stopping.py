@@ -18,7 +18,7 @@ from asyncckpt.errors import PlanTimeoutError
 from asyncckpt.managing.noticeboard import Noticeboard
 
 NOTICE, PASSED = "stop", "passed"
-_BEFORE_ALL = -(1 << 63)
+BEFORE_ALL = -(1 << 63)
 _log = logging.getLogger("asyncckpt")
 
 
@@ -38,7 +38,7 @@ class Stopping:
         self._world_size = world_size
         self._told_at, self._hurry, self._timeout_s = told_at, hurry, timeout_s
         self._changed = threading.Condition()
-        self._passed = _BEFORE_ALL
+        self._passed = BEFORE_ALL
         self._is_told = self._is_said = self._is_noticed = False
         self._missing: list[int] = []
         self.stop_from: int | None = None

@@ -18,6 +18,9 @@ HURRIED_S = 0.01
 """How often while the training waits."""
 
 HURRY_FOR_S = 2.0
+WARN_AFTER = 3
+"""Looks in vain, one after the other: where a training ends, the rank that has the store may end a moment earlier."""
+
 _log = logging.getLogger("asyncckpt")
 
 
@@ -40,7 +43,8 @@ class Watch:
         self._board: Noticeboard | None = None
         self._wake = threading.Event()
         self._hurried_until = float("-inf")
-        self._ended = self._warned = False
+        self._ended = False
+        self._failed = 0
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -71,11 +75,11 @@ class Watch:
                 self._board = self._find()
             for turn in self._turns:
                 turn(self._board)
-            self._warned = False
+            self._failed = 0
         except AsyncCkptError as error:
-            if not self._warned and not self._ended:
+            self._failed += 1
+            if self._failed == WARN_AFTER and not self._ended:
                 _log.warning("the ranks cannot agree on when to save or to stop for now: %s", error)
-            self._warned = True
             self._hurried_until = float("-inf")
         except Exception:
             _log.exception("the ranks cannot agree on when to save or to stop any more")

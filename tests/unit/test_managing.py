@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -19,16 +20,19 @@ torch = pytest.importorskip("torch")
 
 from asyncckpt import RngState, optimal_interval, refresh_master_params  # noqa: E402
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SignalHandlerError  # noqa: E402
-from asyncckpt.managing import stopping, time_plan  # noqa: E402
+from asyncckpt.managing import housekeeping, stopping, time_plan  # noqa: E402
 from asyncckpt.managing.advice import AFTER_SAVES, Advice  # noqa: E402
+from asyncckpt.managing.housekeeping import Housekeeping  # noqa: E402
 from asyncckpt.managing.master_params import MasterParams, master_pairs  # noqa: E402
 from asyncckpt.managing.noticeboard import Noticeboard  # noqa: E402
 from asyncckpt.managing.preemption import Preemption  # noqa: E402
+from asyncckpt.managing.pruner import Pruner  # noqa: E402
 from asyncckpt.managing.save_policy import LocalClock, SavePolicy  # noqa: E402
 from asyncckpt.managing.signals import SignalNote, signals_of  # noqa: E402
 from asyncckpt.managing.step_names import StepNames  # noqa: E402
 from asyncckpt.managing.stopping import Stopping  # noqa: E402
 from asyncckpt.managing.time_plan import TimePlan  # noqa: E402
+from asyncckpt.retention.policy import RetentionPolicy  # noqa: E402
 
 
 class Clock:
@@ -96,6 +100,62 @@ def test_a_step_format_that_gives_no_names_is_refused(text: str) -> None:
 
 def test_names_are_those_of_the_format() -> None:
     assert StepNames("/runs/a", "checkpoint-{step}").path(500) == "/runs/a/checkpoint-500"
+
+
+# ---- what goes behind the training
+
+
+def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(*given: Any, **more: Any) -> None:
+        begun.set()
+        assert ended.wait(60)
+
+    monkeypatch.setattr(housekeeping, "prune", slow)
+    house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
+    house.begins("a", 60.0)
+    house.ended("a", is_committed=True)
+    assert begun.wait(60)
+    house.begins("b", 0.01)
+    house.begins("c", 60.0)  # it has been waited for in vain: not again
+    assert caplog.text.count("is not removed as fast") == 1
+    waiting = threading.Thread(target=house.wait, args=(60.0,))
+    waiting.start()
+    ended.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    house.begins("d", 60.0)
+    house.close(60.0)
+
+
+def test_only_rank_0_removes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(housekeeping, "prune", lambda *given, **more: pytest.fail("it does"))
+    house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=False, dead_after_s=1.0)
+    house.begins("a", 0.0)
+    house.ended("a", is_committed=True)
+    house.wait(60.0)
+    house.close(60.0)
+
+
+def test_retention_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+
+    def work() -> None:
+        done.append(len(done))
+        if len(done) == 1:
+            raise OSError("the disk is away")
+
+    pruner = Pruner(work)
+    for _ in range(2):
+        pruner.request()
+        assert pruner.wait(60.0)
+    for _ in range(2):
+        pruner.close(60.0)
+    pruner.request()
+    assert done == [0, 1] and "retention failed" in caplog.text
 
 
 # ---- ranks that agree without meeting -------------------------------------------------------------------------------
@@ -307,6 +367,15 @@ def test_a_signal_is_noted_passed_on_and_the_handler_put_back(usual_handler: lis
     assert 0 < (preemption.left_s or 0) <= 25.0
     for _ in range(2):
         preemption.close()
+
+
+def test_a_step_that_was_passed_is_not_stopped_at_when_the_signal_comes_right_after(usual_handler: list[int]) -> None:
+    """Else the loop would end at a step that nobody has saved."""
+    preemption = Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
+    assert not preemption.at(5), "should_save"
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [preemption.at(step) for step in (5, 6, 5)] == [False, True, False]
+    preemption.close()
 
 
 def test_a_handler_that_came_later_stays(usual_handler: list[int]) -> None:
