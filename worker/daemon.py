@@ -7,7 +7,6 @@ with. It does no file I/O: whatever may wait for a disk is a job.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,16 +17,17 @@ from asyncckpt.errors import AsyncCkptError, EndpointError, SaveFailedError, Wor
 from asyncckpt.failpoints import reach
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
-from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.pace_file import DevicePaces
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.bandwidth import files_for
 from asyncckpt_worker.blame import concerned
+from asyncckpt_worker.brain_config import brain_config
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.ending import BrainConfig
 from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.keeper import Keeper
 from asyncckpt_worker.liveness import Liveness
@@ -40,7 +40,7 @@ from asyncckpt_worker.shortage import Shortage, slot_refused
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.state import Brain
 from asyncckpt_worker.witness import Witness
-from asyncckpt_worker.writer import Writer
+from asyncckpt_worker.writer import WRITE_PACES, Writer
 
 MAX_WAIT_S = 1.0
 """The loop turns at least once in this time: for deadlines that the brain does not announce."""
@@ -83,25 +83,16 @@ class Daemon:
         self._liveness = liveness or Liveness()
         self._keeper = Keeper(config.while_pid)
         self._shortage = Shortage()
-        self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
+        directory = os.path.dirname(socket_path(config.endpoint))
+        paces = None if config.max_write_bandwidth else DevicePaces(directory, "write", WRITE_PACES)
+        self._writer = Writer(
+            files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads, paces
+        )
         self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None
         self._closed = False
-        self.brain = Brain(
-            BrainConfig(
-                package=__version__,
-                pid=os.getpid(),
-                pid_start=start_ticks(os.getpid()) or 0,
-                instance=secrets.token_hex(8),
-                heartbeat_s=config.heartbeat_s,
-                idle_exit_s=config.idle_exit_s,
-                drain_timeout_s=config.drain_timeout_s,
-                staging_grace_s=config.staging_grace_s,
-                keep_snapshots_s=config.keep_snapshots_s,
-            ),
-            time.monotonic(),
-        )
+        self.brain = Brain(brain_config(config), time.monotonic())
         self._peers = Peers(config.advertise, config.port, self.brain.run_of_key, self.metrics.count)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------

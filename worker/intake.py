@@ -80,8 +80,10 @@ class Intake:
             text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
             self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
             return False
-        if entry.phase != BEGUN:
-            return False  # it has ended, or the same snapshot came twice
+        if entry.phase != BEGUN:  # it has ended, or the same snapshot came twice
+            if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
+                slot.key = (save.save_id, entry.rank)  # where it can still be loaded from
+            return False
         self.supersede(slot, save.save_id)
         entry.slot, entry.generation, entry.request = slot.number, generation, request
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
