@@ -52,6 +52,9 @@ FIELDS = {
     "integration/test_worker_resubmission.py::test_a_save_in_flight_is_written_by_the_next_worker",
     "keep_in_memory": "unit/test_keeping.py::test_the_newest_committed_snapshot_is_never_overwritten, "
     "integration/test_keep_in_memory.py::test_a_torn_staging_leaves_the_snapshot_before_in_memory",
+    "events": "integration/test_worker_looked_at.py::test_the_events_tell_of_each_save_from_both_sides, "
+    "integration/test_worker_looked_at.py::"
+    "test_without_events_no_file_is_made_and_a_report_knows_what_the_manifests_say",
     "on_error": "integration/test_async_settings.py::test_on_error_raise_raises_what_nobody_fetched, "
     "integration/test_async_settings.py::test_on_error_warn_raises_nothing",
     "overwrite": "integration/test_ranks_overwrite.py::"
