@@ -6,9 +6,10 @@
 
 Table of states (one aligned 64-bit word, `STATE_OFFSET`):
 
-    EMPTY   the slot holds nothing that anybody may use
-    OPEN    the trainer is writing to it; it belongs to nobody else
-    SEALED  the snapshot of `generation` is complete; the trainer writes no more until the save has ended
+    EMPTY       the slot holds nothing that anybody may use
+    OPEN        the trainer is writing to it; it belongs to nobody else
+    SEALED      the snapshot of `generation` is complete; the trainer writes no more until the save has ended
+    STREAMED    the request of a ring stands, and the trainer fills its segments (`ring`)
 
 The trainer's order (numbers are those of SPEC.md section 3): state OPEN, tail generation, head generation, body,
 request, request fields, state SEALED. A reader's: state SEALED, then head generation == tail generation, then use,
@@ -26,7 +27,7 @@ import xxhash
 from asyncckpt.failpoints import reach
 
 PAGE_NBYTES = 4096
-SLOT_VERSION = 1
+SLOT_VERSION = 2
 HEAD_MAGIC = b"ACKPSLOT"
 TAIL_MAGIC = b"ACKPTAIL"
 TOKEN_NBYTES = 16
@@ -34,7 +35,8 @@ TOKEN_NBYTES = 16
 STATE_EMPTY = 0
 STATE_OPEN = 1
 STATE_SEALED = 2
-STATES = {STATE_EMPTY: "EMPTY", STATE_OPEN: "OPEN", STATE_SEALED: "SEALED"}
+STATE_STREAMED = 3
+STATES = {STATE_EMPTY: "EMPTY", STATE_OPEN: "OPEN", STATE_SEALED: "SEALED", STATE_STREAMED: "STREAMED"}
 
 MIN_SLOT_NBYTES = 3 * PAGE_NBYTES
 MAX_SLOT_NBYTES = 1 << 46
@@ -48,6 +50,10 @@ REQUEST_OFFSET_OFFSET = 80
 REQUEST_NBYTES_OFFSET = 88
 REQUEST_CHECKSUM_OFFSET = 96
 TAIL_GENERATION_OFFSET = 64
+COUNTERS_OFFSET = 1024
+COUNTERS_NBYTES = 64
+COUNTERS_GENERATIONS = 32
+"""A worker that is late with an old generation does not write to the counters of the next ones."""
 
 
 class SlotError(ValueError):
@@ -55,10 +61,11 @@ class SlotError(ValueError):
 
 
 class SealedRequest(NamedTuple):
-    """What a sealed slot says: its generation and the request's bytes."""
+    """What a sealed slot says, or a ring's while it is `streamed`: its generation and the request's bytes."""
 
     generation: int
     request: bytes
+    streamed: bool = False
 
 
 def slot_nbytes(body_nbytes: int, request_nbytes: int) -> int:
@@ -132,18 +139,37 @@ class SlotControl:
         Raises:
             SlotError: The request does not fit between `offset` and the tail page.
         """
-        if not PAGE_NBYTES <= offset <= offset + len(request) <= self.nbytes - PAGE_NBYTES:
-            raise SlotError(f"a request of {len(request)} bytes at {offset} in a slot of {self.nbytes}")
         reach("slot: filled")
-        ctypes.memmove(self._address + offset, request, len(request))
-        self._store(self._address + REQUEST_OFFSET_OFFSET, offset)
-        self._store(self._address + REQUEST_NBYTES_OFFSET, len(request))
-        self._store(self._address + REQUEST_CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(request))
+        self._write_request(request, offset)
         reach("slot: request written")
         # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
         # the worker write what the trainer never meant.
         self._store(self._address + STATE_OFFSET, STATE_SEALED)
         reach("slot: sealed")
+
+    def stream(self, request: bytes, offset: int) -> None:
+        """Write the request of a ring at `offset` and let its segments be written as they are filled.
+
+        Raises:
+            SlotError: As `seal`.
+        """
+        self._write_request(request, offset)
+        self._store(self._address + STATE_OFFSET, STATE_STREAMED)
+        reach("slot: streamed")
+
+    def finish(self) -> None:
+        """Publish the snapshot of a ring: all of its segments are filled."""
+        # IMPORTANT: the last store, as in `seal`: a worker commits nothing that it has not seen sealed.
+        self._store(self._address + STATE_OFFSET, STATE_SEALED)
+        reach("slot: sealed")
+
+    def _write_request(self, request: bytes, offset: int) -> None:
+        if not PAGE_NBYTES <= offset <= offset + len(request) <= self.nbytes - PAGE_NBYTES:
+            raise SlotError(f"a request of {len(request)} bytes at {offset} in a slot of {self.nbytes}")
+        ctypes.memmove(self._address + offset, request, len(request))
+        self._store(self._address + REQUEST_OFFSET_OFFSET, offset)
+        self._store(self._address + REQUEST_NBYTES_OFFSET, len(request))
+        self._store(self._address + REQUEST_CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(request))
 
     def discard(self) -> None:
         """Mark the slot as holding nothing."""
@@ -151,20 +177,27 @@ class SlotControl:
 
     def is_sealed(self, generation: int) -> bool:
         """Whether the slot still holds the sealed snapshot of `generation`, at both ends."""
-        return (
-            self.state == STATE_SEALED
-            and self.generation == generation
-            and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
-        )
+        return self.state == STATE_SEALED and self._is_of(generation)
 
-    def read_request(self) -> SealedRequest:
+    def is_written(self, generation: int) -> bool:
+        """Whether the slot still holds a ring of `generation`, sealed or not, at both ends."""
+        return self.state in (STATE_STREAMED, STATE_SEALED) and self._is_of(generation)
+
+    def _is_of(self, generation: int) -> bool:
+        return self.generation == generation and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
+
+    def read_request(self, *, streamed: bool = False) -> SealedRequest:
         """Return the sealed request.
+
+        Args:
+            streamed: One of a ring that is not sealed yet will do.
 
         Raises:
             SlotError: Not sealed, out of bounds, or damaged.
         """
         generation = self.generation
-        if not self.is_sealed(generation):
+        sealed = self.is_sealed(generation)  # once: it may become so meanwhile
+        if not (sealed or (streamed and self.is_written(generation))):
             raise SlotError(f"the slot is {STATES.get(self.state, 'of an unknown state')}, not SEALED")
         offset = self._load(self._address + REQUEST_OFFSET_OFFSET)
         nbytes = self._load(self._address + REQUEST_NBYTES_OFFSET)
@@ -173,9 +206,9 @@ class SlotControl:
         request = ctypes.string_at(self._address + offset, nbytes)
         if xxhash.xxh3_64_intdigest(request) != self._load(self._address + REQUEST_CHECKSUM_OFFSET):
             raise SlotError("the request's checksum does not match")
-        if not self.is_sealed(generation):
+        if not (self.is_sealed(generation) if sealed else self.is_written(generation)):
             raise SlotError("the slot was reopened while its request was read")
-        return SealedRequest(generation, request)
+        return SealedRequest(generation, request, not sealed)
 
     @staticmethod
     def _load(address: int) -> int:
