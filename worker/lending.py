@@ -232,7 +232,10 @@ class Lending:
             return
         slot.reading, slot.opened = False, event.opened
         request = event.request
-        if request is not None and event.generation > slot.taken:
+        if request is not None and event.streamed:
+            if not slot.closing and event.generation > slot.adopted:
+                self._intake.stream(slot, event.generation, request)
+        elif request is not None and event.generation > slot.taken:
             taken = self._intake.take_up(slot, event.generation, request)
             if taken and slot.closing:
                 text = "its doorbell had not come"

@@ -155,6 +155,15 @@ class RankSave:
     resumed: bool = False
     """A worker that is dead may have written its files, or some."""
 
+    ring: bool = False
+    """Its snapshot goes through a ring, and is never whole in memory."""
+
+    stream: SaveRequest | None = None
+    """The request of a ring that is being filled."""
+
+    streaming: bool = False
+    """Its ring is being written, or was, since before it is sealed."""
+
     @property
     def ended(self) -> bool:
         return self.phase in ENDED

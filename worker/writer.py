@@ -30,6 +30,7 @@ from asyncckpt.storage.resuming import is_committed, resume_rank_files
 from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
+from asyncckpt_worker.rings import write_ring
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.shared import await_shared
 from asyncckpt_worker.slots import SlotStore
@@ -111,6 +112,11 @@ class Writer:
         def run() -> tuple[RankResult, bool]:
             reach("worker: writing")
             with self._slots.use(job.slot) as memory:
+                if request.ring_segments:
+                    found = write_ring(
+                        job, self._rank_job(request), memory, self._slots, files=self._files, pool=self._pool
+                    )
+                    return replace(found, rest_print=rest_print(request)), False
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):

@@ -155,7 +155,6 @@ class SlotControl:
         """
         self._write_request(request, offset)
         self._store(self._address + STATE_OFFSET, STATE_STREAMED)
-        reach("slot: streamed")
 
     def finish(self) -> None:
         """Publish the snapshot of a ring: all of its segments are filled."""
