@@ -75,7 +75,7 @@ class Jobs:
         try:
             with self._slots.use(number) as memory:
                 opened = memory.control.state in (STATE_OPEN, STATE_STREAMED)
-                generation, data, streamed = memory.control.read_request(streamed=True)
+                (generation, data), streamed = memory.control.read_streamed()
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
             if streamed and not request.ring_segments:
                 raise ValueError("it is streamed, and its request is of no ring")

@@ -112,8 +112,8 @@ class _Feed:
 
 def _failed(request: SaveRequest, code: str, detail: str) -> SaveFailedError:
     return SaveFailedError(
-        f"save {request.save_id} (step {request.step}, rank {request.rank}) to {request.path} failed: {detail}; nothing "
-        "was published; save again",
+        f"save {request.save_id} (step {request.step}, rank {request.rank}) to {request.path} failed: {detail}; "
+        "nothing was published; save again",
         code=code,
         detail=detail,
     )

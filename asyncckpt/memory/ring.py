@@ -1,7 +1,7 @@
 """Rings: a slot whose body is a window that moves over an image larger than it (SPEC.md section 5).
 
     image    | part 0: segment 0 | 1 | 2 | part 1: segment 3 | 4 | ...
-    slot     | head page | cell 0 | cell 1 | ... | request | tail page |       segment n lies in cell n modulo their number
+    slot     | head page | cell 0 | cell 1 | ... | request | tail page |   segment n: cell n modulo their number
 
 The trainer counts what it has filled, the worker what it has freed; each polls the other's counter.
 """
@@ -57,6 +57,14 @@ class Ring:
         for nbytes in part_nbytes:
             self._firsts.append(at)
             at += -(-nbytes // segment_nbytes)
+
+    def is_like(self, other: Ring) -> bool:
+        """Whether the same image is cut into segments, and these lie in cells, in the same way."""
+        return (self.segments, self.segment_nbytes, self.n_cells) == (
+            other.segments,
+            other.segment_nbytes,
+            other.n_cells,
+        )
 
     def number_of(self, part: int, start: int) -> int:
         """Return the number of the segment that byte `start` of a part's file lies in."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import xxhash
@@ -61,11 +62,10 @@ class SlotError(ValueError):
 
 
 class SealedRequest(NamedTuple):
-    """What a sealed slot says, or a ring's while it is `streamed`: its generation and the request's bytes."""
+    """What a sealed slot says, or a ring's before: its generation and the request's bytes."""
 
     generation: int
     request: bytes
-    streamed: bool = False
 
 
 def slot_nbytes(body_nbytes: int, request_nbytes: int) -> int:
@@ -185,18 +185,27 @@ class SlotControl:
     def _is_of(self, generation: int) -> bool:
         return self.generation == generation and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
 
-    def read_request(self, *, streamed: bool = False) -> SealedRequest:
+    def read_request(self) -> SealedRequest:
         """Return the sealed request.
-
-        Args:
-            streamed: One of a ring that is not sealed yet will do.
 
         Raises:
             SlotError: Not sealed, out of bounds, or damaged.
         """
+        return self._read_request(self.is_sealed)
+
+    def read_streamed(self) -> tuple[SealedRequest, bool]:
+        """Return the request of a slot that is sealed, or of a ring that is being filled, and whether it is that.
+
+        Raises:
+            SlotError: Neither, out of bounds, or damaged.
+        """
+        if self.state == STATE_SEALED:  # once: it may become so meanwhile
+            return self.read_request(), False
+        return self._read_request(self.is_written), True
+
+    def _read_request(self, holds: Callable[[int], bool]) -> SealedRequest:
         generation = self.generation
-        sealed = self.is_sealed(generation)  # once: it may become so meanwhile
-        if not (sealed or (streamed and self.is_written(generation))):
+        if not holds(generation):
             raise SlotError(f"the slot is {STATES.get(self.state, 'of an unknown state')}, not SEALED")
         offset = self._load(self._address + REQUEST_OFFSET_OFFSET)
         nbytes = self._load(self._address + REQUEST_NBYTES_OFFSET)
@@ -205,9 +214,9 @@ class SlotControl:
         request = ctypes.string_at(self._address + offset, nbytes)
         if xxhash.xxh3_64_intdigest(request) != self._load(self._address + REQUEST_CHECKSUM_OFFSET):
             raise SlotError("the request's checksum does not match")
-        if not (self.is_sealed(generation) if sealed else self.is_written(generation)):
+        if not holds(generation):
             raise SlotError("the slot was reopened while its request was read")
-        return SealedRequest(generation, request, not sealed)
+        return SealedRequest(generation, request)
 
     @staticmethod
     def _load(address: int) -> int:

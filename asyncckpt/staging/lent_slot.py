@@ -25,6 +25,7 @@ class LentSlot(Room):
         staging: The training thread is copying into it; nobody else unmaps it.
         orphaned: Its worker is gone, and no other one takes it over; it is closed instead of reused.
         handovers: To how many workers in turn it was handed since a save in it has ended.
+        is_ring: What it holds passes through it, and is never whole in it.
     """
 
     number: int
@@ -36,6 +37,7 @@ class LentSlot(Room):
     staging: bool = False
     orphaned: bool = False
     handovers: int = 0
+    is_ring: bool = False
 
     def knows(self, plan: SavePlan) -> bool:
         """Whether there are views for `plan`, or for one of the same layout."""

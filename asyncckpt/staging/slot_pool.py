@@ -232,7 +232,7 @@ class SlotPool:
         with self._changed:
             for slot in self._slots:
                 slot.handovers = 0
-                if slot.user == save_id:
+                if slot.user == save_id and not slot.is_ring:
                     self._keeping.committed(slot, save_id)
 
     def give_up(self, save_id: SaveId) -> None:
