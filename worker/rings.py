@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 from asyncckpt.errors import SaveFailedError
@@ -75,8 +76,8 @@ class _Feed:
                 time.sleep(LAST_POLL_S)
             raise self._not_sealed("the trainer gave it up while it was being written")
 
-    def await_filled(self, count: int) -> int:
-        """Return how many segments are filled, once these are more than `count`.
+    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
+        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
 
         Raises:
             SaveFailedError: There will be none.
@@ -86,10 +87,8 @@ class _Feed:
         deadline, pause_s = time.monotonic() + self._job.request.commit_timeout_s, FIRST_POLL_S
         while True:
             self.check()
-            filled = self._counters.filled
-            if not filled <= len(self.ring.segments):
-                raise self._not_sealed(f"{filled} segments are said to be filled, of {len(self.ring.segments)}")
-            if filled > count:
+            filled = self.filled()
+            if filled > count or not goes_on():
                 return filled
             if self._is_cut_off():
                 raise self._not_sealed("the trainer is gone, or the save has ended, before all of it was staged")
@@ -98,6 +97,17 @@ class _Feed:
                 raise self._not_sealed(f"the trainer has staged nothing for commit_timeout_s={timeout_s:g}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    def filled(self) -> int:
+        """Return how many segments are filled.
+
+        Raises:
+            SaveFailedError: More than there are.
+        """
+        filled = self._counters.filled
+        if filled > len(self.ring.segments):
+            raise self._not_sealed(f"{filled} segments are said to be filled, of {len(self.ring.segments)}")
+        return filled
 
     def freed(self, count: int) -> None:
         """So many segments are needed no more."""

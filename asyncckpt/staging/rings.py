@@ -41,8 +41,8 @@ REQUEST_SLACK_NBYTES = 64 * 1024
 """Room for objects that grow between saves, so that a longer log line needs no new slot. Chosen, not measured."""
 
 CLONED_NBYTES = 64 << 20
-"""Of what no optimizer owns, so much is cloned at most for a copy behind the training; beyond it `save()` waits for all.
-Chosen: statistics and counters."""
+"""Of what no optimizer owns, so much is cloned at most for a copy behind the training; beyond it `save()` waits for
+everything. Chosen: statistics and counters."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -161,7 +161,7 @@ class Rings:
     def _later(
         self, tensors: list[torch.Tensor], places: Sequence[int | None], plan: SavePlan
     ) -> tuple[frozenset[int], list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is copied behind the training, as `Overlap.later`, and from which tensors: detached, or clones."""
+        """Return what is copied behind the training, as `Overlap.later`, and out of what: sources, or clones."""
         later, owners = self._overlap.later(tensors)
         now = sorted({box.number for box in plan.boxes} - later)
         cloned = sum(tensors[n].numel() * tensors[n].element_size() for n in now)
@@ -204,8 +204,7 @@ class Rings:
 
 
 def ring_image_of(slot: LentSlot, plan: SavePlan, ring: Ring) -> SegmentedImage:
-    """Return the slot's image of `plan` by segments: the one that it has, or had when it was last used for that, or a new
-    one."""
+    """Return the slot's image of `plan` by segments: as `warmth.image_of`."""
     for found in (slot.views, *slot.kept):
         if isinstance(found, SegmentedImage) and found.plan.layout is plan.layout and found.ring.is_like(ring):
             break

@@ -82,7 +82,7 @@ class SlotPool:
             slots = "two slots, since keep_in_memory='latest', each" if self._keeping.wanted else "a slot"
             raise InsufficientMemoryError(
                 f"step {step}: the snapshot needs {slots} of {nbytes} bytes, "
-                f"arena_limit_bytes is {limit}; raise the limit",
+                f"arena_limit_bytes is {limit}, which is too little for segments of it too; raise the limit",
                 nbytes=several * nbytes,
                 limit=limit,
             )

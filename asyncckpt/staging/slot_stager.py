@@ -48,10 +48,17 @@ class SlotStager(CheckpointStager):
         ranks: Who else saves.
         config: For layout and writing options.
         package: asyncckpt's version.
+        engine: Copies; default: one for CUDA devices.
     """
 
     def __init__(
-        self, process: WorkerProcess, ranks: Coordination, config: CheckpointerConfig, *, package: str
+        self,
+        process: WorkerProcess,
+        ranks: Coordination,
+        config: CheckpointerConfig,
+        *,
+        package: str,
+        engine: Engine | None = None,
     ) -> None:
         self._process, self._ranks, self._config = process, ranks, config
         self._requests = Requests(ranks.rank, config, package)
@@ -63,7 +70,7 @@ class SlotStager(CheckpointStager):
             layout=config.layout,
         )
         self.overlap = Overlap(config)
-        self._engine = Engine(config)
+        self._engine = engine or Engine(config)
         self._rings = Rings(process, config, self._engine, self.overlap)
         self._telling = Telling(config, self._engine.is_apart)
 

@@ -6,6 +6,7 @@ any failure. Everything else is as in `rank_files`.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,19 +20,29 @@ from asyncckpt.storage.rank_files import RankWriter
 from asyncckpt.storage.rank_job import RankJob, RankResult
 
 
+LINGER_S = 0.05
+"""A helper waits so long for another segment before it gives its thread back. Chosen, not measured."""
+
+PATIENCE_S = 0.002
+"""So long a segment waits for a helper, until the calling thread takes it. Chosen: one of a pool begins in 0.1 ms."""
+
+
 class Feed(Protocol):
     """Where the segments come from."""
 
     ring: Ring
 
-    def await_filled(self, count: int) -> int:
-        """Return how many segments are filled, once these are more than `count`.
+    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
+        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
 
         Raises:
             Exception: There will be none.
 
         Blocks: as the feed says.
         """
+
+    def filled(self) -> int:
+        """Return how many segments are filled. Does not wait."""
 
     def freed(self, count: int) -> None:
         """So many segments, from the first on, are needed no more."""
@@ -95,14 +106,16 @@ def write_ring_files(
 
 
 class _RingWriter(RankWriter):
-    """Its threads take segments out of `_ready`, where the calling thread puts them."""
+    """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one."""
 
     def __init__(self, job: RankJob, image: RingImage, feed: Feed, files: Files, check: Callable[[], None]) -> None:
         self._feed, self._ring = feed, feed.ring
         super().__init__(job, image, files, check)
+        self._changed = threading.Condition(self._lock)
         self._ready: deque[int] = deque()
         self._written = [False] * len(self._ring.segments)
-        self._freed = 0
+        self._filled = self._freed = self._helpers = self._at_work = 0
+        self._over = False
 
     def _plan(self) -> list[tuple[int, int, int]]:
         for segment in self._ring.segments:
@@ -110,18 +123,26 @@ class _RingWriter(RankWriter):
         return []  # nothing is there yet
 
     def _write_shards(self, pool: Executor) -> None:
-        helpers: list[Future[None]] = []
+        futures: list[Future[None]] = []
         try:
-            self._feed_threads(pool, helpers)
+            while self._error is None and self._filled < len(self._written):
+                # IMPORTANT: not beyond an error of a helper's: the trainer waits for that very segment to be freed.
+                self._note(self._feed.await_filled(self._filled, lambda: self._error is None))
+                self._call_helpers(pool, futures)
+                while self._is_left_over():
+                    self._take_one()
+            while self._take_one():
+                pass
         except BaseException as error:
             self._stop(error)
         finally:
             # IMPORTANT: as in `RankWriter`: no thread may still use the slot when this returns.
-            with self._lock:
-                self._ready.clear()
-            for helper in helpers:
-                if not helper.cancel():
-                    helper.result()
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            for future in futures:
+                if not future.cancel():
+                    future.result()
             for shard in self.shards:
                 shard.abandon()
         if self._error is not None:
@@ -129,42 +150,65 @@ class _RingWriter(RankWriter):
         if not all(self._written):
             raise AssertionError("segments were left unwritten without an error")
 
-    def _feed_threads(self, pool: Executor, helpers: list[Future[None]]) -> None:
-        filled, total = 0, len(self._ring.segments)
-        while self._error is None:
-            if not self._ready:
-                if filled == total:
-                    return
-                now = self._feed.await_filled(filled)
-                with self._lock:
-                    self._ready.extend(range(filled, now))
-                filled = now
-            helpers[:] = [helper for helper in helpers if not helper.done()]
-            # Not one that waits for what is to come: threads are all saves' together.
-            for _ in range(min(len(self._ready), self._threads) - 1 - len(helpers)):
-                helpers.append(pool.submit(self._take_all))
-            self._take_one()
+    def _note(self, filled: int) -> None:
+        with self._changed:
+            if not self._over:
+                self._ready.extend(range(self._filled, filled))
+                self._filled = max(self._filled, filled)
+                self._changed.notify_all()
 
-    def _take_all(self) -> None:
-        while self._take_one():
-            pass
+    def _call_helpers(self, pool: Executor, futures: list[Future[None]]) -> None:
+        futures[:] = [future for future in futures if not future.done()]
+        with self._lock:
+            wanted = min(self._threads - 1, len(self._ready) + self._at_work) - self._helpers
+            self._helpers += max(0, wanted)
+        for _ in range(wanted):
+            futures.append(pool.submit(self._help))
+
+    def _is_left_over(self) -> bool:
+        """Whether a segment is ready that no helper gets to: all are at work, or the pool has no thread to spare."""
+        with self._changed:
+            if self._ready and self._at_work < self._threads - 1:
+                self._changed.wait(PATIENCE_S)
+            return bool(self._ready)
+
+    def _help(self) -> None:
+        """Write what is ready, until nothing comes any more: the pool's threads are all saves' together."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._over, LINGER_S)
+                if not self._ready or self._over:
+                    self._helpers -= 1
+                    return
+            self._take_one()
+            try:
+                self._note(self._feed.filled())  # the calling thread may be writing
+            except BaseException as error:
+                self._stop(error)
 
     def _take_one(self) -> bool:
         """Write a segment that is ready; False: none is. Errors are kept, not raised."""
-        with self._lock:
-            if not self._ready or self._error is not None:
+        with self._changed:
+            if not self._ready:
                 return False
             number = self._ready.popleft()
+            self._at_work += 1
+            self._changed.notify_all()
         try:
             self._write_segment(number)
         except BaseException as error:
             self._stop(error)
+        finally:
+            with self._lock:
+                self._at_work -= 1
         return True
 
     def _stop(self, error: BaseException | None) -> None:
         super()._stop(error)
-        with self._lock:
+        with self._changed:
+            self._over = True
             self._ready.clear()
+            self._changed.notify_all()
 
     def _write_segment(self, number: int) -> None:
         segment = self._ring.segments[number]

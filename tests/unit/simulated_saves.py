@@ -100,8 +100,8 @@ class Saver:
         self.process = Process(self.config)
         ranks: Any = SimpleNamespace(rank=RankInfo(0, 1), alone=True, run_id="0123456789ab")
         worker: Any = self.process
-        self.stager = SlotStager(worker, ranks, self.config, package="0")
-        self.stager._engine = engine.Engine(self.config, device)
+        copies = engine.Engine(self.config, device)
+        self.stager = SlotStager(worker, ranks, self.config, package="0", engine=copies)
         self.sequence = itertools.count(1)
 
     def save(self, state: Mapping[str, Any]) -> SaveHandle:
