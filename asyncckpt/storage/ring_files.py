@@ -24,7 +24,7 @@ LINGER_S = 0.05
 """A helper waits so long for another segment before it gives its thread back. Chosen, not measured."""
 
 PATIENCE_S = 0.002
-"""So long a segment waits for a helper, until the calling thread takes it. Chosen: one of a pool begins in 0.1 ms."""
+"""So long a segment waits for a helper, then the calling thread takes it. Chosen: one of a pool begins in 0.1 ms."""
 
 
 class Feed(Protocol):
@@ -106,7 +106,10 @@ def write_ring_files(
 
 
 class _RingWriter(RankWriter):
-    """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one."""
+    """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
+
+    `_at_work`: threads that write. `_over`: nothing is to be written any more.
+    """
 
     def __init__(self, job: RankJob, image: RingImage, feed: Feed, files: Files, check: Callable[[], None]) -> None:
         self._feed, self._ring = feed, feed.ring
@@ -169,7 +172,7 @@ class _RingWriter(RankWriter):
         """Whether a segment is ready that no helper gets to: all are at work, or the pool has no thread to spare."""
         with self._changed:
             if self._ready and self._at_work < self._threads - 1:
-                self._changed.wait(PATIENCE_S)
+                self._changed.wait_for(lambda: not self._ready, PATIENCE_S)
             return bool(self._ready)
 
     def _help(self) -> None:
