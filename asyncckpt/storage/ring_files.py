@@ -19,7 +19,6 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankWriter
 from asyncckpt.storage.rank_job import RankJob, RankResult
 
-
 LINGER_S = 0.05
 """A helper waits so long for another segment before it gives its thread back. Chosen, not measured."""
 
