@@ -19,7 +19,7 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.protocol.request import MIN_RING_SEGMENTS, RING_UNIT_NBYTES, SaveRequest, encode_request
-from asyncckpt.staging.copy_cpu import Share
+from asyncckpt.staging.copy_cpu import Share, copyable
 from asyncckpt.staging.deferred import Copies
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot
@@ -172,7 +172,9 @@ class Rings:
                 tensors[n] = tensors[n].detach()
             copied = list(tensors)
             for n in now:
-                copied[n] = tensors[n].detach().clone()
+                source = tensors[n].detach()
+                clone = copyable(source).clone(memory_format=torch.contiguous_format)
+                copied[n] = clone.view(source.dtype)
         return later, owners, copied
 
     def _request(self, sized: Sized, news: News) -> bytes:
