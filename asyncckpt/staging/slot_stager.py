@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
@@ -25,17 +23,15 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import DeferredCopy
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.requests import News, Requests, Telling, seal_with
-from asyncckpt.staging.rings import Begun, Rings, Sized, ring_image_of
-from asyncckpt.staging.snapshots import Snapshot
-from asyncckpt.staging.torn import SourceWatch
+from asyncckpt.staging.requests import News, Requests, Telling
+from asyncckpt.staging.rings import Rings, ring_image_of
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import image_of, warm
+from asyncckpt.staging.whole import Whole
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
 
@@ -71,6 +67,7 @@ class SlotStager(CheckpointStager):
         )
         self.overlap = Overlap(config)
         self._engine = engine or Engine(config)
+        self._whole = Whole(config, self._engine, self.overlap)
         self._rings = Rings(process, config, self._engine, self.overlap)
         self._telling = Telling(config, self._engine.is_apart)
 
@@ -119,7 +116,7 @@ class SlotStager(CheckpointStager):
             )
             reach("trainer: announced")
             slot.memory.control.open(slot.generation)
-            begin = self._rings.begin if slot.is_ring else self._begin
+            begin = self._rings.begin if slot.is_ring else self._whole.begin
             begun = begin(slot, sized, plan, flat, news, save_id=save_id, step=step, path=path)
             copied = time.perf_counter()
             if not begun.later:
@@ -161,48 +158,6 @@ class SlotStager(CheckpointStager):
             rest=partial(self.overlap.copier.take, deferred) if begun.later else None,
             details={} if sized.ring is None else {"ring_nbytes": sized.ring.cells_nbytes},
         )
-
-    def _begin(
-        self,
-        slot: LentSlot,
-        sized: Sized,
-        plan: SavePlan,
-        flat: Flattened,
-        news: News,
-        *,
-        save_id: SaveId,
-        step: int,
-        path: str,
-    ) -> Begun:
-        """Copy what must be before `save()` returns, into a slot that is open and has room for everything."""
-        image = image_of(slot, plan)
-        later, owners, snapshot = self._later(image, flat.tensors)
-        watched = later if snapshot is None else later - snapshot.numbers
-        with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
-            for n in later:
-                flat.tensors[n] = flat.tensors[n].detach()
-        now, rest = image.split(later)
-        watch = SourceWatch(flat, watched, owners, save_id=save_id, step=step, path=path)
-        if self._config.overlap_check == "hash":
-            watch.digest([pair for pair in image.pairs(flat.tensors, rest) if pair[0] in watched])
-        windows = [window for _, window in news.samples.apart]
-        left, transfer = self._engine.copy(
-            slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
-        )
-        seal = partial(slot.memory.control.seal, sized.request, image.body_end)
-        if windows and transfer is not None:
-            seal = partial(seal_with, slot, image.body_end, sized.asked, news.samples, transfer)
-        return Begun(image, later, left, flat.tensors, watch, seal, transfer)
-
-    def _later(
-        self, image: SlotImage, tensors: Sequence[torch.Tensor]
-    ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
-        """Return what is copied later and who else owns it, as `Overlap.later`; and room for copies on the devices."""
-        later, owners = self.overlap.later(tensors)
-        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
-        if snapshot is None:
-            return later, owners, None
-        return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot
 
     def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
         """Take a save back whose copy has failed and moves no more; returns the error for its futures."""
