@@ -142,10 +142,7 @@ class SlotControl:
         reach("slot: filled")
         self._write_request(request, offset)
         reach("slot: request written")
-        # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
-        # the worker write what the trainer never meant.
-        self._store(self._address + STATE_OFFSET, STATE_SEALED)
-        reach("slot: sealed")
+        self.finish()
 
     def stream(self, request: bytes, offset: int) -> None:
         """Write the request of a ring at `offset` and let its segments be written as they are filled.
@@ -157,8 +154,9 @@ class SlotControl:
         self._store(self._address + STATE_OFFSET, STATE_STREAMED)
 
     def finish(self) -> None:
-        """Publish the snapshot of a ring: all of its segments are filled."""
-        # IMPORTANT: the last store, as in `seal`: a worker commits nothing that it has not seen sealed.
+        """Publish the snapshot: of a ring, once all of its segments are filled."""
+        # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
+        # the worker write what the trainer never meant, and a ring is committed as soon as it is sealed and written.
         self._store(self._address + STATE_OFFSET, STATE_SEALED)
         reach("slot: sealed")
 
