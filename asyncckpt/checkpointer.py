@@ -28,12 +28,12 @@ from asyncckpt.exchange import Meeting
 from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.recalled import check_source
-from asyncckpt.one_answer import same_answer
+from asyncckpt.one_answer import same_choice
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.protocol.request import check_metadata
-from asyncckpt.recall.newest import newest_of_both
+from asyncckpt.recall.newest import Offer, can_load, offers_of_both
 from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
 from asyncckpt.same_checkpoint import RESTORE
 from asyncckpt.storage.candidates import Candidate
@@ -138,9 +138,11 @@ class Checkpointer(ABC):
     ) -> str | None:
         """Return the newest checkpoint below `root`: committed, or whole in the worker's memory; None without any.
 
-        To go on after a crash: all ranks get rank 0's answer, so that they go on from the same checkpoint, and saves to
-        `root` that the worker still writes for a run that has died are waited for. On several ranks it is a collective.
-        What is in memory only, because it could not be written or is not yet, is loaded by this checkpointer's `load`.
+        To go on after a crash: all ranks get the same answer, the newest that rank 0 sees and each of them can load;
+        saves to `root` that the worker still writes for a run that has died are waited for. On several ranks it is a
+        collective. What is in memory only, because it could not be written or is not yet, is loaded by this
+        checkpointer's `load`; it is not counted once the directory that it was saved to has been removed, unless
+        `source="memory"`.
 
         Args:
             root: The directory that holds the checkpoints' directories.
@@ -158,14 +160,21 @@ class Checkpointer(ABC):
         directory, deadline = absolute_path(root), time.monotonic() + timeout_s
         where = check_source(source)
 
-        def look() -> str | None:
+        def look() -> list[Offer]:
             self._await_saves_below(directory, deadline)
             on_disk = None if where == "memory" else latest_checkpoint(directory)
-            return on_disk if where == "disk" else newest_of_both(directory, on_disk, self._endpoint)
+            if where == "disk":
+                return [] if on_disk is None else [Offer(on_disk)]
+            return offers_of_both(directory, on_disk, where, self._endpoint)
+
+        def usable(offers: list[Offer]) -> list[bool]:
+            return can_load(offers, directory, self._endpoint)
 
         if self._coordination is None:
-            return look()
-        return same_answer(self._coordination, look, timeout_s, "latest_checkpoint()")
+            chosen = next(iter(look()), None)
+        else:
+            chosen = same_choice(self._coordination, look, usable, timeout_s, "latest_checkpoint()")
+        return None if chosen is None else chosen.choose()
 
     def restore_latest(
         self,

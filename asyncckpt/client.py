@@ -28,6 +28,7 @@ from asyncckpt.protocol import lifecycle, messages
 from asyncckpt.session import Session, greeting
 from asyncckpt.session_thread import DIED
 from asyncckpt.slot_lender import SlotLender, while_workers_die
+from asyncckpt.slow_saves import why_saves_do_not_end
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.submitting import SUBMIT_TIMEOUT_S, Submitting
 from asyncckpt.takeover import MAX_HANDOVERS, Takeover
@@ -89,7 +90,9 @@ class WorkerProcess(Submitting):
             timeout_s=2 * config.worker_timeout_s,
             attempts=self._attempts,
         )
-        self.pool = SlotPool(config, lender.allocate, lender.give_back)
+        self.pool = SlotPool(
+            config, lender.allocate, lender.give_back, lambda: why_saves_do_not_end(self._connection.session)
+        )
         self._pending = PendingSaves(
             commit_timeout_s=config.commit_timeout_s,
             free=self.pool.free,
@@ -106,7 +109,7 @@ class WorkerProcess(Submitting):
             announce=self._say_again,
             on_given_up=self._give_up,
         )
-        self._last_instance = ""
+        self._last_instance, self._is_left = "", False
         self._failed: deque[str] = deque(maxlen=MAX_FAILED)
         self._consents: dict[str, str | None] = {}
 
@@ -195,8 +198,12 @@ class WorkerProcess(Submitting):
             self._withdrawals.lost(self._pending.names())
             self.pool.orphan_all()
             self._pending.lose_all(error)
-        elif self._pending.names():
+        elif self._pending.names() or self._keeps():
             self._takeover.begin(self._connection)
+
+    def _keeps(self) -> bool:
+        """Whether the next worker is to have, at once, what it keeps in memory for who comes after this trainer."""
+        return self.config.keep_in_memory == "latest" and any(slot.committed for slot in self.pool.held())
 
     # -- called where a session is opened
 
@@ -217,6 +224,8 @@ class WorkerProcess(Submitting):
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S, *, at_exit: bool = False) -> None:
         """Say goodbye, end the session, unmap the slots. Saves that are pending are left to the worker.
 
+        Where another worker is still being found for saves of a dead one, all that happens once it has them.
+
         Blocks: at most `timeout_s`, in all; a connection in the making is given up.
 
         Args:
@@ -224,8 +233,20 @@ class WorkerProcess(Submitting):
             at_exit: The interpreter ends: nobody can wait for the futures any more, and their callbacks, which may
                 block, are not run.
         """
+        if self._is_left:
+            return
         deadline = time.monotonic() + timeout_s
-        self._takeover.join(timeout_s / 2)  # what is staged, and no worker has yet, would be lost
+        session = self._connection.session
+        if session is not None and session.error is not None:
+            session.close(timeout_s / 4)  # it may be about to tell of its loss
+        self._takeover.join(timeout_s / 2)
+        tells = session is not None and session.error is not None and session.thread.is_alive()
+        # IMPORTANT: what is staged, and no worker has yet, would be lost.
+        if not at_exit and (tells or self._takeover.is_under_way):
+            self._is_left = True
+            return self.abandon()
+        if at_exit and self._takeover.is_under_way and (names := self._pending.names()):
+            _log.error("the interpreter ends before another worker was found: the saves %s are lost", ", ".join(names))
         if self._connection.close(max(0.0, deadline - time.monotonic())):
             self._takeover.join(max(0.0, deadline - time.monotonic()))
             self._end(complete=not at_exit)
@@ -234,10 +255,16 @@ class WorkerProcess(Submitting):
         """As `close`, from a destructor: waits for nothing; the session's thread says goodbye and frees everything."""
         if self._takeover.afterwards(self.abandon):
             return
-        if self._connection.abandon(self._end):
+        if self._connection.abandon(self._session_ended):
+            self._end()
+
+    def _session_ended(self) -> None:
+        """Abandoned, and its session has said goodbye, or was lost: then another worker gets what it had."""
+        if not self._takeover.afterwards(self.abandon):
             self._end()
 
     def _end(self, *, complete: bool = True) -> None:
+        self._connection.shut()
         self.pool.close()
         if complete:
             text = "the checkpointer was closed; the worker goes on with this save"

@@ -187,6 +187,9 @@ class Connection:
         Returns:
             Whether the caller must do what `on_end` does: there is no living session.
         """
-        was_closed, self._closed = self._closed, True
         session = self.session
-        return not was_closed and (session is None or not session.abandon(on_end))
+        return not self._closed and (session is None or not session.abandon(on_end))
+
+    def shut(self) -> None:
+        """Let nobody connect any more."""
+        self._closed = True

@@ -52,6 +52,12 @@ class Session(SessionThread):
         """Why the session ended, or None while it lives."""
         return self._error
 
+    @property
+    def silent_s(self) -> float:
+        """How long the worker has owed an answer to a heartbeat."""
+        since = self._silent_since
+        return 0.0 if since is None else max(0.0, time.monotonic() - since)
+
     def open(self, deadline: float, start: Callable[[], None] | None, start_after_s: float = START_AFTER_S) -> None:
         """Greet the worker. Blocks until it answers.
 
@@ -154,7 +160,8 @@ class Session(SessionThread):
             False when the thread has ended already; `on_end` will not be called.
         """
         with self._lock:
-            if self._error is not None or not self.thread.is_alive():
+            # IMPORTANT: one that is just telling of its loss has not ended: what follows from that comes first.
+            if self._has_ended or not self.thread.is_alive():
                 return False
             self._on_end = on_end
         self._ring()

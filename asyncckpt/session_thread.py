@@ -103,6 +103,7 @@ class SessionThread:
         self._welcome: Future[messages.Welcome] = Future()
         self._pidfd = -1
         self._heartbeat_s = 1.0
+        self._has_ended = False
         self._silent_since: float | None = None
         self._next_heartbeat = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -137,16 +138,17 @@ class SessionThread:
             if self._pidfd >= 0:
                 os.close(self._pidfd)
                 self._pidfd = -1
-            abandoned = self._on_end
-            if abandoned is not None and self._wake >= 0:  # nobody else will close it
-                os.close(self._wake)
-                self._wake = -1
         for future in waiting:
             future.set_exception(error)
         if not self._welcome.done():
             self._welcome.set_exception(error)
         elif lost:
             self._on_lost(error)
+        with self._lock:
+            self._has_ended, abandoned = True, self._on_end
+            if abandoned is not None and self._wake >= 0:  # nobody else will close it
+                os.close(self._wake)
+                self._wake = -1
         if abandoned is not None:
             abandoned()
 

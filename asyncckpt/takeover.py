@@ -86,6 +86,7 @@ class Takeover:
             found, last = self._pending.unended(slot.user), slot.memory.control.generation
         generation = max(last, found.generation if found is not None else 0)
         ended = min(last, found.generation - 1) if found is not None else last
+        committed = slot.committed_of(ended)
         build: Callable[[int], messages.Message] = lambda n: messages.Adopt(  # noqa: E731
             id=n,
             fd=slot.memory.fd,
@@ -93,6 +94,7 @@ class Takeover:
             token=slot.memory.token,
             generation=generation,
             ended=ended,
+            committed=committed,
         )
         try:
             asked = session.request(build, LATEST_S)
@@ -177,6 +179,12 @@ class Takeover:
                     lost += [found.save_id] if found is not None else []
                     self._pool.orphan(slot)
         self._on_given_up(lost, error)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a worker is being found just now."""
+        with self._starting:
+            return self._thread is not None
 
     def in_thread(self) -> bool:
         """Whether the caller runs in the thread of a takeover, which may complete futures."""

@@ -6,13 +6,12 @@ Run as `python docs/check_promises.py`. A test is named as pytest names it, in a
 
 from __future__ import annotations
 
-import ast
-import functools
 import pathlib
 import re
 import sys
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+from check_parity import REPOSITORY, wrong_claims
+
 TITLE = "\n## What it promises\n"
 
 PROMISES: dict[str, tuple[str, ...]] = {
@@ -67,23 +66,9 @@ def _wrong_tests(cell: str, root: pathlib.Path) -> list[str]:
             wrong.append(f"{name!r} is no link to a test" if name.strip() else "names no test")
         elif link[3] != link[1]:
             wrong.append(f"{link[1]}{link[2]} links to {link[3]}")
-        elif not (root / link[1]).is_file():
-            wrong.append(f"there is no file {link[1]}")
-        elif link[2] not in _tests_of(root / link[1]):
-            wrong.append(f"there is no test {link[1]}{link[2]}")
+        else:
+            wrong += wrong_claims(f"{link[1]}{link[2]}", root)
     return wrong
-
-
-@functools.cache
-def _tests_of(path: pathlib.Path) -> frozenset[str]:
-    """Return what pytest collects in a file: functions, and methods of classes, whose names begin with `test`."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        members = node.body if isinstance(node, ast.ClassDef) else [node]
-        prefix = f"::{node.name}" if isinstance(node, ast.ClassDef) else ""
-        functions = (m for m in members if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        found |= {f"{prefix}::{m.name}" for m in functions if m.name.startswith("test")}
-    return frozenset(found)
 
 
 def main() -> int:

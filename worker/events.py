@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.storage.home import NO_HOME, Home
 from asyncckpt_worker.freshness import Contents
 
 Wire = Mapping[str, Any]
@@ -83,12 +84,16 @@ class SlotRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The answer to Prepare. `committed`: the save's own manifest stands; there is nothing to write."""
+    """The answer to Prepare. `committed`: the save's own manifest stands; there is nothing to write.
+
+    `home`: the save's directory, or the one that was to hold it.
+    """
 
     now: float
     key: SaveKey
     error: Wire | None = None
     committed: bool = False
+    home: Home = NO_HOME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,12 +63,16 @@ class Intake:
         """
         slot.taken = max(slot.taken, generation)
         found = self._entry_in(slot, generation, request, sealed=True)
-        if found is None or found[1].phase != BEGUN:
-            return False  # it has ended, or the same snapshot came twice
+        if found is None:
+            return False
         save, entry = found
+        entry.ring = request.ring_segments > 0
+        if entry.phase != BEGUN:  # it has ended, or the same snapshot came twice
+            if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
+                slot.key = (save.save_id, entry.rank)  # where it can still be loaded from
+            return False
         self.supersede(slot, save.save_id)
         entry.slot, entry.generation, entry.request = slot.number, generation, request
-        entry.ring = request.ring_segments > 0
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
         slot.key = (save.save_id, entry.rank)
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since

@@ -114,8 +114,10 @@ class Jobs:
         try:
             committed = self._writer.prepare(action)
         except BaseException as error:
-            return ev.Prepared(now=time.monotonic(), key=action.key, error=to_wire(error))
-        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed)
+            home = self._writer.home(action.path)
+            return ev.Prepared(now=time.monotonic(), key=action.key, error=to_wire(error), home=home)
+        home = self._writer.home(action.path)
+        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, home=home)
 
     def _write(self, action: ac.Write) -> ev.Written:
         begun = time.perf_counter()

@@ -231,6 +231,8 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
         "nbytes": slot.nbytes,
         "token": slot.token,
         "generation": entry.generation,
+        "inode": entry.home.inode,
+        "birth_ns": entry.home.birth_ns,
     }
 
 

@@ -240,6 +240,9 @@ class Lending:
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
+        elif request is not None and slot.committed == request.save_id and event.generation == slot.taken:
+            slot.found = None if request.ring_segments else request  # of a ring only the end is there
+        slot.committed = ""
         slot.void = slot.closing and not slot.read_again and (request is None or event.generation != slot.taken)
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
@@ -270,7 +273,7 @@ class Lending:
                 self._intake.abandon(self._t.saves[slot.key[0]], entry, "not_sealed", text)
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.fd >= 0 and not is_in_flight(self._t, slot) and not slot.writes and not slot.kept:
-                if self._keeping.is_undecided(slot):
+                if slot.found is not None or self._keeping.is_undecided(slot):
                     continue
                 del self._t.slots[slot.number]
                 self._keeping.freed(slot)

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.storage.home import NO_HOME, Home
 from asyncckpt_worker.events import Peer, SaveKey, Wire
 
 MAX_SESSIONS = 4096
@@ -91,6 +92,12 @@ class Slot:
     adopted: int = -1
     """The generation that it held when it was taken over from a dead worker, which may have written that; else -1."""
 
+    committed: str = ""
+    """Adopted: the save that it holds if that was committed by then, until it has been looked into."""
+
+    found: SaveRequest | None = None
+    """What was found of `committed`, until its save has ended here too."""
+
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
     link: str = ""
@@ -163,6 +170,9 @@ class RankSave:
 
     streaming: bool = False
     """Its ring is being written, or was, since before it is sealed."""
+
+    home: Home = NO_HOME
+    """Its directory, once that was made or could not be."""
 
     @property
     def ended(self) -> bool:

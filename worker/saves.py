@@ -54,7 +54,7 @@ class SaveBook:
         save, entry = self._t.saves.get(event.key[0]), self._t.entry(event.key)
         if save is None or entry is None or not entry.preparing:
             return
-        entry.preparing, entry.prepared = False, event.error is None
+        entry.preparing, entry.prepared, entry.home = False, event.error is None, event.home
         if save.outcome is not None:
             self._clean_up(save)
             return

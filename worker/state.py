@@ -128,6 +128,7 @@ class Brain:
         t = self.tables
         t.now = max(t.now, event.now)
         self._dispatch(event)
+        self._adoption.remember()
         self._lending.free_what_is_over()
         self._saves.commit_what_was_held_back()
         for run, rank in self._runs.settle():

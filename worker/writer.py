@@ -23,7 +23,10 @@ from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
+from asyncckpt.storage.home import Home, home_of
+from asyncckpt.storage.pace import Pace
+from asyncckpt.storage.pace_file import DevicePaces
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, EXTENT_NBYTES, write_rank_files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt.storage.resuming import is_committed, resume_rank_files
@@ -39,6 +42,9 @@ MIN_THREADS = 2
 MAX_POOL_THREADS = 64
 """Threads that write, of all saves together; they are started when they are needed."""
 
+WRITE_PACES = (Pace(DEFAULT_THREADS, EXTENT_NBYTES), Pace(2 * DEFAULT_THREADS, EXTENT_NBYTES), Pace(2, EXTENT_NBYTES))
+"""What is tried on a device: the default, more threads, fewer. The size of a write made no difference (rank_files)."""
+
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")
 
@@ -51,14 +57,17 @@ class Writer:
         slots: Where the snapshots lie.
         roots: Directories below which it may write; empty allows every path.
         threads: Per save, unless the save asks for a number; 0 takes the default.
+        paces: Where neither says a number: what is faster on which device.
     """
 
-    def __init__(self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int) -> None:
+    def __init__(
+        self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int, paces: DevicePaces | None = None
+    ) -> None:
         self._files = files
         self._slots = slots
         self._roots = tuple(roots)
-        self._threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
-        n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, 4))
+        self._threads, self._paces = max(threads or DEFAULT_THREADS, MIN_THREADS), None if threads else paces
+        n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, *(pace.threads for pace in WRITE_PACES)))
         self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
 
     def prepare(self, job: Prepare) -> bool:
@@ -98,6 +107,10 @@ class Writer:
 
         return self._wrapped(run, save_id, rank, job.step, job.path)
 
+    def home(self, path: str) -> Home:
+        """Return which directory a save goes to, so that its snapshot is not offered once somebody has removed that."""
+        return home_of(path, self._files)
+
     def write(self, job: Write) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; those that the worker before has made durable are kept.
 
@@ -113,16 +126,17 @@ class Writer:
             reach("worker: writing")
             with self._slots.use(job.slot) as memory:
                 if request.ring_segments:
-                    found = write_ring(
-                        job, self._rank_job(request), memory, self._slots, files=self._files, pool=self._pool
-                    )
+                    rank_job = self._rank_job(request, request.write_threads or self._threads)
+                    found = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
                     return replace(found, rest_print=rest_print(request)), False
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
-                view, rank_job = memory.mapping.view(), self._rank_job(request)
+                pace = self._pace(request)
+                rank_job = self._rank_job(request, pace.threads if pace else request.write_threads or self._threads)
+                view = memory.mapping.view()
                 try:
                     if job.resumed:
                         result, kept = resume_rank_files(
@@ -133,11 +147,17 @@ class Writer:
                         kept = False
                 finally:
                     view.release()
+            if self._paces is not None and pace is not None and result.direct and not kept:
+                self._paces.took(request.path, pace, result.nbytes, result.seconds["write"])
             return replace(result, rest_print=rest_print(request)), kept
 
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 
-    def _rank_job(self, request: SaveRequest) -> RankJob:
+    def _pace(self, request: SaveRequest) -> Pace | None:
+        """Return what the device wants; None where somebody has said it."""
+        return None if self._paces is None or request.write_threads else self._paces.choose(request.path)
+
+    def _rank_job(self, request: SaveRequest, threads: int) -> RankJob:
         return RankJob(
             path=request.path,
             save_id=SaveId.parse(request.save_id),
@@ -151,7 +171,7 @@ class Writer:
             overwrite=request.overwrite,
             umask=request.umask,
             layout=request.layout,
-            threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
+            threads=min(MAX_POOL_THREADS, max(threads, MIN_THREADS)),
         )
 
     def commit(self, job: Commit) -> dict[str, Any]:

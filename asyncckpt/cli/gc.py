@@ -12,7 +12,8 @@ from asyncckpt import __version__
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
-from asyncckpt.conversion.leftovers import leftovers_in, remove
+from asyncckpt.conversion.leftovers import CONVERSIONS
+from asyncckpt.doctor.leftovers import PROBES
 from asyncckpt.errors import CheckpointNotFoundError, WorkerUnavailableError
 from asyncckpt.protocol.lifecycle import ENDED
 from asyncckpt.sizes import human
@@ -20,14 +21,15 @@ from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage.collecting import Collected, collect
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.garbage import Garbage, Rules, garbage_in
+from asyncckpt.storage.temporaries import remove_temporary, temporaries_in
 
 HELP = "list what unfinished saves left behind, and remove it with --delete"
 DESCRIPTION = (
     "List what saves that were never committed, or were replaced, left below a directory; with --delete, remove it. A "
     "save that may be under way is left alone: one that the worker knows, or of which a file was changed within "
     "--older-than. A save that is removed can never be committed afterwards: a tombstone takes its manifest's place, "
-    "which the next save to that path replaces. Only files whose names carry a save id go, and what `convert` left "
-    "under its temporary names; committed checkpoints and foreign files stay."
+    "which the next save to that path replaces. Only files whose names carry a save id go, and what `convert` and "
+    "`doctor` left under their temporary names; committed checkpoints and foreign files stay."
 )
 EXAMPLE = "asyncckpt gc runs/a --older-than 12h --delete"
 DEFAULT_AGE = "24h"
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         if args.delete and not garbage.kept:
             done = collect(garbage.path, files, rules, umask=current_umask(), package=__version__)
         rows.append(_row(garbage, done, deleted=args.delete))
-    for garbage in leftovers_in(root, files, rules, recursive=args.recursive):
+    for garbage in temporaries_in(root, files, rules, (CONVERSIONS, PROBES), recursive=args.recursive):
         done = _removed(garbage, files) if args.delete and not garbage.kept else None
         rows.append(_row(garbage, done, deleted=args.delete))
     if args.json:
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _removed(garbage: Garbage, files: Files) -> Collected:
     try:
-        return Collected(garbage=garbage, removed=tuple(remove(garbage, files)))
+        return Collected(garbage=garbage, removed=tuple(remove_temporary(garbage, files)))
     except OSError as error:
         return Collected(garbage=garbage, error=error)
 

@@ -23,6 +23,12 @@ SLOW_FSYNC_S = 0.5
 SKEW_S = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
+_WAYS = ("link", "renameat2")
+NAMES = frozenset(
+    {"direct", "small", "new", "old", "lock", "case", "clock", *(f"{w}-{n}" for w in _WAYS for n in "abc")}
+)
+"""All that the probes leave in their corner."""
+
 
 def probes(corner: str, files: Files) -> Iterator[Finding]:
     """Yield the findings of what is tried in `corner`, an empty directory; its files are left to the caller."""
@@ -137,7 +143,7 @@ def _directory_flush(corner: str, files: Files) -> Finding:
 
 def _commit(corner: str, files: Files) -> Finding:
     """Publish as a commit does: by a name that must not be taken."""
-    ways = {"link": files.link, "renameat2": files.rename_noreplace}
+    ways = dict(zip(_WAYS, (files.link, files.rename_noreplace), strict=True))
     works = [name for name, way in ways.items() if _refuses_taken(corner, name, way, files)]
     replaces = _works(lambda: files.rename(_made(corner, "new", files), _made(corner, "old", files)))
     facts = {"ways": works, "rename": replaces}

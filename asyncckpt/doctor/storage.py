@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 
 from asyncckpt.doctor.findings import Finding, fail, ok, reason, warn
+from asyncckpt.doctor.leftovers import corner_name
 from asyncckpt.doctor.probes import probes
 from asyncckpt.sizes import human
 from asyncckpt.storage.files import Files
 
-PROBE_PREFIX = ".asyncckpt-doctor-"
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "9p", "fuse", "afs", "wekafs")
 _FILES_PER_RANK, _FILES_MORE = 4, 4
@@ -39,7 +38,7 @@ def storage_checks(directory: str, state_nbytes: int | None, ranks: int, files: 
     kind, options = _mount_of(place)
     yield _file_system(where, kind, options)
     yield from _room(place, state_nbytes, ranks, files)
-    corner = os.path.join(place, PROBE_PREFIX + secrets.token_hex(6))
+    corner = os.path.join(place, corner_name())
     try:
         files.mkdir(corner, 0o700)
     except OSError as error:

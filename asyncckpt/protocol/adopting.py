@@ -18,7 +18,8 @@ class Adopt(Message):
     """Hold this slot as if it had been lent by this worker. Answered by `granted`, with its number here.
 
     `fd`: of the trainer's process, which is that of the session. `generation`: of the snapshot that the slot holds or
-    receives; the saves of all generations up to `ended` have ended, as far as the trainer knows.
+    receives; the saves of all generations up to `ended` have ended, as far as the trainer knows. `committed`: the save
+    of generation `ended`, if a worker has said that it is committed, else "".
     """
 
     id: int
@@ -27,6 +28,7 @@ class Adopt(Message):
     token: bytes
     generation: int
     ended: int
+    committed: str
     name: ClassVar[str] = "adopt"
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
@@ -35,4 +37,5 @@ class Adopt(Message):
         "token": check.token,
         "generation": check.uint,
         "ended": check.uint,
+        "committed": check.save_id_or_none,
     }

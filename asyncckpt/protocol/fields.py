@@ -67,6 +67,11 @@ def save_id(value: Any) -> bool:
     return type(value) is str and _SAVE_ID.match(value) is not None
 
 
+def save_id_or_none(value: Any) -> bool:
+    """A save id as text, or the empty text."""
+    return value == "" or save_id(value)
+
+
 def hex12(value: Any) -> bool:
     """12 hex digits: a run."""
     return type(value) is str and _HEX12.match(value) is not None
@@ -215,8 +220,10 @@ RECALL_ROW: dict[str, Check] = {
     "nbytes": uint,
     "token": token,
     "generation": uint,
+    "inode": uint,
+    "birth_ns": uint,
 }
-"""Where one rank's part of a snapshot lies."""
+"""Where one rank's part of a snapshot lies, and what its directory was."""
 
 
 def _plain(value: Any) -> bool:

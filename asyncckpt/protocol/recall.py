@@ -28,7 +28,8 @@ class Recalled(Message):
 
     A row is a map with `save_id`, `step`, `path`, `rank`, `world_size`, where the part lies (`slot`, `fd`, `nbytes`,
     `token` as in Granted; `generation`), and two flags: `whole`: all ranks have staged it, and nobody has objected;
-    `committed`.
+    `committed`. `inode` and `birth_ns` (nanoseconds since 1970; 0: the file system does not tell) are of the save's
+    directory once that was made, else of the one that was to hold it; `inode` 0: neither was seen.
     """
 
     id: int

@@ -26,6 +26,9 @@ M = TypeVar("M", bound=messages.Message)
 RESEND_S = 0.2
 """A request without an answer is sent again after this. Chosen: a round trip takes less than a millisecond."""
 
+LOOK_EVERY_S = 1.0
+"""Whether anybody listens still is looked at so often: each look takes a place in the queue of a worker that hangs."""
+
 GOODBYE_LINGER_MS = 200
 
 
@@ -58,8 +61,7 @@ class Conversation:
 
     def __init__(self, endpoint: str, package: str, answer_s: float) -> None:
         self._endpoint, self._answer_s = endpoint, answer_s
-        if not is_served(endpoint):
-            raise WorkerUnavailableError(f"no worker listens at {endpoint}", endpoint=endpoint, detail="no worker")
+        self._check_served()
         import zmq  # only now: a process that loads beside no worker need not have it
 
         self._zmq = zmq
@@ -97,12 +99,14 @@ class Conversation:
         """Send a request, again where that is needed, and return its answer.
 
         Raises:
-            WorkerUnavailableError: None came in time.
+            WorkerUnavailableError: None came in time, or nobody listens any more.
             AsyncCkptError: What the worker refused with.
         """
         number = next(self._ids)
         frames, deadline = codec.encode(build(number)), time.monotonic() + self._answer_s
         while (left := deadline - time.monotonic()) > 0:
+            if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+                self._check_served()  # a process that is ending still listens for a moment, and then never answers
             self._socket.send_multipart(frames)
             again = time.monotonic() + min(RESEND_S, left)
             while (left := again - time.monotonic()) > 0:
@@ -116,6 +120,12 @@ class Conversation:
         raise WorkerUnavailableError(
             f"the worker at {self._endpoint} does not answer", endpoint=self._endpoint, detail="no answer"
         )
+
+    def _check_served(self) -> None:
+        self._looked_at = time.monotonic()
+        if not is_served(self._endpoint):
+            text = f"no worker listens at {self._endpoint}"
+            raise WorkerUnavailableError(text, endpoint=self._endpoint, detail="no worker")
 
     def recall(self, path: str, *, hold: bool) -> messages.Recalled:
         """Return where the snapshots at `path` and below it lie; `hold`: they stay there until this ends."""

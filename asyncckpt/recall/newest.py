@@ -5,49 +5,82 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
 from asyncckpt.storage.candidates import Candidate
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.home import is_at_home
 from asyncckpt.storage.standing import standing_at
 
 _log = logging.getLogger("asyncckpt")
 _TEXT = "%s: the newest snapshot, of step %d, is in the worker's memory only: save %s"
+_GONE = (
+    "the worker's memory has a snapshot of step %d of %s, which is passed over: it is not on disk, and its directory "
+    "was removed since; source='memory' gives it"
+)
 
 
-def newest_of_both(root: str, on_disk: str | None, endpoint: str | None) -> str | None:
-    """Return the path of the newest checkpoint in `root`, on disk or whole in the worker's memory; None without any.
+class Offer(NamedTuple):
+    """A checkpoint that may be the newest: of disk, or the snapshot of one save that is in memory only."""
+
+    path: str
+    save_id: str = ""
+    step: int = 0
+
+    def choose(self) -> str:
+        """Return its path; it is the one that is used."""
+        if self.save_id:
+            _log.warning(_TEXT, self.path, self.step, self.save_id)
+        return self.path
+
+
+def offers_of_both(root: str, on_disk: str | None, source: str, endpoint: str | None) -> list[Offer]:
+    """Return what may be the newest checkpoint in `root`: whole in the worker's memory only, and then that on disk.
 
     A path where another save is committed loads as that, so it does not count for what is in memory. Nor does what was
-    committed and is not there any more: whoever has removed it goes on from an older one, and means to.
+    committed and is not there any more, or whose directory is not the one that it was: whoever has removed it goes on
+    from an older one, or starts anew, and means to. With `source` "memory" the last is offered all the same.
 
     Args:
         root: Absolute path of the directory that holds the checkpoints' directories, or of one of these.
         on_disk: The newest one there.
+        source: "memory" or "auto".
         endpoint: Of the worker; None: this user's of this job.
+
+    Returns:
+        The newest first.
 
     Blocks: for the worker's answer, as `held_snapshots`.
     """
-    files = Files()
+    files, found = Files(), list[Offer]()
     standing = None if on_disk is None else standing_at(on_disk, files)
-    for snapshot in _nowhere_else(_beside(root, endpoint), files):
+    for snapshot in _nowhere_else(_beside(root, endpoint), files, asked=source == "memory"):
         if standing is not None and lineage_key(snapshot.save_id) <= lineage_key(standing.save_id):
             break
-        _log.warning(_TEXT, snapshot.path, snapshot.step, snapshot.save_id)
-        return snapshot.path
-    return on_disk
+        found.append(Offer(snapshot.path, str(snapshot.save_id), snapshot.step))
+    return found if on_disk is None else [*found, Offer(on_disk)]
+
+
+def can_load(offers: Iterable[Offer], root: str, endpoint: str | None) -> list[bool]:
+    """Return which of these this process can load: those on disk, and those that its own worker has in memory.
+
+    Blocks: as `held_snapshots`.
+    """
+    held = {(s.path, str(s.save_id)) for s in held_snapshots(root, endpoint=endpoint) if s.complete}
+    return [not offer.save_id or (offer.path, offer.save_id) in held for offer in offers]
 
 
 def candidates_of_both(root: str, on_disk: list[Candidate], source: str, endpoint: str | None) -> list[Candidate]:
     """Return what may be restored of `root`, the newest first: of disk and memory, or of one of them.
 
     Args:
-        root: As `newest_of_both` has it.
+        root: As `offers_of_both` has it.
         on_disk: The candidates there, the newest first.
         source: "disk", "memory", or "auto": both. What is on disk stands for what memory has of the same path.
-        endpoint: As `newest_of_both` has it.
+        endpoint: As there.
 
     Blocks: for the worker's answer, as `held_snapshots`, unless `source` is "disk".
     """
@@ -56,7 +89,7 @@ def candidates_of_both(root: str, on_disk: list[Candidate], source: str, endpoin
     if source == "memory":
         return [_candidate(snapshot) for snapshot in _beside(root, endpoint)]
     merged, paths = list(on_disk), {one.path for one in on_disk}
-    for snapshot in _nowhere_else(_beside(root, endpoint), Files()):
+    for snapshot in _nowhere_else(_beside(root, endpoint), Files(), asked=False):
         if snapshot.path in paths:  # its manifest is damaged: loading it says so
             continue
         age = lineage_key(snapshot.save_id)
@@ -83,12 +116,17 @@ def _beside(root: str, endpoint: str | None) -> Iterator[HeldSnapshot]:
             yield snapshot
 
 
-def _nowhere_else(snapshots: Iterable[HeldSnapshot], files: Files) -> Iterator[HeldSnapshot]:
-    """Leave out what is committed, by whatever save, and what was and has been removed."""
+def _nowhere_else(snapshots: Iterable[HeldSnapshot], files: Files, *, asked: bool) -> Iterator[HeldSnapshot]:
+    """Leave out what is committed, by whatever save; what was, and has been removed; and, unless `asked` for memory,
+    what was saved to a directory that has been removed since."""
     for snapshot in snapshots:
         standing = None if snapshot.committed else standing_at(snapshot.path, files)
         unfinished = standing is None or (
             standing.save_id == snapshot.save_id and not is_finished(snapshot.path, standing, files)
         )
-        if unfinished and not snapshot.committed:
+        if not unfinished or snapshot.committed:
+            continue
+        if asked or is_at_home(snapshot.path, snapshot.home, files):
             yield snapshot
+        else:
+            _log.warning(_GONE, snapshot.step, snapshot.path)

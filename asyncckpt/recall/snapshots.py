@@ -16,6 +16,7 @@ from asyncckpt.format.steps import lineage_key
 from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.recall.conversation import Conversation
+from asyncckpt.storage.home import NO_HOME, Home
 
 ANSWER_S = 1.0
 """Where the disk has it too: a worker that hangs may not make a load slower than this. It takes milliseconds."""
@@ -43,6 +44,7 @@ class HeldSnapshot:
         world_size: Ranks that staged it.
         ranks: Those whose parts this worker holds.
         committed: Whether the worker has committed it to disk.
+        home: The directory that it was saved to, or the one that was to hold that.
     """
 
     path: str
@@ -52,6 +54,7 @@ class HeldSnapshot:
     ranks: tuple[int, ...]
     committed: bool
     parts: Mapping[int, Part]
+    home: Home = NO_HOME
 
     @property
     def complete(self) -> bool:
@@ -79,6 +82,7 @@ def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
             ranks=tuple(sorted({row["rank"] for row in of})),
             committed=of[0]["committed"],
             parts={row["rank"]: _part(row) for row in of},
+            home=next((home for row in of if (home := Home(row["inode"], row["birth_ns"])) != NO_HOME), NO_HOME),
         )
         for (path, save_id), of in by_save.items()
         if len({row["world_size"] for row in of}) == 1

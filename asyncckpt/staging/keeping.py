@@ -24,6 +24,7 @@ class Keeping:
 
     def committed(self, slot: LentSlot, save_id: SaveId) -> None:
         """The snapshot in `slot` is committed: it is kept, unless a later one is."""
+        slot.committed = (save_id, slot.generation)
         if self.wanted and save_id.sequence > self._sequence:
             self.slot, self._sequence = slot, save_id.sequence
 

@@ -24,6 +24,7 @@ class LentSlot(Room):
         used: Grows with every use of a slot of this pool.
         staging: The training thread is copying into it; nobody else unmaps it.
         orphaned: Its worker is gone, and no other one takes it over; it is closed instead of reused.
+        committed: The last save from it that was committed, and its generation; None: none yet.
         handovers: To how many workers in turn it was handed since a save in it has ended.
         is_ring: What it holds passes through it, and is never whole in it.
     """
@@ -36,8 +37,13 @@ class LentSlot(Room):
     used: int = 0
     staging: bool = False
     orphaned: bool = False
+    committed: tuple[SaveId, int] | None = None
     handovers: int = 0
     is_ring: bool = False
+
+    def committed_of(self, generation: int) -> str:
+        """Return the save id of the snapshot of `generation` if that was committed, else ""."""
+        return str(self.committed[0]) if self.committed is not None and self.committed[1] == generation else ""
 
     def knows(self, plan: SavePlan) -> bool:
         """Whether there are views for `plan`, or for one of the same layout."""

@@ -42,6 +42,7 @@ class SlotPool:
         allocate: Asks the worker for a slot of so many bytes; returns None where it has not answered within so many
             seconds, if that is not None. Blocks; raises typed errors.
         release: Tells the worker that has lent a slot that it is given back.
+        why: Says why no slot becomes free.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class SlotPool:
         config: CheckpointerConfig,
         allocate: Callable[[int, float | None], LentSlot | None],
         release: Callable[[LentSlot], None],
+        why: Callable[[], str] = str,
     ) -> None:
-        self._config, self._allocate, self._release = config, allocate, release
+        self._config, self._allocate, self._release, self._why = config, allocate, release, why
         self._slots: list[LentSlot] = []
         self._keeping = Keeping(wanted=config.keep_in_memory == "latest")
         self._changed = threading.Condition()
@@ -204,12 +206,8 @@ class SlotPool:
         left = deadline - time.monotonic()
         if left <= 0:
             timeout_s = self._config.slot_timeout_s
-            raise SlotTimeoutError(
-                f"step {step}: no slot became free within slot_timeout_s={timeout_s:g} (in use by {users}); "
-                "storage is slower than the saves come: save less often, or allow more slots",
-                timeout_s=timeout_s,
-                **facts,
-            )
+            text = f"step {step}: no slot became free within slot_timeout_s={timeout_s:g} (in use by {users})"
+            raise SlotTimeoutError(f"{text}; {self._why()}", timeout_s=timeout_s, **facts)
         self._changed.wait(min(left, WAIT_STEP_S))
 
     def staged(self, slot: LentSlot) -> None:

@@ -7,7 +7,6 @@ leaves a directory that is not committed, or whose committed save is whole, and 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -20,14 +19,13 @@ from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
 from asyncckpt.storage.garbage import ATTEMPT, BROKEN, LOCK, TOMBSTONE, Garbage, Rules, garbage_at
 from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.put_if_absent import put_if_absent
 
 LOCK_TIMEOUT_S = 1.0
 """Who holds the lock of a directory commits there just now, or is stopped in the middle of it. Chosen."""
 
 _PRIVATE = 0o077
 """The umask of a lock file that is gone again at once."""
-
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,23 +118,14 @@ def put_tombstone(garbage: Garbage, files: Files, *, umask: int, package: str) -
         write_new_file(files, temporary, data, mode=MODE_FILE & ~umask, fsync=True)
         fsync_directory(files, path)
         reach("gc: tombstone written")
-        _give_name(temporary, final, files, is_taken=garbage.standing is not None)
+        if garbage.standing is not None:  # who replaces it holds the lock too
+            files.rename(temporary, final)
+        else:
+            put_if_absent(temporary, final, files)
         reach("gc: tombstone put")
     finally:
         with contextlib.suppress(OSError):
             files.unlink(temporary)
-
-
-def _give_name(temporary: str, final: str, files: Files, *, is_taken: bool) -> None:
-    if is_taken:  # who replaces it holds the lock too
-        files.rename(temporary, final)
-        return
-    try:
-        files.link(temporary, final)
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        files.rename_noreplace(temporary, final)
 
 
 def _remove_files(garbage: Garbage, files: Files, removed: list[str]) -> None:

@@ -24,10 +24,10 @@ from asyncckpt.format.tombstone import Tombstone
 from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, read_small_file, write_new_file
 from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.put_if_absent import NO_HARD_LINKS, put_if_absent
 from asyncckpt.storage.standing import exists, overtaken, refuse_standing, standing_at
 
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-_SURELY_NOT_DONE = _NO_HARD_LINKS | {
+_SURELY_NOT_DONE = NO_HARD_LINKS | {
     errno.EACCES,
     errno.EDQUOT,
     errno.EINVAL,
@@ -184,13 +184,8 @@ def _put(path: str, temporary: str, manifest: Manifest, files: Files, *, replace
         if replace:
             # IMPORTANT: one rename. Without the name for an instant, a crash would leave no checkpoint there at all.
             files.rename(temporary, final)
-            return
-        try:
-            files.link(temporary, final)
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            files.rename_noreplace(temporary, final)
+        else:
+            put_if_absent(temporary, final, files)
     except OSError as error:
         standing = standing_at(path, files)
         if standing is not None and standing.save_id == manifest.save_id:

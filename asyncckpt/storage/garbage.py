@@ -27,6 +27,7 @@ TOMBSTONE = "tombstone"
 LOCK = "lock"
 BROKEN = "broken"
 CONVERSION = "conversion"
+PROBE = "probe"
 CUT_CHARS = 1000
 """A worker's report cuts paths there."""
 
@@ -61,7 +62,8 @@ class Garbage:
     Attributes:
         path: The directory.
         kind: `attempt`: a save that was never committed. `leftovers`: of other saves beside a committed one, or of a
-            save that was given up. `tombstone`, `lock`, `broken`: as in `Rules`. `conversion`: of `convert`.
+            save that was given up. `tombstone`, `lock`, `broken`: as in `Rules`. `conversion`, `probe`: of `convert`
+            and `doctor`, killed.
         names: Files that go.
         nbytes: Their length.
         age_s: Since the last of them was changed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,13 @@ def rank_server(request: pytest.FixtureRequest) -> None:
     """Where a test runs several ranks: the process that they are forked from."""
     if any("test_ranks" in item.nodeid for item in request.session.items):
         rank_processes.start_server()
+
+
+@pytest.fixture
+def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
+    return endpoint_dir
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from real_worker import DEADLINE_S, RealWorker, slots_of, wait_until
 
+import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.memory.slot import PAGE_NBYTES, STATE_SEALED
 from asyncckpt.protocol.request import decode_request
@@ -52,4 +53,8 @@ def test_a_worker_that_dies_costs_no_snapshot(endpoint: str, worker: RealWorker,
         saves.append(checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S).save_id)
         assert snapshots(checkpointer) == saves[1:]
         wait_until(lambda: len(RealWorker(endpoint).status()["slots"]) == 2, "the next worker has both")
-        assert [row["phase"] for row in RealWorker(endpoint).status()["saves"]] == ["committed"]
+        assert [row["phase"] for row in RealWorker(endpoint).status()["saves"]] == ["committed"] * 2
+        held = asyncckpt.held_snapshots(tmp_path, endpoint=endpoint)
+        assert [str(snapshot.save_id) for snapshot in held] == [saves[2], saves[1]]
+        for n in (1, 2):
+            assert torch.equal(checkpointer.load(tmp_path / str(n), source="memory")["w"], STATE["w"])

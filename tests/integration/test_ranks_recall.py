@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 import time
@@ -16,7 +17,7 @@ from worker_here import DEADLINE_S, Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, ShardedSlice
-from asyncckpt.errors import CheckpointNotCommittedError, SnapshotUnavailableError
+from asyncckpt.errors import CheckpointNotCommittedError, SaveFailedError, SnapshotUnavailableError
 from tests.torch_free_client import Client, Snapshot, new_save_id
 
 ROWS = 600
@@ -74,7 +75,7 @@ def resumes(rank: int, root: str) -> tuple[str, bool, str, float]:
     logging.getLogger("asyncckpt.loading").addHandler(handler)
     logging.getLogger("asyncckpt.loading").setLevel(logging.INFO)
     with AsyncCheckpointer() as checkpointer:
-        newest = str(checkpointer.latest_checkpoint(root, timeout_s=0.2))
+        newest = str(checkpointer.latest_checkpoint(root, timeout_s=4.0))
         target = state_of(rank, 7)
         checkpointer.load(newest, target)
         step = int(newest[-1])
@@ -183,3 +184,31 @@ def test_torn_staging_leaves_the_snapshot_before_it_to_load(here: Here, tmp_path
     assert found["step"] == 1
     with pytest.raises(CheckpointNotCommittedError):
         asyncckpt.load(tmp_path / "b")
+
+
+def goes_on(rank: int, root: str, endpoints: list[str]) -> tuple[str, bool]:
+    """What it goes on from, and whether it gets the values."""
+    with AsyncCheckpointer(endpoint=endpoints[rank]) as checkpointer:
+        newest = str(checkpointer.latest_checkpoint(root, timeout_s=20.0))
+        found = checkpointer.load(newest)
+        wanted = torch.full((300, 40), float(newest[-1]))
+        return newest[-1], torch.equal(found["w"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "newest"), [(False, "2"), (True, "1")], ids=["all beside the worker", "one on another node"]
+)
+def test_after_a_change_of_the_number_of_ranks_they_go_on_from_what_each_of_them_can_load(
+    here: Here, tmp_path: pathlib.Path, elsewhere: bool, newest: str
+) -> None:
+    other = f"{here.endpoint}.other" if elsewhere else here.endpoint
+    with contextlib.ExitStack() as stack:
+        alone = stack.enter_context(AsyncCheckpointer())
+        if elsewhere:
+            stack.callback(Here(other).close)
+        for step in (1, 2):
+            here.storage.broken = step == 2  # so that it is in memory only
+            with contextlib.suppress(SaveFailedError):
+                alone.save({"w": torch.full((300, 40), float(step))}, tmp_path / str(step)).written.result(DEADLINE_S)
+        assert alone.latest_checkpoint(tmp_path) == str(tmp_path / "2")
+        assert rank_processes.run(2, goes_on, str(tmp_path), [here.endpoint, other]) == [(newest, True)] * 2

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -292,6 +295,57 @@ def test_checkpoint_that_was_committed_and_removed_is_not_the_newest_again(
     assert saver.restore_latest(tmp_path).step == 1
 
 
+@pytest.mark.parametrize("removed", ["the root", "its own directory"])
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "made anew"])
+def test_snapshot_whose_directory_was_removed_since_is_not_resumed_from_unless_asked_for(
+    saver: AsyncCheckpointer,
+    here: Here,
+    tmp_path: pathlib.Path,
+    removed: str,
+    again: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    root = tmp_path / "runs" / "a"
+    here.storage.broken = True
+    with contextlib.suppress(SaveFailedError):
+        written(saver.save(state_of(1), root / "1"))
+    assert saver.latest_checkpoint(root) == str(root / "1")
+    doomed = root if removed == "the root" else root / "1"
+    shutil.rmtree(doomed)  # to start anew
+    if again:
+        doomed.mkdir()
+    assert saver.latest_checkpoint(root) is None
+    assert f"a snapshot of step 1 of {root / '1'}, which is passed over" in caplog.text
+    with pytest.raises(CheckpointNotFoundError):
+        saver.restore_latest(root)
+    assert saver.latest_checkpoint(root, source="memory") == str(root / "1")
+    assert saver.restore_latest(root, source="memory").step == 1
+    assert is_state(saver.load(root / "1"), 1), "by its own name it is asked for"
+
+
+def test_snapshot_that_could_not_even_get_a_directory_is_resumed_from_until_the_root_is_removed(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "a"
+    root.mkdir()
+    staged = threading.Event()
+
+    def refuse(path: str, mode: int = 0o777) -> None:
+        assert staged.wait(DEADLINE_S)  # what fails before it is staged is nobody's
+        raise OSError(errno.EROFS, "simulated", path)
+
+    monkeypatch.setattr(here.storage, "mkdir", refuse)
+    handle = saver.save(state_of(1), root / "1")
+    is_held(handle)
+    staged.set()
+    with pytest.raises(SaveFailedError):
+        written(handle)
+    assert not (root / "1").exists()
+    assert saver.latest_checkpoint(root) == str(root / "1")
+    root.rmdir()
+    assert saver.latest_checkpoint(root) is None
+
+
 def test_snapshot_whose_commit_was_never_finished_is_loaded(here: Here, tmp_path: pathlib.Path) -> None:
     with AsyncCheckpointer(layout="dcp") as saver:
         written(saver.save(state_of(1), tmp_path / "a"))
@@ -393,6 +447,27 @@ def test_socket_that_a_dead_worker_left_is_not_waited_for(
         with pytest.raises(SnapshotUnavailableError, match="no worker listens"):
             asyncckpt.load(tmp_path / "a", source="memory")
         assert is_state(asyncckpt.load(tmp_path / "a"), 1)
+
+
+def test_worker_that_is_ending_when_it_is_asked_is_not_waited_for(endpoint: str) -> None:
+    """Its socket takes connections until the last of its threads is gone."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(endpoint.removeprefix("ipc://"))
+        listener.listen(8)
+
+        def end() -> None:
+            for _ in range(3):  # two looks whether it is there, and the question
+                listener.accept()[0].close()
+            listener.close()
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        try:
+            with pytest.raises(WorkerUnavailableError, match="no worker listens"):
+                Conversation(endpoint, "0", 3600.0)
+        finally:
+            ending.join()
+    os.unlink(endpoint.removeprefix("ipc://"))
 
 
 def test_worker_that_hangs_costs_a_load_a_second_at_most(

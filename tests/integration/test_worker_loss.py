@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import states
 import torch
-from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
+from own_worker import own_worker, worker_of
+from real_worker import DEADLINE_S, RealWorker, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -24,29 +23,6 @@ from asyncckpt.staging.copy_cpu import SlotImage
 STATE = {"w": torch.arange(100_000.0)}
 LOSS_BOUND_S = 1.0
 """GUARANTEES P6."""
-
-
-@pytest.fixture
-def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
-    return endpoint_dir
-
-
-@contextlib.contextmanager
-def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
-    """A checkpointer that starts its workers; they are ended after it."""
-    checkpointer = AsyncCheckpointer(on_worker_loss="fail", **fields)
-    endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
-    try:
-        with checkpointer:
-            yield checkpointer
-    finally:
-        stop_whoever_serves(endpoint)
-
-
-def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:
-    return RealWorker(checkpointer._process.endpoint)  # type: ignore[attr-defined]
 
 
 def fds_and_mappings() -> tuple[int, int]:
@@ -74,7 +50,7 @@ def lose(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> None:
 def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(
     default_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
         lose(checkpointer, tmp_path / "1")
@@ -88,7 +64,7 @@ def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(
 
 
 def test_all_saves_in_flight_fail_together(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with own_worker(slots=3) as checkpointer:
+    with own_worker(on_worker_loss="fail", slots=3) as checkpointer:
         big = {"w": torch.ones(4_000_000)}
         for n in range(3):  # three slots, all of them idle afterwards
             handles = [checkpointer.save(big, tmp_path / f"{n}-{m}") for m in range(3)]
@@ -106,7 +82,7 @@ def test_all_saves_in_flight_fail_together(default_dir: pathlib.Path, tmp_path: 
 
 
 def test_losses_in_turn_leak_neither_fds_nor_mappings(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         checkpointer.save(STATE, tmp_path / "first").written.result(DEADLINE_S)
         counts = []
         for n in range(8):
@@ -118,7 +94,7 @@ def test_losses_in_turn_leak_neither_fds_nor_mappings(default_dir: pathlib.Path,
 
 
 def test_an_idle_loss_is_noticed_and_the_next_save_works(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         worker_of(checkpointer).kill()
         wait_until(lambda: fds_and_mappings()[1] == 0, "the lost worker's memory is given up")
@@ -126,7 +102,7 @@ def test_an_idle_loss_is_noticed_and_the_next_save_works(default_dir: pathlib.Pa
 
 
 def test_a_worker_that_was_drained_is_replaced(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         first = worker_of(checkpointer)
         session = checkpointer._process._connection.session  # type: ignore[attr-defined]
@@ -139,7 +115,7 @@ def test_a_worker_that_was_drained_is_replaced(default_dir: pathlib.Path, tmp_pa
 def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the_dead_worker_s_slots(
     default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         process: Any = checkpointer._process
         go_on, orphan_all, session = threading.Event(), process.pool.orphan_all, process._connection.session
@@ -169,7 +145,7 @@ def test_a_worker_that_dies_while_it_lends_a_slot_costs_that_save_only(
     default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attach = SlotMemory.attach.__func__  # type: ignore[attr-defined]
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         process = checkpointer._process
 
         def attach_and_lose(cls: type[SlotMemory], *arguments: Any) -> SlotMemory:
@@ -190,7 +166,7 @@ def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given
     default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = SlotImage.fill
-    with own_worker() as checkpointer:
+    with own_worker(on_worker_loss="fail") as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
 
         def lose_and_fill(self: SlotImage, *arguments: Any) -> None:
@@ -213,7 +189,7 @@ def test_a_copy_that_fails_is_a_staging_error_and_the_slot_is_used_again(
     def fail(self: SlotImage, *arguments: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    with own_worker(slots=1, slot_timeout_s=5.0) as checkpointer:
+    with own_worker(on_worker_loss="fail", slots=1, slot_timeout_s=5.0) as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         for n in range(3):
             with monkeypatch.context() as patch:

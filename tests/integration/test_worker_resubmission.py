@@ -17,47 +17,18 @@ from typing import Any
 import pytest
 import states
 import torch
-from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, stop_whoever_serves, wait_until
+from own_worker import lose, own_worker, worker_of
+from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_until
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer
-from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt import AsyncCheckpointer, launcher
+from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.takeover import MAX_HANDOVERS
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 STATE = {"w": torch.arange(100_000.0)}
-
-
-@pytest.fixture
-def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """The default endpoint lies here; a worker there is started by the checkpointer itself."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
-    return endpoint_dir
-
-
-@contextlib.contextmanager
-def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
-    """A checkpointer that starts its workers; they are ended after it."""
-    checkpointer = AsyncCheckpointer(**fields)
-    endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
-    try:
-        with checkpointer:
-            yield checkpointer
-    finally:
-        stop_whoever_serves(endpoint)
-
-
-def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:
-    return RealWorker(checkpointer._process.endpoint)  # type: ignore[attr-defined]
-
-
-def lose(checkpointer: AsyncCheckpointer) -> None:
-    """Kill the worker, and wait until that is noticed."""
-    session = checkpointer._process._connection.session  # type: ignore[attr-defined]
-    os.kill(session.worker.pid, 9)
-    wait_until(lambda: session.error is not None, "the loss is noticed")
 
 
 def test_a_save_in_flight_is_written_by_the_next_worker(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -286,6 +257,62 @@ def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(
             with pytest.warns(ResourceWarning, match="dropped"):
                 del checkpointer
                 gc.collect()
+        wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("end", ["leave", "drop"])
+def test_a_checkpointer_that_ends_in_the_moment_of_the_loss_hands_over_what_was_staged(
+    end: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    goes_on = threading.Event()
+    with own_worker() as other:
+        checkpointer = AsyncCheckpointer()
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        connection = checkpointer._process._connection  # type: ignore[attr-defined]
+
+        def late(*arguments: Any, report: Any = connection._report_loss) -> None:
+            assert goes_on.wait(DEADLINE_S)
+            report(*arguments)
+
+        connection._report_loss = late
+        with worker_of(checkpointer).frozen():
+            checkpointer.save(STATE, tmp_path / "1")
+            lose(checkpointer)
+        if end == "leave":
+            checkpointer.leave(0.2)
+        else:
+            with pytest.warns(ResourceWarning, match="dropped"):
+                del checkpointer
+                gc.collect()
+        del connection, late
+        goes_on.set()
+        wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+def test_a_checkpointer_that_leaves_before_another_worker_was_found_still_hands_over_what_was_staged(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, start = threading.Event(), launcher.start_worker
+
+    def late(endpoint: str) -> None:
+        assert found.wait(DEADLINE_S)
+        start(endpoint)
+
+    with own_worker() as other:
+        checkpointer = AsyncCheckpointer()
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        with monkeypatch.context() as patch, worker_of(checkpointer).frozen():
+            patch.setattr(launcher, "start_worker", late)
+            handle = checkpointer.save(STATE, tmp_path / "1")
+            lose(checkpointer)
+            checkpointer.leave(0.2)
+            assert isinstance(handle.written.exception(0), CheckpointerClosedError)
+            checkpointer.close()
+            found.set()
         wait_until((tmp_path / "1" / "manifest.json").exists, "the next worker commits")
         states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
         other.save(STATE, tmp_path / "2").written.result(DEADLINE_S)

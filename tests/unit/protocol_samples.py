@@ -14,7 +14,7 @@ KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 MESSAGES: tuple[m.Message, ...] = (
     m.Hello(id=1, session=HEX, replaces="", package="0.1.0", pid=4242, pid_start=987654, rank=0, world_size=1),
     m.Allocate(id=2, nbytes=1 << 30, populate=True),
-    m.Adopt(id=17, fd=9, nbytes=1 << 30, token=b"t" * 16, generation=4, ended=3),
+    m.Adopt(id=17, fd=9, nbytes=1 << 30, token=b"t" * 16, generation=4, ended=3, committed=SAVE_ID),
     m.Release(id=3, slot=1),
     m.Lead(id=15, run=HEX[:12], port=0, server_secret="", client_public=KEY),
     m.Follow(
@@ -73,6 +73,8 @@ MESSAGES: tuple[m.Message, ...] = (
                 "nbytes": 1 << 30,
                 "token": bytes(range(16)),
                 "generation": 4,
+                "inode": 131073,
+                "birth_ns": 1_700_000_000_000_000_001,
             },
         ),
     ),

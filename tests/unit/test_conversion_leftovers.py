@@ -13,12 +13,13 @@ import torch
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer, cli
-from asyncckpt.conversion.leftovers import leftovers_in, remove
+from asyncckpt.conversion.leftovers import CONVERSIONS
 from asyncckpt.conversion.publishing import beside
 from asyncckpt.format.names import is_converting
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.garbage import Rules
+from asyncckpt.storage.temporaries import remove_temporary, temporaries_in
 
 NAME = ".out.0123456789ab.converting"
 OLD_S = 2 * 86400
@@ -135,8 +136,8 @@ def test_deeper_ones_are_found_if_asked_for(root: Path, capsys: pytest.CaptureFi
 
 def test_a_file_that_came_meanwhile_stays(root: Path) -> None:
     left = leave(root, "dcp")
-    (found,) = leftovers_in(str(root), Files(), Rules(now=time.time(), older_than_s=60))
+    (found,) = temporaries_in(str(root), Files(), Rules(now=time.time(), older_than_s=60), [CONVERSIONS])
     (left / "late").write_text("mine")
     with pytest.raises(OSError, match="not empty"):
-        remove(found, Files())
+        remove_temporary(found, Files())
     assert os.listdir(left) == ["late"]

@@ -7,7 +7,7 @@ by name.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import pathlib
 from collections.abc import Callable
@@ -328,14 +328,11 @@ def arguments_of(function: Callable[..., Any]) -> set[str]:
     return {name for name, one in found.items() if name != "self" and one.annotation != "NoReturn"}
 
 
-@pytest.fixture(scope="module")
-def check() -> ModuleType:
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """docs/check_parity.py, loaded: it knows which tests there are."""
-    spec = importlib.util.spec_from_file_location("check_parity", REPOSITORY / "docs" / "check_parity.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    return importlib.import_module("check_parity")
 
 
 def assert_shown(check: ModuleType, name: str, tests: str, *, is_named: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import pathlib
 from types import ModuleType
 
@@ -14,15 +14,11 @@ ROW = next(line for line in TEXT.splitlines() if line.startswith("| S3-5 |"))
 THIS = "tests/unit/test_parity.py::test_document_is_right"
 
 
-@pytest.fixture(scope="module")
-def check() -> ModuleType:
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """docs/check_parity.py, loaded."""
-    spec = importlib.util.spec_from_file_location("check_parity", REPOSITORY / "docs" / "check_parity.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    return importlib.import_module("check_parity")
 
 
 def _claiming(claim: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import pathlib
 import re
 from types import ModuleType
@@ -16,15 +16,11 @@ THIS = "tests/unit/test_promises.py"
 LINK = f"[`{THIS}::test_the_table_is_right`]({THIS})"
 
 
-@pytest.fixture(scope="module")
-def check() -> ModuleType:
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """docs/check_promises.py, loaded."""
-    spec = importlib.util.spec_from_file_location("check_promises", REPOSITORY / "docs" / "check_promises.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    return importlib.import_module("check_promises")
 
 
 def held_by(cell: str) -> str:

@@ -92,6 +92,7 @@ BAD_VALUES = {
     "save_id": ["", SAVE_ID + "\n", SAVE_ID.upper(), SAVE_ID.encode(), None],
     "hex12": ["", HEX[:11], HEX[:13], HEX[:12].upper(), HEX[:12] + "\n", HEX[:12].encode(), None],
     "hex16": [HEX[:-1], HEX + "0", HEX.upper(), HEX + "\n", HEX.encode()],
+    "save_id_or_none": [" ", SAVE_ID[:-1], SAVE_ID + "0", SAVE_ID.encode(), None, 0],
     "hex16_or_none": [" ", HEX[:-1], HEX.upper(), None, 0, b""],
     "curve_key": ["", KEY[1:], KEY + "0", KEY[:-1] + "\n", KEY[:-1] + '"', KEY.encode(), None],
     "curve_key_or_none": [" ", KEY[1:], KEY.encode(), None],

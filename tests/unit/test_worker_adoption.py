@@ -22,7 +22,8 @@ def bench() -> Bench:
 
 
 def adopt(bench: Bench, *, generation: int = 4, ended: int = 3, peer: bytes = b"p", **fields: Any) -> Any:
-    body = {"fd": 9, "nbytes": 12288, "token": TOKEN, "generation": generation, "ended": ended, **fields}
+    body = {"fd": 9, "nbytes": 12288, "token": TOKEN, "generation": generation, "ended": ended}
+    body |= {"committed": "", **fields}
     return bench.say(m.Adopt, peer, **body)
 
 

@@ -6,6 +6,7 @@ and what was under way to it or from it.
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,8 @@ from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker.state import Brain
 
-SCHEDULES = 6
+SCHEDULES = max(6, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
+"""Of each kind; `make test-fault` raises it."""
 STEPS = 1500
 
 
@@ -141,6 +143,7 @@ class CrashingWorld(World):
             token=b"t" * 16,
             generation=memory.generation,
             ended=memory.generation - (save_id in trainer.pending),
+            committed=save_id if save_id in self.commits and save_id not in trainer.pending else "",
         )
         self.post(peer, trainer.ask(adopt))
 

@@ -60,6 +60,7 @@ class Mob(Bench):
             "timeout": lambda: rng.choice((1e-3, 5.0, COMMIT_TIMEOUT_S)),
             "piece": lambda: rng.choice((b"", b"x", b"abcde")),
             "token": lambda: b"t" * 16,
+            "save_id_or_none": lambda: rng.choice(("", self.save_id())),
             "flag": lambda: rng.random() < 0.5,
             "curve_key": lambda: KEY,
             "curve_key_or_none": lambda: rng.choice(("", KEY)),

@@ -228,7 +228,7 @@ def test_nothing_is_kept_by_a_worker_that_is_told_so() -> None:
 
 
 def test_slot_of_a_dead_worker_is_kept_when_its_trainer_dies_too_and_lent_again(keeper: Keeper) -> None:
-    keeper.say(m.Adopt, fd=9, nbytes=12288, token=b"t" * 16, generation=4, ended=3)
+    keeper.say(m.Adopt, fd=9, nbytes=12288, token=b"t" * 16, generation=4, ended=3, committed="")
     (job,) = keeper.of(ac.AdoptSlot)
     keeper.feed(ev.SlotCreated, slot=job.slot, fd=31, token=b"t" * 16)
     keeper.read(job.slot, generation=4)

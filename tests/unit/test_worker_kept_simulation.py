@@ -6,6 +6,7 @@ holds stays as it is until it lets go.
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from test_worker_simulation import CONFIG, Memory, Trainer
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker.state import Brain
 
-SCHEDULES = 5
+SCHEDULES = max(5, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
+"""Of each kind; `make test-fault` raises it."""
 STEPS = 1500
 KEEP_S = 300.0
 

@@ -153,7 +153,7 @@ def test_a_ring_that_its_dead_trainer_had_only_begun_to_fill_is_not_written(benc
 
 
 def test_a_slot_that_is_adopted_with_an_unfinished_ring_is_not_written(bench: Rings) -> None:
-    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0)
+    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
     (adopt,) = bench.of(ac.AdoptSlot)
     bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
     bench.read_ring(streamed=True, slot=adopt.slot)
@@ -162,7 +162,7 @@ def test_a_slot_that_is_adopted_with_an_unfinished_ring_is_not_written(bench: Ri
 
 
 def test_a_sealed_ring_of_a_dead_worker_is_written_as_resumed_which_says_that_it_is_lost(bench: Rings) -> None:
-    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0)
+    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
     (adopt,) = bench.of(ac.AdoptSlot)
     bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
     bench.read_ring(streamed=False, slot=adopt.slot)
@@ -174,7 +174,7 @@ def test_a_sealed_ring_of_a_dead_worker_is_written_as_resumed_which_says_that_it
 
 
 def test_a_sealed_ring_of_a_dead_worker_that_has_committed_it_is_committed(bench: Rings) -> None:
-    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0)
+    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
     (adopt,) = bench.of(ac.AdoptSlot)
     bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
     bench.read_ring(streamed=False, slot=adopt.slot)
@@ -191,6 +191,15 @@ def test_a_ring_is_neither_kept_nor_offered(bench: Rings) -> None:
     bench.feed(ev.Died, session="1" * 16)
     bench.read_ring(streamed=False)
     assert len(bench.of(ac.FreeSlot)) == 1
+
+
+def test_a_ring_that_the_worker_before_had_committed_is_not_offered(bench: Rings) -> None:
+    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=1, committed=FIRST)
+    (adopt,) = bench.of(ac.AdoptSlot)
+    bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
+    bench.read_ring(streamed=False, slot=adopt.slot)
+    assert bench.phase() is None
+    assert bench.say(m.Recall, path=PATH, hold=False).parts == ()
 
 
 def test_the_next_save_may_use_the_slot_of_a_ring_that_was_taken_back(bench: Rings) -> None:

@@ -5,6 +5,7 @@ The simulation plays network, trainers, kernel, disk and clock. After every acti
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -119,6 +120,8 @@ class World:
     # ---- the brain's surroundings
 
     def feed(self, event: ev.Event) -> None:
+        if self.luck(self.chaos / 10):  # of a thread that looked at the clock, and then had to wait for a core
+            event = replace(event, now=max(0.0, event.now - 10 * self.random.random()))
         todo = [event]
         while todo:
             for action in self.brain.handle(todo.pop(0)):
@@ -429,7 +432,7 @@ class World:
         self.spawn_run()
         unseen: list[Trainer] = []
         for _ in range(steps):
-            self.now += self.random.random()
+            self.let_time_pass()
             dice = self.random.random()
             living = [(p, t) for p, t in self.trainers.items() if t.alive]
             unseen += [t for t in self.trainers.values() if not t.alive and t not in unseen]
@@ -446,6 +449,12 @@ class World:
             else:
                 self.feed(ev.Tick(now=self.now))
         self.settle()
+
+    def let_time_pass(self) -> None:
+        """Most often less than a second; or the machine slept."""
+        self.now += self.random.random()
+        if self.luck(self.chaos / 100):
+            self.now += self.random.choice((COMMIT_TIMEOUT_S / 4, COMMIT_TIMEOUT_S + 1))
 
     def spawn_run(self) -> None:
         world_size = self.random.choice((1, 2, 2, 3))
@@ -544,7 +553,8 @@ class World:
                     assert save_id in self.commits or excused, f"{save_id} was staged and is lost: {save}"
 
 
-SCHEDULES = 40
+SCHEDULES = max(40, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
+"""Of each kind; `make test-fault` raises it."""
 STEPS = 1500
 
 

@@ -1,0 +1,36 @@
+"""A checkpointer that starts its workers itself, at the default endpoint, and the one that it has just now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from real_worker import RealWorker, stop_whoever_serves, wait_until
+
+from asyncckpt import AsyncCheckpointer
+
+
+@contextlib.contextmanager
+def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
+    """A checkpointer that starts its workers; they are ended after it. Wants the fixture `default_dir`."""
+    checkpointer = AsyncCheckpointer(**fields)
+    endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
+    try:
+        with checkpointer:
+            yield checkpointer
+    finally:
+        stop_whoever_serves(endpoint)
+
+
+def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:
+    """Return the worker that serves a checkpointer; waits until there is one."""
+    return RealWorker(checkpointer._process.endpoint)  # type: ignore[attr-defined]
+
+
+def lose(checkpointer: AsyncCheckpointer) -> None:
+    """Kill the worker, and wait until that is noticed."""
+    session = checkpointer._process._connection.session  # type: ignore[attr-defined]
+    os.kill(session.worker.pid, 9)
+    wait_until(lambda: session.error is not None, "the loss is noticed")
