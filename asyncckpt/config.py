@@ -55,8 +55,9 @@ class CheckpointerConfig:
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
-        slot_timeout_s: How long "wait" waits.
-        arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
+        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written.
+        arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has. A state that
+            does not fit goes through a part of it in segments: that save takes as long as writing.
         on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
             committed, and the same futures complete; where the ranks have several workers, and after a worker that
             hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.

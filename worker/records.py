@@ -170,6 +170,15 @@ class RankSave:
 
     since: float = 0.0
 
+    ring: bool = False
+    """Its snapshot goes through a ring, and is never whole in memory."""
+
+    stream: SaveRequest | None = None
+    """The request of a ring that is being filled."""
+
+    streaming: bool = False
+    """Its ring is being written, or was, since before it is sealed."""
+
     home: Home = NO_HOME
     """Its directory, once that was made or could not be."""
 

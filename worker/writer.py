@@ -34,6 +34,7 @@ from asyncckpt_worker.actions import Commit, Prepare, Write
 from asyncckpt_worker.events import SaveKey
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
+from asyncckpt_worker.rings import write_ring
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.shared import await_shared
 from asyncckpt_worker.slots import SlotStore
@@ -125,13 +126,23 @@ class Writer:
 
         def run() -> tuple[RankResult, bool]:
             reach("worker: writing")
+            pieces = self._written[job.key] = []  # appended to by threads, which needs no lock
+            try:
+                return filed(pieces)
+            finally:
+                self._written.pop(job.key, None)
+
+        def filed(pieces: list[int]) -> tuple[RankResult, bool]:
             with self._slots.use(job.slot) as memory:
+                if request.ring_segments:
+                    rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
+                    found = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
+                    return replace(found, rest_print=rest_print(request)), False
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
-                pieces = self._written[job.key] = []  # appended to by threads, which needs no lock
                 pace = self._pace(request)
                 threads = pace.threads if pace else request.write_threads or self._threads
                 rank_job = self._rank_job(request, threads, pieces.append)
@@ -145,7 +156,6 @@ class Writer:
                         result = write_rank_files(rank_job, view, files=self._files, pool=self._pool, check=check)
                         kept = False
                 finally:
-                    self._written.pop(job.key, None)
                     view.release()
             if self._paces is not None and pace is not None and result.direct and not kept:
                 self._paces.took(request.path, pace, result.nbytes, result.seconds["write"])

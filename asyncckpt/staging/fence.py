@@ -70,7 +70,7 @@ class Fence:
             ordered: False waits for the copies of devices too, for changes that come from elsewhere.
 
         Blocks: for what is copied from the host, at most `timeout_s`; copies that have not ended then are given up,
-        and their saves fail.
+        and their saves fail. One that goes through a ring is waited for as long as something of it is written.
 
         Raises:
             ReentrantCallError: In the copier's own thread, by a callback of `staged`.
@@ -83,7 +83,7 @@ class Fence:
                 "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
             )
         began = time.perf_counter()
-        for late in self._copier.wait(timeout_s, ordered=ordered):
+        for late in self._copier.wait(timeout_s, ordered=ordered, patient=True):
             late.give_up(
                 StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
             )

@@ -43,8 +43,10 @@ FIELDS = {
     "unit/test_slot_pool.py::test_policy_when_every_slot_is_in_use",
     "slot_timeout_s": "integration/test_async_saving.py::test_policy_when_the_only_slot_is_in_use, "
     "unit/test_slot_pool.py::test_waiting_for_a_slot_ends_at_its_deadline",
-    "arena_limit_bytes": "integration/test_save_errors.py::"
-    "test_a_state_larger_than_the_limit_fails_and_a_smaller_one_is_saved, "
+    "arena_limit_bytes": "integration/test_bounded_memory.py::"
+    "test_a_state_larger_than_the_limit_is_saved_within_it, "
+    "integration/test_save_errors.py::"
+    "test_a_limit_that_is_too_small_even_for_segments_fails_the_save_and_a_smaller_state_is_saved, "
     "unit/test_slot_pool.py::test_the_limit_covers_all_slots_together, "
     "integration/test_prepare.py::test_from_the_third_save_of_each_structure_on_nothing_is_allocated",
     "on_worker_loss": "integration/test_worker_loss.py::"
