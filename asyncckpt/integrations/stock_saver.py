@@ -1,0 +1,303 @@
+"""StockSaver: saves a framework's own files by way of our worker, and publishes them under the framework's names.
+
+A save stages into the worker's memory and returns; the worker commits a checkpoint of ours in a hidden directory beside
+the target, and a process of its own (`exporter`) makes the framework's files of it and renames them into place. Both
+outlive the trainer. What was staged is thus published whatever happens to the trainer, and nothing half-written ever
+bears the framework's name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncckpt.async_checkpointer import AsyncCheckpointer
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import WaitTimeoutError
+from asyncckpt.handle import SaveHandle
+from asyncckpt.integrations.capturing import Captured, pieces_of
+from asyncckpt.integrations.exporter import finish_exports, remove_if_empty, start_exporter
+from asyncckpt.integrations.spool import Job, job_for, spool_of
+from asyncckpt.integrations.stock_files import (
+    PLAN_KEY,
+    SMALL_KEY,
+    STOCK_KEY,
+    TENSORS_KEY,
+    Piece,
+    encode_plan,
+    rank_key,
+)
+from asyncckpt.paths import absolute_path
+from asyncckpt.one_answer import same_answer
+from asyncckpt.process_group import find_rank_info
+
+SMALL_QUANTUM_NBYTES = 256 << 10
+"""What is known as bytes is padded to a multiple of it, so that a log that grows makes no new plan at every save."""
+
+AGREE_TIMEOUT_S = 60.0
+"""How long ranks wait for each other before their first save; as `plan_timeout_s` has it."""
+
+_POLL_S = 0.02
+
+_log = logging.getLogger("asyncckpt.integrations")
+
+
+@dataclass(slots=True)
+class PendingSave:
+    """A save that is not published yet. `process`: of its export, on the rank that has it."""
+
+    target: str
+    handle: SaveHandle
+    job: Job | None
+    process: subprocess.Popen[bytes] | None
+    is_discarded: bool = False
+
+
+class StockSaver:
+    """See the module. One thread saves, and asks.
+
+    Args:
+        checkpointer: Saves with it, and leaves closing it to the caller; None makes one of its own.
+        rank_info: Which rank this is; default: torch.distributed's. `RankInfo(0, 1)`: only one rank saves.
+        **fields: Fields of `CheckpointerConfig`, for the checkpointer that it makes.
+
+    Attributes:
+        checkpointer: What it saves with; attach optimizers to it.
+    """
+
+    def __init__(
+        self, *, checkpointer: AsyncCheckpointer | None = None, rank_info: RankInfo | None = None, **fields: Any
+    ) -> None:
+        self._rank = find_rank_info(rank_info)
+        self._is_own = checkpointer is None
+        self.checkpointer = checkpointer or AsyncCheckpointer(rank_info=rank_info, **fields)
+        self._token = ""
+        self._count = 0
+        self._pending: list[PendingSave] = []
+
+    def save(
+        self,
+        target: str | os.PathLike[str],
+        files: Mapping[str, Captured | bytes],
+        *,
+        step: int,
+        is_directory: bool = True,
+    ) -> SaveHandle:
+        """Stage the files of `target`, and return; tensors may be changed as after `AsyncCheckpointer.save`.
+
+        With several ranks all of them call it, each with its own files.
+
+        Args:
+            target: The framework's directory, or file; what stands there is replaced when the new one is complete.
+            files: By name below the directory; of a target that is a file, one under any name.
+            step: Of the training.
+            is_directory: Whether the target is one.
+
+        Raises:
+            UnsupportedPathError, CheckpointerClosedError, ForkedError, ReentrantCallError: As `AsyncCheckpointer.save`.
+            OSError: The hidden directory cannot be made.
+        """
+        path, name = self._next(target)
+        earlier = [one.job.path for one in self._pending if one.job is not None and one.target == path]
+        job = job_for(path, name, is_directory=is_directory, after=earlier[-1] if earlier else "")
+        if self._rank.rank == 0:
+            os.makedirs(os.path.dirname(job.path), exist_ok=True)
+            job.write()
+        state = {STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}}
+        return self._started(path, job, self.checkpointer.save(state, job.native, step=step))
+
+    def save_moved(
+        self, target: str | os.PathLike[str], state: Mapping[str, Any], files: Mapping[str, Captured | bytes], *, step: int
+    ) -> SaveHandle:
+        """As `save`, for a directory that is the checkpoint of ours itself, in the checkpointer's layout.
+
+        Args:
+            target: See `save`.
+            state: What the checkpoint holds.
+            files: What the framework wants beside it.
+            step: Of the training.
+
+        Raises:
+            Exception: As `save`.
+        """
+        path, name = self._next(target)
+        job = job_for(path, name, is_directory=True, moved=True)
+        if self._rank.rank == 0:
+            os.makedirs(os.path.dirname(job.path), exist_ok=True)
+            job.write()
+        whole = {**state, STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}} if files else dict(state)
+        return self._started(path, job, self.checkpointer.save(whole, job.native, step=step))
+
+    def _next(self, target: str | os.PathLike[str]) -> tuple[str, str]:
+        """Return the absolute target, and a name for the checkpoint of ours: of its own, and equal on all ranks."""
+        self.poll()
+        if not self._token:
+            self._token = self._same(lambda: secrets.token_hex(4), AGREE_TIMEOUT_S)
+        path = absolute_path(target)
+        self._count += 1
+        return path, f"{os.path.basename(path)}.{self._token}.{self._count}"
+
+    def _same(self, ask: Callable[[], str], timeout_s: float) -> str:
+        """Return rank 0's answer on every rank."""
+        ranks = self.checkpointer._coordination
+        found = ask() if ranks is None else same_answer(ranks, ask, timeout_s, "a framework's save")
+        assert found is not None
+        return found
+
+    def _started(self, path: str, job: Job, handle: SaveHandle) -> SaveHandle:
+        process = None
+        if self._rank.rank == 0:
+            handle.written.add_done_callback(lambda done: _take_back(job, done))
+            process = start_exporter(job, timeout_s=self.checkpointer.config.commit_timeout_s)
+        self._pending.append(PendingSave(path, handle, job if self._rank.rank == 0 else None, process))
+        return handle
+
+    def poll(self) -> list[str]:
+        """Return the targets that were published since the last call. Blocks for nothing; reaps what has ended."""
+        published = []
+        for one in list(self._pending):
+            if not one.handle.written.done() or (one.process is not None and one.process.poll() is None):
+                continue
+            self._pending.remove(one)
+            error = one.handle.written.peek()[1]
+            if error is not None:
+                _log.error("%s was not saved: %s", one.target, error)
+            elif one.process is not None and one.process.returncode:
+                _log.error("%s was not published: %s", one.target, _said(one.job))
+            elif one.is_discarded:
+                published.append(one.target)
+                remove(one.target)
+            else:
+                published.append(one.target)
+        return published
+
+    def pending(self) -> list[str]:
+        """Return the targets that are not published yet, oldest first."""
+        return [one.target for one in self._pending]
+
+    def discard(self, target: str | os.PathLike[str]) -> bool:
+        """Remove a target: at once, or, while it is being saved, as soon as it is published. True in the latter case."""
+        path = absolute_path(target)
+        found = [one for one in self._pending if one.target == path]
+        if found:
+            found[-1].is_discarded = True
+        else:
+            remove(path)
+        return bool(found)
+
+    def wait(self, timeout_s: float | None = None, *, target: str | os.PathLike[str] | None = None) -> list[str]:
+        """Wait until everything, or what goes to `target`, is published; return what was.
+
+        Args:
+            timeout_s: None: as long as a save may take, and as long again for its export.
+            target: None: everything.
+
+        Raises:
+            WaitTimeoutError: Something is still under way; it goes on.
+        """
+        timeout_s = 2 * self.checkpointer.config.commit_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        path = None if target is None else absolute_path(target)
+        published = self.poll()
+        while any(path in (None, one.target) for one in self._pending):
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"after {timeout_s:g} s not published yet: {', '.join(self.pending())}",
+                    save_ids=[str(one.handle.save_id) for one in self._pending],
+                    timeout_s=timeout_s,
+                )
+            time.sleep(_POLL_S)
+            published += self.poll()
+        return published
+
+    def recover(self, target: str | os.PathLike[str], *, timeout_s: float = 60.0) -> list[str]:
+        """Publish what an earlier run had staged beside `target`, and return it; before asking what is there.
+
+        Every rank calls it; rank 0 does it, and all return when it is done.
+        """
+        spool = spool_of(absolute_path(target))
+
+        def finish() -> str:
+            if not os.path.isdir(spool) or self._pending:
+                return "[]"
+            self.checkpointer._await_saves_below(spool, time.monotonic() + timeout_s)
+            return json.dumps(finish_exports(spool, timeout_s=timeout_s))
+
+        return list(json.loads(self._same(finish, 3 * timeout_s)))
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until everything is published, and free everything. What is not done in time goes on by itself.
+
+        Raises:
+            PendingSavesError: As `AsyncCheckpointer.close`.
+        """
+        spools = {os.path.dirname(one.job.path) for one in self._pending if one.job is not None}
+        try:
+            self.wait(timeout_s)
+        except WaitTimeoutError as error:
+            _log.warning("%s; left to themselves", error)
+        finally:
+            for spool in spools:
+                remove_if_empty(spool)
+            if self._is_own:
+                self.checkpointer.close()
+
+
+def state_of(files: Mapping[str, Captured | bytes]) -> dict[str, Any]:
+    """Return what a rank saves for its files (`stock_files`)."""
+    plan: list[tuple[str, list[Piece]]] = []
+    small, tensors = bytearray(), list[torch.Tensor]()
+    for name, content in files.items():
+        pieces: list[Piece] = []
+        for piece in pieces_of(content):
+            if isinstance(piece, torch.Tensor):
+                pieces.append(len(tensors))
+                tensors.append(piece)
+            else:
+                pieces.append([len(small), len(piece)])
+                small += piece
+        plan.append((name, pieces))
+    small += bytes(-len(small) % SMALL_QUANTUM_NBYTES or SMALL_QUANTUM_NBYTES * (not small))
+    return {
+        PLAN_KEY: encode_plan(plan),
+        SMALL_KEY: torch.frombuffer(small, dtype=torch.uint8),
+        TENSORS_KEY: tensors,
+    }
+
+
+def remove(path: str) -> None:
+    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it."""
+    if not os.path.lexists(path):
+        return
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+        return
+    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(6)}.old")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _take_back(job: Job, written: Future[Any]) -> None:
+    """A save that has failed is not waited for."""
+    if written.exception() is not None:
+        job.close()
+
+
+def _said(job: Job | None) -> str:
+    try:
+        with open(f"{job.native}.log" if job else "", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()[-2000:]
+    except OSError:
+        return "its exporter was killed; the next start of the training tries again"
+
