@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if job is None:
         return 0
     try:
+        job.flush()
         is_done = work(job, timeout_s=options.timeout_s, umask=options.umask)
     except (AsyncCkptError, OSError) as error:
         print(f"{job.target} cannot be published, its snapshot stays at {job.native}: {error}", file=sys.stderr)

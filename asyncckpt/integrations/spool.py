@@ -46,13 +46,21 @@ class Job:
     moved: bool = False
 
     def write(self) -> None:
-        """Put the job on disk, whole or not at all."""
+        """Put the job where it is found, whole or not at all; the exporter flushes it, in its own time."""
         temporary = f"{self.path}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, self.path)
+
+    def flush(self) -> None:
+        """Make the job outlive a power cut."""
+        for path in (self.path, os.path.dirname(self.path)):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
     @property
     def is_committed(self) -> bool:

@@ -50,18 +50,22 @@ AGREE_TIMEOUT_S = 60.0
 
 _POLL_S = 0.02
 
+_left_alone: list[subprocess.Popen[bytes]] = []
+"""Exporters that nobody waits for: reaped when others are."""
+
 _log = logging.getLogger("asyncckpt.integrations")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingSave:
-    """A save that is not published yet. `process`: of its export, on the rank that has it."""
+    """A save under way. `process`: of its export, on the rank that has it."""
 
     target: str
     handle: SaveHandle
     job: Job | None
     process: subprocess.Popen[bytes] | None
     is_discarded: bool = False
+    is_published: bool = False
 
 
 class StockSaver:
@@ -85,6 +89,8 @@ class StockSaver:
         self._token = ""
         self._count = 0
         self._pending: list[PendingSave] = []
+        self._removals: dict[str, list[PendingSave]] = {}
+        self._spools: set[str] = set()
 
     def save(
         self,
@@ -111,9 +117,7 @@ class StockSaver:
         path, name = self._next(target)
         earlier = [one.job.path for one in self._pending if one.job is not None and one.target == path]
         job = job_for(path, name, is_directory=is_directory, after=earlier[-1] if earlier else "")
-        if self._rank.rank == 0:
-            os.makedirs(os.path.dirname(job.path), exist_ok=True)
-            job.write()
+        self._begin(job)
         state = {STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}}
         return self._started(path, job, self.checkpointer.save(state, job.native, step=step))
 
@@ -133,11 +137,16 @@ class StockSaver:
         """
         path, name = self._next(target)
         job = job_for(path, name, is_directory=True, moved=True)
-        if self._rank.rank == 0:
-            os.makedirs(os.path.dirname(job.path), exist_ok=True)
-            job.write()
+        self._begin(job)
         whole = {**state, STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}} if files else dict(state)
         return self._started(path, job, self.checkpointer.save(whole, job.native, step=step))
+
+    def _begin(self, job: Job) -> None:
+        if self._rank.rank == 0:
+            spool = os.path.dirname(job.path)
+            os.makedirs(spool, exist_ok=True)
+            self._spools.add(spool)
+            job.write()
 
     def _next(self, target: str | os.PathLike[str]) -> tuple[str, str]:
         """Return the absolute target, and a name for the checkpoint of ours: of its own, and equal on all ranks."""
@@ -145,6 +154,9 @@ class StockSaver:
         if not self._token:
             self._token = self._same(lambda: secrets.token_hex(4), AGREE_TIMEOUT_S)
         path = absolute_path(target)
+        self._removals.pop(path, None)
+        for one in self._pending:
+            one.is_discarded = one.is_discarded and one.target != path
         self._count += 1
         return path, f"{os.path.basename(path)}.{self._token}.{self._count}"
 
@@ -165,36 +177,51 @@ class StockSaver:
 
     def poll(self) -> list[str]:
         """Return the targets that were published since the last call. Blocks for nothing; reaps what has ended."""
-        published = []
+        published, ended = [], []
+        _left_alone[:] = [process for process in _left_alone if process.poll() is None]
         for one in list(self._pending):
             if not one.handle.written.done() or (one.process is not None and one.process.poll() is None):
                 continue
             self._pending.remove(one)
+            ended.append(one)
             error = one.handle.written.peek()[1]
             if error is not None:
                 _log.error("%s was not saved: %s", one.target, error)
             elif one.process is not None and one.process.returncode:
                 _log.error("%s was not published: %s", one.target, _said(one.job))
-            elif one.is_discarded:
-                published.append(one.target)
-                remove(one.target)
             else:
+                one.is_published = True
                 published.append(one.target)
+        self._remove_discarded()
+        for one in ended:
+            if one.is_published and one.is_discarded:
+                self.discard(one.target)
         return published
 
     def pending(self) -> list[str]:
         """Return the targets that are not published yet, oldest first."""
         return [one.target for one in self._pending]
 
-    def discard(self, target: str | os.PathLike[str]) -> bool:
-        """Remove a target: at once, or, while it is being saved, as soon as it is published. True in the latter case."""
+    def discard(self, target: str | os.PathLike[str]) -> None:
+        """Remove a target, once what was saved after it, or is being saved now, is published: never the last one.
+
+        If those saves fail, it stays.
+        """
         path = absolute_path(target)
         found = [one for one in self._pending if one.target == path]
-        if found:
-            found[-1].is_discarded = True
-        else:
+        for one in found:
+            one.is_discarded = True
+        if not found and self._pending:
+            self._removals[path] = list(self._pending)
+        elif not found:
             remove(path)
-        return bool(found)
+
+    def _remove_discarded(self) -> None:
+        for path, awaited in list(self._removals.items()):
+            if not any(one in self._pending for one in awaited):
+                del self._removals[path]
+                if any(one.is_published for one in awaited):
+                    remove(path)
 
     def wait(self, timeout_s: float | None = None, *, target: str | os.PathLike[str] | None = None) -> list[str]:
         """Wait until everything, or what goes to `target`, is published; return what was.
@@ -236,19 +263,25 @@ class StockSaver:
 
         return list(json.loads(self._same(finish, 3 * timeout_s)))
 
+    def leave(self) -> None:
+        """End without waiting, after an error: what is staged is published all the same, by those who outlive us."""
+        _left_alone.extend(one.process for one in self._pending if one.process is not None)
+        self._pending.clear()
+        if self._is_own:
+            self.checkpointer.leave()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until everything is published, and free everything. What is not done in time goes on by itself.
 
         Raises:
             PendingSavesError: As `AsyncCheckpointer.close`.
         """
-        spools = {os.path.dirname(one.job.path) for one in self._pending if one.job is not None}
         try:
             self.wait(timeout_s)
         except WaitTimeoutError as error:
             _log.warning("%s; left to themselves", error)
         finally:
-            for spool in spools:
+            for spool in self._spools:
                 remove_if_empty(spool)
             if self._is_own:
                 self.checkpointer.close()
