@@ -65,6 +65,15 @@ class AsyncCheckpointMixin:
             self._asyncckpt_saver = StockSaver(**self._asyncckpt_options)
         return self._asyncckpt_saver
 
+    def recover_checkpoints(self) -> list[str]:
+        """Publish what a run that was killed had staged, and return it; before asking which checkpoint is the last.
+
+        Every rank calls it. `train(resume_from_checkpoint=True)` does it by itself.
+        """
+        if self._asyncckpt_is_foreign():
+            return []
+        return self.stock_saver.recover(os.path.join(self.args.output_dir, _PREFIX))  # type: ignore[attr-defined]
+
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer.train`. What an earlier run had staged is published first, then the newest is looked for.
 
@@ -78,8 +87,7 @@ class AsyncCheckpointMixin:
                 stack.enter_context(_handling(self._asyncckpt_signal, self))
             try:
                 if resume_from_checkpoint:
-                    place = os.path.join(self.args.output_dir, _PREFIX)  # type: ignore[attr-defined]
-                    self.stock_saver.recover(place)
+                    self.recover_checkpoints()
                 result = trainer.train(resume_from_checkpoint, *arguments, **keywords)
                 self._asyncckpt_settle()
             except BaseException:
