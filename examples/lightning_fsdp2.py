@@ -73,7 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> str:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    steps = [int(name[5:-5]) for name in os.listdir(args.dir) if name.startswith("step=")] if os.path.isdir(args.dir) else []
+    steps = (
+        [int(name[5:-5]) for name in os.listdir(args.dir) if name.startswith("step=")]
+        if os.path.isdir(args.dir)
+        else []
+    )
     newest = f"{args.dir}/step={max(steps)}.ckpt" if steps else None
     trainer.fit(network, StatefulDataLoader(data, batch_size=BATCH), ckpt_path=newest, weights_only=False)
     digest = digest_of({name: value.to_local() for name, value in network.state_dict().items()})

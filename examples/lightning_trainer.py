@@ -1,4 +1,4 @@
-"""Lightning Trainer with a dataloader that knows where it is: killed at any moment, it goes on in the middle of an epoch.
+"""Lightning Trainer with a dataloader that knows where it is: killed, it goes on in the middle of an epoch.
 
     python -m asyncckpt.examples.lightning_trainer --dir runs/lightning --steps 20
     python -m asyncckpt.examples.lightning_trainer --dir runs/lightning --steps 40 --stock
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> str:
     network = Network()
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     loader = StatefulDataLoader(data, batch_size=BATCH, shuffle=True)
-    keep = ModelCheckpoint(args.dir, "{step}", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=args.every)
+    keep = ModelCheckpoint(
+        args.dir, "{step}", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=args.every
+    )
     callbacks: list[Callback] = [keep, RandomStates(), ShowSteps()]
     plugins = []
     if not args.stock:

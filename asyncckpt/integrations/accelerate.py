@@ -1,9 +1,9 @@
 """Accelerate: an `Accelerator` whose `save_state` stages in the background.
 
-    accelerator = AsyncAccelerator(project_config=ProjectConfiguration("runs/a", automatic_checkpoint_naming=True))
+    accelerator = AsyncAccelerator(project_config=...)
 
-The directory has what the stock `save_state` puts there, so that the stock `load_state` reads it, and appears when it is
-complete. FSDP, DeepSpeed and Megatron-LM are saved as stock does it, in the training's time.
+The directory has what the stock `save_state` puts there, so that the stock `load_state` reads it, and appears when it
+is complete. FSDP, DeepSpeed and Megatron-LM are saved as stock does it, in the training's time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class AsyncAccelerator(Accelerator):
         checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`.
     """
 
-    def __init__(
-        self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._options = dict(checkpointer_options or {})
         self._saver: StockSaver | None = None
@@ -85,7 +83,7 @@ class AsyncAccelerator(Accelerator):
         return Path(target)
 
     def load_state(self, input_dir: Any = None, *arguments: Any, **keywords: Any) -> None:
-        """As stock; waits for what is being saved, and publishes what an earlier run had staged. Every rank calls it."""
+        """As stock; waits for what is being saved, and publishes what an earlier run had staged. For every rank."""
         naming = self.project_configuration.automatic_checkpoint_naming
         place = os.path.join(self.project_dir, "checkpoints", "any") if naming and input_dir is None else input_dir
         if self._saver is not None:

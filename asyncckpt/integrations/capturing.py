@@ -84,7 +84,8 @@ def captured_torch_save(value: Any, **options: Any) -> Captured:
         Exception: Whatever `torch.save` raises.
     """
     sink = _Sink()
-    _local.met = met = {}
+    met: dict[int, Any] = {}
+    _local.met = met
     try:
         with skip_data():
             _torch_save(value, sink, **options)
@@ -99,7 +100,9 @@ def captured_torch_save(value: Any, **options: Any) -> Captured:
             type_name=type(value).__name__,
         )
     found = iter(storages)
-    return Captured(tuple(bytes(part) if isinstance(part, bytearray) else _bytes_of(next(found)) for part in sink.parts))
+    return Captured(
+        tuple(bytes(part) if isinstance(part, bytearray) else _bytes_of(next(found)) for part in sink.parts)
+    )
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """A committed checkpoint of ours becomes the framework's files, published by one rename. Imports no torch.
 
-IMPORTANT: every file is written under a hidden name and flushed before the rename, and the directory after it: who finds
-the target finds all of it, also after a power cut.
+IMPORTANT: every file is written under a hidden name and flushed before the rename, and the directory after it: who
+finds the target finds all of it, also after a power cut.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -82,6 +83,9 @@ def export(job: Job, *, umask: int) -> None:
     outputs = stock.outputs({number: reader.whole(number) for number in sorted(stock.small_tensors())})
     os.makedirs(os.path.dirname(job.target), exist_ok=True)
     if job.moved:
+        for one in outputs:  # of an export that was killed
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(job.native, one.name))
         _write(job.native, outputs, reader, files, umask)
         fsync_directory(files, job.native)
         _into_place(job.native, job.target, files)

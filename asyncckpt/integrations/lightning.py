@@ -28,7 +28,7 @@ META_NAME = "meta.pt"
 
 
 class WorkerCheckpointIO(CheckpointIO):
-    """Saves the files that `TorchCheckpointIO` saves. Of several ranks the first one uses it, as with any `CheckpointIO`.
+    """Saves the files that `TorchCheckpointIO` saves. Of several ranks the first uses it, as with any `CheckpointIO`.
 
     Args:
         **options: Fields of `CheckpointerConfig`, and `endpoint`.
@@ -77,7 +77,8 @@ class WorkerCheckpointIO(CheckpointIO):
         """As stock; waits for `path` if it is being saved."""
         if self._saver is not None:
             self._saver.wait(target=path)
-        return self._stock.load_checkpoint(path, *arguments, **keywords)
+        found: dict[str, Any] = self._stock.load_checkpoint(path, *arguments, **keywords)
+        return found
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it, once what was saved after it is published."""
@@ -108,7 +109,7 @@ class AttachOptimizers(Callback):
 
 
 class RandomStates(Callback):
-    """Keeps the random generators in the checkpoints, which Lightning does not: so a resumed run draws the same numbers.
+    """Keeps the random generators in the checkpoints, which Lightning does not: a resumed run draws the same numbers.
 
     Each rank needs its own; a checkpoint of several ranks holds the first one's, as it does of every callback.
     """
@@ -136,14 +137,13 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
 
     Args:
         *arguments, **keywords: Of `ModelParallelStrategy`.
-        checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`.
+        checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`. `replicated` is "assume", as stock DCP
+            does: what is stored for each rank because it differs, stock does not find.
     """
 
-    def __init__(
-        self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._worker_options = {**(checkpointer_options or {}), "layout": "dcp"}
+        self._worker_options = {"replicated": "assume", **(checkpointer_options or {}), "layout": "dcp"}
         self._saver: StockSaver | None = None
         self._attached: list[torch.optim.Optimizer] = []
 

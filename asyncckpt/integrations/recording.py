@@ -1,7 +1,7 @@
 """Runs a framework's own saving code, and takes what it saves instead of letting it write.
 
-While a recording runs, `torch.save` and safetensors' `save_file` of this thread, to paths below a directory, are captured
-(`capturing`); other files, small ones, are written there by the framework and read back. So every version of a
+While a recording runs, `torch.save` and safetensors' `save_file` of this thread, to paths below a directory, are
+captured (`capturing`); other files, small ones, are written there by the framework and read back. So every version of a
 framework saves what it always saves. Other threads and other paths are passed on.
 """
 

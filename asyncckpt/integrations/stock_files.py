@@ -1,8 +1,8 @@
 """What a checkpoint of ours says about the files that a framework wants: which bytes and tensors make which file.
 
-Each rank has in its state, below `stock` and its rank, a text `plan`, one tensor of bytes `small`, and a list of tensors
-of bytes, `tensors`. A plan is JSON: of every file its name, and of every piece either [offset, length] in `small` or the
-number of a tensor. Imports no torch.
+Each rank has in its state, below `stock` and its rank, a text `plan`, one tensor of bytes `small`, and a list of
+tensors of bytes, `tensors`. A plan is JSON: of every file its name, and of every piece either [offset, length] in
+`small` or the number of a tensor. Imports no torch.
 """
 
 from __future__ import annotations

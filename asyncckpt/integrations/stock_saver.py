@@ -12,60 +12,31 @@ import json
 import logging
 import os
 import secrets
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import WaitTimeoutError
 from asyncckpt.handle import SaveHandle
-from asyncckpt.integrations.capturing import Captured, pieces_of
+from asyncckpt.integrations.capturing import Captured
 from asyncckpt.integrations.exporter import finish_exports, remove_if_empty, start_exporter
+from asyncckpt.integrations.pending_saves import PendingSave, PendingSaves
 from asyncckpt.integrations.spool import Job, job_for, spool_of
-from asyncckpt.integrations.stock_files import (
-    PLAN_KEY,
-    SMALL_KEY,
-    STOCK_KEY,
-    TENSORS_KEY,
-    Piece,
-    encode_plan,
-    rank_key,
-)
-from asyncckpt.paths import absolute_path
+from asyncckpt.integrations.stock_files import STOCK_KEY, rank_key
+from asyncckpt.integrations.stock_state import state_of
 from asyncckpt.one_answer import same_answer
+from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-
-SMALL_QUANTUM_NBYTES = 256 << 10
-"""What is known as bytes is padded to a multiple of it, so that a log that grows makes no new plan at every save."""
 
 AGREE_TIMEOUT_S = 60.0
 """How long ranks wait for each other before their first save; as `plan_timeout_s` has it."""
 
 _POLL_S = 0.02
 
-_left_alone: list[subprocess.Popen[bytes]] = []
-"""Exporters that nobody waits for: reaped when others are."""
-
 _log = logging.getLogger("asyncckpt.integrations")
-
-
-@dataclass(slots=True, eq=False)
-class PendingSave:
-    """A save under way. `process`: of its export, on the rank that has it."""
-
-    target: str
-    handle: SaveHandle
-    job: Job | None
-    process: subprocess.Popen[bytes] | None
-    is_discarded: bool = False
-    is_published: bool = False
 
 
 class StockSaver:
@@ -88,8 +59,7 @@ class StockSaver:
         self.checkpointer = checkpointer or AsyncCheckpointer(rank_info=rank_info, **fields)
         self._token = ""
         self._count = 0
-        self._pending: list[PendingSave] = []
-        self._removals: dict[str, list[PendingSave]] = {}
+        self._pending = PendingSaves()
         self._spools: set[str] = set()
 
     def save(
@@ -115,14 +85,19 @@ class StockSaver:
             OSError: The hidden directory cannot be made.
         """
         path, name = self._next(target)
-        earlier = [one.job.path for one in self._pending if one.job is not None and one.target == path]
+        earlier = [one.job.path for one in self._pending.saves if one.job is not None and one.target == path]
         job = job_for(path, name, is_directory=is_directory, after=earlier[-1] if earlier else "")
         self._begin(job)
         state = {STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}}
         return self._started(path, job, self.checkpointer.save(state, job.native, step=step))
 
     def save_moved(
-        self, target: str | os.PathLike[str], state: Mapping[str, Any], files: Mapping[str, Captured | bytes], *, step: int
+        self,
+        target: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        files: Mapping[str, Captured | bytes],
+        *,
+        step: int,
     ) -> SaveHandle:
         """As `save`, for a directory that is the checkpoint of ours itself, in the checkpointer's layout.
 
@@ -154,9 +129,7 @@ class StockSaver:
         if not self._token:
             self._token = self._same(lambda: secrets.token_hex(4), AGREE_TIMEOUT_S)
         path = absolute_path(target)
-        self._removals.pop(path, None)
-        for one in self._pending:
-            one.is_discarded = one.is_discarded and one.target != path
+        self._pending.keep(path)
         self._count += 1
         return path, f"{os.path.basename(path)}.{self._token}.{self._count}"
 
@@ -172,56 +145,23 @@ class StockSaver:
         if self._rank.rank == 0:
             handle.written.add_done_callback(lambda done: _take_back(job, done))
             process = start_exporter(job, timeout_s=self.checkpointer.config.commit_timeout_s)
-        self._pending.append(PendingSave(path, handle, job if self._rank.rank == 0 else None, process))
+        self._pending.saves.append(PendingSave(path, handle, job if self._rank.rank == 0 else None, process))
         return handle
 
     def poll(self) -> list[str]:
         """Return the targets that were published since the last call. Blocks for nothing; reaps what has ended."""
-        published, ended = [], []
-        _left_alone[:] = [process for process in _left_alone if process.poll() is None]
-        for one in list(self._pending):
-            if not one.handle.written.done() or (one.process is not None and one.process.poll() is None):
-                continue
-            self._pending.remove(one)
-            ended.append(one)
-            error = one.handle.written.peek()[1]
-            if error is not None:
-                _log.error("%s was not saved: %s", one.target, error)
-            elif one.process is not None and one.process.returncode:
-                _log.error("%s was not published: %s", one.target, _said(one.job))
-            else:
-                one.is_published = True
-                published.append(one.target)
-        self._remove_discarded()
-        for one in ended:
-            if one.is_published and one.is_discarded:
-                self.discard(one.target)
-        return published
+        return self._pending.poll()
 
     def pending(self) -> list[str]:
         """Return the targets that are not published yet, oldest first."""
-        return [one.target for one in self._pending]
+        return [one.target for one in self._pending.saves]
 
     def discard(self, target: str | os.PathLike[str]) -> None:
         """Remove a target, once what was saved after it, or is being saved now, is published: never the last one.
 
         If those saves fail, it stays.
         """
-        path = absolute_path(target)
-        found = [one for one in self._pending if one.target == path]
-        for one in found:
-            one.is_discarded = True
-        if not found and self._pending:
-            self._removals[path] = list(self._pending)
-        elif not found:
-            remove(path)
-
-    def _remove_discarded(self) -> None:
-        for path, awaited in list(self._removals.items()):
-            if not any(one in self._pending for one in awaited):
-                del self._removals[path]
-                if any(one.is_published for one in awaited):
-                    remove(path)
+        self._pending.discard(absolute_path(target))
 
     def wait(self, timeout_s: float | None = None, *, target: str | os.PathLike[str] | None = None) -> list[str]:
         """Wait until everything, or what goes to `target`, is published; return what was.
@@ -237,11 +177,11 @@ class StockSaver:
         deadline = time.monotonic() + timeout_s
         path = None if target is None else absolute_path(target)
         published = self.poll()
-        while any(path in (None, one.target) for one in self._pending):
+        while any(path in (None, one.target) for one in self._pending.saves):
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"after {timeout_s:g} s not published yet: {', '.join(self.pending())}",
-                    save_ids=[str(one.handle.save_id) for one in self._pending],
+                    save_ids=[str(one.handle.save_id) for one in self._pending.saves],
                     timeout_s=timeout_s,
                 )
             time.sleep(_POLL_S)
@@ -256,7 +196,7 @@ class StockSaver:
         spool = spool_of(absolute_path(target))
 
         def finish() -> str:
-            if not os.path.isdir(spool) or self._pending:
+            if not os.path.isdir(spool) or self._pending.saves:
                 return "[]"
             self.checkpointer._await_saves_below(spool, time.monotonic() + timeout_s)
             return json.dumps(finish_exports(spool, timeout_s=timeout_s))
@@ -265,8 +205,7 @@ class StockSaver:
 
     def leave(self) -> None:
         """End without waiting, after an error: what is staged is published all the same, by those who outlive us."""
-        _left_alone.extend(one.process for one in self._pending if one.process is not None)
-        self._pending.clear()
+        self._pending.leave()
         if self._is_own:
             self.checkpointer.leave()
 
@@ -287,50 +226,7 @@ class StockSaver:
                 self.checkpointer.close()
 
 
-def state_of(files: Mapping[str, Captured | bytes]) -> dict[str, Any]:
-    """Return what a rank saves for its files (`stock_files`)."""
-    plan: list[tuple[str, list[Piece]]] = []
-    small, tensors = bytearray(), list[torch.Tensor]()
-    for name, content in files.items():
-        pieces: list[Piece] = []
-        for piece in pieces_of(content):
-            if isinstance(piece, torch.Tensor):
-                pieces.append(len(tensors))
-                tensors.append(piece)
-            else:
-                pieces.append([len(small), len(piece)])
-                small += piece
-        plan.append((name, pieces))
-    small += bytes(-len(small) % SMALL_QUANTUM_NBYTES or SMALL_QUANTUM_NBYTES * (not small))
-    return {
-        PLAN_KEY: encode_plan(plan),
-        SMALL_KEY: torch.frombuffer(small, dtype=torch.uint8),
-        TENSORS_KEY: tensors,
-    }
-
-
-def remove(path: str) -> None:
-    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it."""
-    if not os.path.lexists(path):
-        return
-    if os.path.islink(path) or not os.path.isdir(path):
-        os.unlink(path)
-        return
-    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(6)}.old")
-    os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def _take_back(job: Job, written: Future[Any]) -> None:
     """A save that has failed is not waited for."""
     if written.exception() is not None:
         job.close()
-
-
-def _said(job: Job | None) -> str:
-    try:
-        with open(f"{job.native}.log" if job else "", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()[-2000:]
-    except OSError:
-        return "its exporter was killed; the next start of the training tries again"
-

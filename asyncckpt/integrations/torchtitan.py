@@ -14,13 +14,13 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as dcp
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME
 from asyncckpt.handle import SaveHandle
-from asyncckpt.integrations.stock_saver import remove
+from asyncckpt.integrations.pending_saves import remove
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 
@@ -48,7 +48,8 @@ class CheckpointManager:
         enable_first_step_checkpoint: Step 1 is saved, too.
         exclude_from_loading: Names of states that are not loaded.
         attach: Optimizers whose parameters and state are copied behind forward and backward.
-        **fields: Fields of `CheckpointerConfig`, and `endpoint`.
+        **fields: Fields of `CheckpointerConfig`, and `endpoint`. `replicated` is "assume", as stock DCP does: what is
+            stored for each rank because it differs, or looks as if nothing had been computed yet, stock does not find.
 
     Raises:
         ConfigError: `keep_latest_k=1`, which would leave nothing while the only one is replaced; a negative number.
@@ -76,8 +77,8 @@ class CheckpointManager:
     ) -> None:
         if keep_latest_k == 1 or keep_latest_k < 0 or interval < 1:
             raise ConfigError(
-                f"keep_latest_k={keep_latest_k}, interval={interval}: 0 keeps all, else 2 at least are kept, as the last "
-                "one may be in the process of being saved; and there is a step between saves at least",
+                f"keep_latest_k={keep_latest_k}, interval={interval}: 0 keeps all, else 2 at least are kept, as the "
+                "last one may be in the process of being saved; and there is a step between saves at least",
                 field="keep_latest_k" if interval >= 1 else "interval",
             )
         self.enable, self.load_only, self.interval, self.keep_latest_k = enable, load_only, interval, keep_latest_k
@@ -95,7 +96,7 @@ class CheckpointManager:
         self._removing: list[threading.Thread] = []
         self._checkpointer: AsyncCheckpointer | None = None
         if enable:
-            self._checkpointer = AsyncCheckpointer(**{**fields, "layout": "dcp"})
+            self._checkpointer = AsyncCheckpointer(**{"replicated": "assume", **fields, "layout": "dcp"})
             self._checkpointer.attach(*attach)
 
     def _model(self) -> dict[str, Any]:
@@ -212,4 +213,3 @@ def _values(value: Any) -> Any:
 def _step_of(path: str) -> int:
     found = _STEP.match(os.path.basename(path))
     return int(found[1]) if found else -1
-

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: its checkpoints, made behind the training, are what the stock Trainer makes and resumes from."""
+"""Hugging Face Trainer: checkpoints made behind the training are what the stock Trainer makes and resumes from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_directories_hold_what_stock_puts_there_and_stock_goes_on_from_them(
             assert _equal(*(torch.load(one / file, weights_only=False) for one in (a, b)))
         assert json.loads((a / "trainer_state.json").read_text()) == json.loads((b / "trainer_state.json").read_text())
     assert not (tmp_path / "ours" / ".asyncckpt").exists()
-    resumed = [trainings.result("hf_trainer", ["--dir", d, "--steps", "11", "--stock"], worker.endpoint) for d in (ours, stock)]
+    resumed = [
+        trainings.result("hf_trainer", ["--dir", d, "--steps", "11", "--stock"], worker.endpoint) for d in (ours, stock)
+    ]
     assert resumed[0] == resumed[1]
 
 

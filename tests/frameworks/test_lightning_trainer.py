@@ -65,8 +65,12 @@ def test_fsdp2_on_two_ranks_is_gone_on_with_by_the_stock_strategy(
     assert sorted(os.listdir(ours)) == ["step=3.ckpt", "step=6.ckpt"]
     found = set(os.listdir(tmp_path / "ours" / "step=6.ckpt"))
     assert {"meta.pt", ".metadata", "manifest.json"} <= found
-    resumed = trainings.result("lightning_fsdp2", ["--dir", ours, "--steps", "12", "--stock"], worker.endpoint, world_size=2)
-    whole = trainings.result("lightning_fsdp2", ["--dir", stock, "--steps", "12", "--stock"], worker.endpoint, world_size=2)
+    resumed = trainings.result(
+        "lightning_fsdp2", ["--dir", ours, "--steps", "12", "--stock"], worker.endpoint, world_size=2
+    )
+    whole = trainings.result(
+        "lightning_fsdp2", ["--dir", stock, "--steps", "12", "--stock"], worker.endpoint, world_size=2
+    )
     assert resumed == whole
 
 
@@ -97,4 +101,3 @@ def test_fabric_saves_by_the_worker_and_loads_what_is_still_being_saved(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path
 ) -> None:
     assert in_a_process(_fabric, str(tmp_path), worker.endpoint) == (True, ["one.ckpt"])
-

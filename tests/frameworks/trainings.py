@@ -54,9 +54,7 @@ def _options(endpoint: str) -> dict[str, Any]:
 
 def result(example: str, arguments: Sequence[str], endpoint: str, *, world_size: int = 1) -> list[Any]:
     """Train to the end; return what each rank returned."""
-    return rank_processes.run(
-        world_size, train, example, arguments, None, timeout_s=TIMEOUT_S, **_options(endpoint)
-    )
+    return rank_processes.run(world_size, train, example, arguments, None, timeout_s=TIMEOUT_S, **_options(endpoint))
 
 
 def interrupt(
@@ -80,7 +78,7 @@ def interrupt(
 def interrupted(
     example: str, arguments: Sequence[str], endpoint: str, tmp_path: pathlib.Path, rng: random.Random, last_step: int
 ) -> Any:
-    """Train with a SIGKILL and a SIGTERM at random steps, each followed by a new start; return what the last returned."""
+    """Train with a SIGKILL and a SIGTERM at random steps, each followed by a new start; return what the last gave."""
     signals = [signal.SIGKILL, signal.SIGTERM]
     rng.shuffle(signals)
     for n, number in enumerate(signals):
