@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--dir", required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stock", action="store_true")
     args = parser.parse_args(arguments)
 
@@ -76,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> str:
     trainer = L.Trainer(
         max_steps=args.steps,
         accelerator="cpu",
-        devices=1,
+        devices=args.ranks,
+        strategy="ddp" if args.ranks > 1 else "auto",
+        use_distributed_sampler=False,
         callbacks=callbacks,
         plugins=plugins,
         logger=False,

@@ -74,6 +74,15 @@ def test_fsdp2_on_two_ranks_is_gone_on_with_by_the_stock_strategy(
     assert resumed == whole
 
 
+def test_ddp_on_two_ranks_is_gone_on_with_by_stock(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:
+    def run(name: str, *options: str) -> list[Any]:
+        arguments = ["--dir", str(tmp_path / name), "--ranks", "2", *options]
+        return trainings.result("lightning_trainer", arguments, worker.endpoint, world_size=2)
+
+    run("ours", "--steps", "7")
+    assert run("ours", "--steps", "12", "--stock") == run("stock", "--steps", "12", "--stock")
+
+
 def _fabric(root: str, endpoint: str) -> tuple[bool, list[str]]:
     import lightning as L
 
