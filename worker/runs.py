@@ -16,7 +16,7 @@ from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import Save, Session, Slot
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.tables import Tables
-from asyncckpt_worker.verdicts import not_sealed
+from asyncckpt_worker.verdicts import failed, not_sealed
 
 MAX_RUNS = 1024
 """Runs that are remembered; those with a session, or a save under way, are kept beyond that. Chosen, not measured."""
@@ -131,6 +131,16 @@ class RunBook:
         for rank in sorted(run.gone):
             if not save.has_sealed(rank):
                 return not_sealed(save.save_id, rank, run.gone[rank])
+        return None
+
+    def silent_for_good(self, save: Save) -> Wire | None:
+        """Return why a save ends of which a rank is gone before its hook has spoken, or None."""
+        run = self._t.runs.get(save.save_id[-12:])
+        gone = run.gone if run is not None else {}
+        for entry in save.ranks.values():
+            if entry.rank in gone and entry.needs_consent:
+                detail = f"its pre_commit hook has not consented: {gone[entry.rank]}"
+                return failed(save, entry, "vetoed", detail)
         return None
 
     # ---- the table --------------------------------------------------------------------------------------------------

@@ -133,9 +133,10 @@ class SaveBook:
 
     def _late_refusal(self, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
         """Return how a save ends that is not committed after all, and could not be taken up but for that doubt."""
-        verdict = self._runs.verdict(save)
-        if verdict is not None:
+        if (verdict := self._runs.verdict(save)) is not None:
             return ABANDONED, verdict
+        if (silent := self._runs.silent_for_good(save)) is not None:
+            return FAILED, silent
         other = rival(entry.path, save.save_id, self._t.saves)
         return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
 
@@ -153,12 +154,11 @@ class SaveBook:
         for save in [s for s in self._t.saves.values() if s.save_id.endswith(run.run_id)]:
             if save.outcome is not None or save.committing or save.doubtful:
                 continue
-            verdict, entry = self._runs.verdict(save), save.ranks.get(rank)
+            verdict = self._runs.verdict(save)
             if verdict is not None:
                 self.end(save, ABANDONED, verdict)
-            elif entry is not None and entry.needs_consent:
-                detail = f"its pre_commit hook has not consented: {run.gone[rank]}"
-                self.end(save, FAILED, failed(save, entry, "vetoed", detail))
+            elif (silent := self._runs.silent_for_good(save)) is not None:
+                self.end(save, FAILED, silent)
         return None
 
     def tick(self) -> None:

@@ -46,7 +46,7 @@ def saver(
 ) -> Iterator[Saver]:
     note_seals(device, monkeypatch)
     monkeypatch.setattr(transfer, "DRAIN_TIMEOUT_S", 0.2)
-    fields = {"staging": "overlap", "slots": 1, "slot_timeout_s": 0.05, **getattr(request, "param", {})}
+    fields = {"staging": "overlap", "slots": 1, "slot_timeout_s": 30, **getattr(request, "param", {})}
     made = Saver(device, **fields)
     yield made
     device.frozen = False
@@ -225,6 +225,7 @@ def test_where_no_thread_can_be_started_the_caller_unpins(
 # ---- a slot that devices copy into is nobody else's
 
 
+@pytest.mark.parametrize("saver", [{"slot_timeout_s": 0.5}], indirect=True)
 def test_a_save_that_is_given_up_keeps_its_slot_until_the_copies_have_ended(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any]
 ) -> None:
@@ -259,6 +260,7 @@ def test_a_slot_is_not_unmapped_under_copies_when_the_checkpointer_is_closed(
     assert slot.memory.mapping.closed and not device.registered
 
 
+@pytest.mark.parametrize("saver", [{"slot_timeout_s": 0.5}], indirect=True)
 def test_a_save_that_was_never_handed_over_keeps_its_slot_as_well(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any]
 ) -> None:

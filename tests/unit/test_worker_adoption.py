@@ -134,6 +134,19 @@ def test_a_save_that_is_not_committed_after_all_ends_by_the_rank_that_is_gone() 
     assert bench.row()["error"]["fields"]["code"] == "not_sealed"
 
 
+def test_a_save_that_is_not_committed_after_all_waits_for_no_hook_of_a_rank_that_is_gone() -> None:
+    bench = two_ranks()
+    slots = [adopted(bench, peer=peer) for peer in (b"p", b"q")]
+    for rank in (0, 1):
+        bench.read(slots[rank], generation=4, rank=rank, world_size=2, hook_timeout_s=50.0 * rank)
+    bench.feed(ev.Died, session="2" * 16)
+    bench.feed(ev.SlotRead, slot=slots[1], reason="SEALED", opened=False)
+    assert bench.phase(FIRST, 1) == "submitted"  # it may have been committed by the worker that is dead
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    assert [bench.phase(FIRST, rank) for rank in (0, 1)] == ["failed", "failed"]
+    assert bench.row()["error"]["fields"]["code"] == "vetoed"
+
+
 def test_a_path_that_another_save_has_taken_meanwhile_refuses_it_unless_it_is_committed(bench: Bench) -> None:
     bench.begin(bench.slot(), SECOND)
     slot = adopted(bench)

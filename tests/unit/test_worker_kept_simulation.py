@@ -83,7 +83,11 @@ class KeepingWorld(CrashingWorld):
             assert all((save_id, r) in self.sealed for r in range(part["world_size"])), "not whole"
             assert save_id not in self.split, "its ranks differ"
             assert save_id in self.commits or not part["committed"]
-            if not self.brain.tables.slots[part["slot"]].closing:
+            slot = self.brain.tables.slots.get(part["slot"])
+            if slot is None:
+                assert not hold, "freed under a reader"
+                continue  # its time was over as it was listed
+            if not slot.closing:
                 continue  # its trainer may use it again at any time
             self.kept_ones += 1
             assert memory.sealed is not None, "its trainer was killed while it staged the next one"
@@ -104,7 +108,9 @@ def test_random_schedules_with_readers_keep_every_promise(
     chaos: float, crash_chance: float, rng: random.Random
 ) -> None:
     recalled = kept = lent = 0
-    for schedule in range(SCHEDULES):
+    for schedule in range(10 * SCHEDULES):
+        if schedule >= SCHEDULES and recalled >= SCHEDULES:
+            break  # in a few schedules chance may let nothing be recalled
         seed = rng.getrandbits(32)
         world = KeepingWorld(seed, chaos, crash_chance)
         try:
