@@ -30,7 +30,7 @@ from benchmarks import machine
 from benchmarks.save_load import RESULTS
 
 STEPS, EVERY = 24, 6
-VOCABULARY, LENGTH, BATCH = 512, 64, 4
+VOCABULARY, LENGTH, BATCH, LAYERS, WIDTH = 512, 64, 4, 4, 128
 WARM = 3
 """Steps at the beginning of a run that are not counted: the first ones allocate."""
 
@@ -57,16 +57,18 @@ class Clock:
 
 def _network() -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = [torch.nn.TransformerEncoderLayer(192, 4, 768, dropout=0.0, batch_first=True) for _ in range(6)]
-    return torch.nn.Sequential(torch.nn.Linear(192, 192), *layers, torch.nn.Linear(192, 1))
+    layers = [
+        torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)
+    ]
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), *layers, torch.nn.Linear(WIDTH, 1))
 
 
 def _batch() -> torch.Tensor:
-    return torch.randn(BATCH, LENGTH, 192)
+    return torch.randn(BATCH, LENGTH, WIDTH)
 
 
 def hugging_face(directory: Path, ours: bool, clock: Clock) -> None:
-    """GPT-2 with 6 layers of 192, by the Trainer."""
+    """GPT-2, by the Trainer."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     from asyncckpt.integrations.transformers import AsyncTrainer
@@ -76,7 +78,15 @@ def hugging_face(directory: Path, ours: bool, clock: Clock) -> None:
             clock.tick()
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=6, n_head=4, n_embd=192, vocab_size=VOCABULARY, n_positions=LENGTH)
+    config = GPT2Config(
+        n_layer=LAYERS,
+        n_head=4,
+        n_embd=WIDTH,
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     tokens = torch.randint(0, VOCABULARY, (BATCH * STEPS, LENGTH))
     settings = TrainingArguments(
         str(directory),
@@ -94,7 +104,7 @@ def hugging_face(directory: Path, ours: bool, clock: Clock) -> None:
 
 
 def lightning(directory: Path, ours: bool, clock: Clock) -> None:
-    """Six transformer layers of 192, by Lightning's Trainer with a ModelCheckpoint."""
+    """Transformer layers, by Lightning's Trainer with a ModelCheckpoint."""
     import lightning as L
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -131,7 +141,7 @@ def lightning(directory: Path, ours: bool, clock: Clock) -> None:
 
 
 def accelerate(directory: Path, ours: bool, clock: Clock) -> None:
-    """Six transformer layers of 192, in a loop with Accelerate."""
+    """Transformer layers, in a loop with Accelerate."""
     from accelerate import Accelerator
 
     from asyncckpt.integrations.accelerate import AsyncAccelerator
@@ -151,7 +161,7 @@ def accelerate(directory: Path, ours: bool, clock: Clock) -> None:
 
 
 def torchtitan(directory: Path, ours: bool, clock: Clock) -> None:
-    """Six transformer layers of 192, with torchtitan's methods; without the adapter `dcp.save`."""
+    """Transformer layers, with torchtitan's methods; without the adapter `dcp.save`."""
     import torch.distributed.checkpoint.state_dict_saver as dcp
 
     from asyncckpt.integrations.torchtitan import CheckpointManager
@@ -227,11 +237,12 @@ def main() -> None:
     parser.add_argument("--result", type=Path, default=RESULTS / "adapters.json")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # two that wait for each other measure how busy the machine is
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     os.environ["HF_HUB_OFFLINE"] = "1"
     result: dict[str, Any] = {"machine": machine.describe(directory), "steps": STEPS, "every": EVERY}
-    result |= {"rounds": args.rounds, "hook s": hook_seconds(), "frameworks": {}}
+    result |= {"layers": LAYERS, "width": WIDTH, "rounds": args.rounds, "hook s": hook_seconds(), "frameworks": {}}
     try:
         for name, (package, _) in TRAININGS.items():
             if importlib.util.find_spec(package) is None:

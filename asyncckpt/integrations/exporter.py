@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.integrations.exporting import export
-from asyncckpt.integrations.spool import Job, await_commit, await_done, jobs_in, locked, read_job
+from asyncckpt.integrations.spool import Job, await_commit, await_earlier, jobs_in, locked, read_job
 from asyncckpt.launcher import worker_environment
 from asyncckpt.staging.umask import current_umask
 
@@ -63,7 +63,7 @@ def work(job: Job, *, timeout_s: float, umask: int) -> bool:
     with locked(job, timeout_s) as is_ours:
         if not is_ours or not await_commit(job, deadline - time.monotonic()):
             return False
-        if job.after and not await_done(job.after, deadline - time.monotonic()):
+        if not await_earlier(job, deadline - time.monotonic()):
             return False
         if not job.is_open:
             return False

@@ -18,7 +18,7 @@ from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.publishing import beside, exchange
 from asyncckpt.conversion.windows import Run
 from asyncckpt.conversion.writing import write_files
-from asyncckpt.integrations.spool import Job
+from asyncckpt.integrations.spool import Job, read_job
 from asyncckpt.integrations.stock_files import StockFiles
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
@@ -97,6 +97,9 @@ def export(job: Job, *, umask: int) -> None:
             else:
                 _write_one(temporary, outputs[0], reader, files, umask)
             _into_place(temporary, job.target, files)
+    earlier = read_job(job.after) if job.after else None
+    if earlier is not None:
+        earlier.close()  # it could not be done, and is older than what stands there now
     job.close()
 
 

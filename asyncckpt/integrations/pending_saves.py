@@ -78,8 +78,14 @@ class PendingSaves:
 
     def leave(self) -> None:
         """Wait for nothing any more."""
-        _left_alone.extend(one.process for one in self.saves if one.process is not None)
+        for one in self.saves:
+            if one.process is not None:
+                self.left_alone(one.process)
         self.saves.clear()
+
+    def left_alone(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for an exporter no more; it is reaped when it has ended."""
+        _left_alone.append(process)
 
     def _remove_discarded(self) -> None:
         for target, awaited in list(self._removals.items()):

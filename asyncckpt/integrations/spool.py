@@ -34,6 +34,7 @@ class Job:
         target: Where the framework looks for it: a directory, or a file.
         is_directory: Which of them.
         after: Path of the job of an earlier save to the same target, which comes first; empty: none.
+        after_pid: The process that has that job; once it is gone, nobody is waited for.
         moved: The checkpoint itself, in the DCP layout, is what goes to `target`; files that the framework wants beside
             it are taken from its objects.
     """
@@ -43,6 +44,7 @@ class Job:
     target: str
     is_directory: bool
     after: str = ""
+    after_pid: int = 0
     moved: bool = False
 
     def write(self) -> None:
@@ -79,13 +81,11 @@ class Job:
         shutil.rmtree(self.native, ignore_errors=True)
 
 
-def job_for(target: str, name: str, *, is_directory: bool, after: str = "", moved: bool = False) -> Job:
+def job_for(target: str, name: str, *, is_directory: bool, moved: bool = False) -> Job:
     """Return the job of publishing at `target` (absolute) what is saved under `name`."""
     spool = spool_of(target)
     native = os.path.join(spool, name)
-    return Job(
-        path=native + _JOB_SUFFIX, native=native, target=target, is_directory=is_directory, after=after, moved=moved
-    )
+    return Job(path=native + _JOB_SUFFIX, native=native, target=target, is_directory=is_directory, moved=moved)
 
 
 def spool_of(target: str) -> str:
@@ -138,6 +138,15 @@ def _lock(fd: int, deadline: float) -> bool:
             return True
 
 
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not reaped does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
+
+
 def await_commit(job: Job, timeout_s: float) -> bool:
     """Wait until the checkpoint is committed; False if the job was taken back, or at the deadline."""
     deadline = time.monotonic() + timeout_s
@@ -148,10 +157,10 @@ def await_commit(job: Job, timeout_s: float) -> bool:
     return True
 
 
-def await_done(path: str, timeout_s: float) -> bool:
-    """Wait until the job at `path` is done or taken back; False at the deadline."""
+def await_earlier(job: Job, timeout_s: float) -> bool:
+    """Wait until the job that comes before is done, or has nobody any more; False at the deadline."""
     deadline = time.monotonic() + timeout_s
-    while os.path.exists(path):
+    while job.after and os.path.exists(job.after) and _is_alive(job.after_pid):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
@@ -84,12 +85,8 @@ class StockSaver:
             UnsupportedPathError, CheckpointerClosedError, ForkedError, ReentrantCallError: As `AsyncCheckpointer.save`.
             OSError: The hidden directory cannot be made.
         """
-        path, name = self._next(target)
-        earlier = [one.job.path for one in self._pending.saves if one.job is not None and one.target == path]
-        job = job_for(path, name, is_directory=is_directory, after=earlier[-1] if earlier else "")
-        self._begin(job)
-        state = {STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}}
-        return self._started(path, job, self.checkpointer.save(state, job.native, step=step))
+        job = self._next(target, is_directory=is_directory)
+        return self._save(job, {STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}}, step)
 
     def save_moved(
         self,
@@ -110,28 +107,46 @@ class StockSaver:
         Raises:
             Exception: As `save`.
         """
-        path, name = self._next(target)
-        job = job_for(path, name, is_directory=True, moved=True)
-        self._begin(job)
+        job = self._next(target, is_directory=True, moved=True)
         whole = {**state, STOCK_KEY: {rank_key(self._rank.rank): state_of(files)}} if files else dict(state)
-        return self._started(path, job, self.checkpointer.save(whole, job.native, step=step))
+        return self._save(job, whole, step)
 
-    def _begin(self, job: Job) -> None:
+    def _save(self, job: Job, state: Mapping[str, Any], step: int) -> SaveHandle:
+        process = None
         if self._rank.rank == 0:
             spool = os.path.dirname(job.path)
             os.makedirs(spool, exist_ok=True)
             self._spools.add(spool)
             job.write()
+            # IMPORTANT: before the save: whatever is staged has somebody who publishes it, if we die the next moment.
+            process = start_exporter(job, timeout_s=self.checkpointer.config.commit_timeout_s)
+        try:
+            handle = self.checkpointer.save(state, job.native, step=step)
+        except BaseException:
+            if process is not None:
+                job.close()
+                self._pending.left_alone(process)
+            raise
+        if process is not None:
+            handle.written.add_done_callback(lambda done: _take_back(job, done))
+        mine = job if process is not None else None
+        self._pending.saves.append(PendingSave(job.target, handle, mine, process))
+        return handle
 
-    def _next(self, target: str | os.PathLike[str]) -> tuple[str, str]:
-        """Return the absolute target, and a name for the checkpoint of ours: of its own, and equal on all ranks."""
+    def _next(self, target: str | os.PathLike[str], *, is_directory: bool, moved: bool = False) -> Job:
+        """Return a job for the target, whose checkpoint of ours has a name of its own, equal on all ranks."""
         self.poll()
         if not self._token:
             self._token = self._same(lambda: secrets.token_hex(4), AGREE_TIMEOUT_S)
         path = absolute_path(target)
         self._pending.keep(path)
         self._count += 1
-        return path, f"{os.path.basename(path)}.{self._token}.{self._count}"
+        name = f"{os.path.basename(path)}.{self._token}.{self._count}"
+        earlier = [one for one in self._pending.saves if one.target == path and one.job and one.process]
+        job = job_for(path, name, is_directory=is_directory, moved=moved)
+        if earlier and earlier[-1].job is not None and earlier[-1].process is not None:
+            job = replace(job, after=earlier[-1].job.path, after_pid=earlier[-1].process.pid)
+        return job
 
     def _same(self, ask: Callable[[], str], timeout_s: float) -> str:
         """Return rank 0's answer on every rank."""
@@ -139,14 +154,6 @@ class StockSaver:
         found = ask() if ranks is None else same_answer(ranks, ask, timeout_s, "a framework's save")
         assert found is not None
         return found
-
-    def _started(self, path: str, job: Job, handle: SaveHandle) -> SaveHandle:
-        process = None
-        if self._rank.rank == 0:
-            handle.written.add_done_callback(lambda done: _take_back(job, done))
-            process = start_exporter(job, timeout_s=self.checkpointer.config.commit_timeout_s)
-        self._pending.saves.append(PendingSave(path, handle, job if self._rank.rank == 0 else None, process))
-        return handle
 
     def poll(self) -> list[str]:
         """Return the targets that were published since the last call. Blocks for nothing; reaps what has ended."""

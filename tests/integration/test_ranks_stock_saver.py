@@ -14,6 +14,7 @@ import rank_processes
 import real_worker
 import torch
 
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.integrations import stock_saver
 from asyncckpt.integrations.capturing import Captured, captured_torch_save
 from asyncckpt.integrations.spool import jobs_in
@@ -157,3 +158,33 @@ def test_each_rank_adds_its_own_files(worker: real_worker.RealWorker, tmp_path: 
     found = rank_processes.run(2, _both_save, worker.endpoint, str(tmp_path / "one"))
     assert found[0] == ["log.json", "rng_0.json", "rng_1.json", "state.pt", "sub"]
     assert value_at(tmp_path / "one") == 4.0 and (tmp_path / "one" / "rng_1.json").read_text() == "1"
+
+
+def test_an_older_save_that_could_not_be_published_is_never_put_over_a_newer_one(
+    saver: StockSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, killed = stock_saver.start_exporter, []
+
+    def start_and_kill_the_first(*arguments: object, **keywords: object) -> subprocess.Popen[bytes]:
+        process = started(*arguments, **keywords)  # type: ignore[arg-type]
+        if not killed:
+            process.send_signal(signal.SIGKILL)
+            killed.append(process)
+        return process
+
+    monkeypatch.setattr(stock_saver, "start_exporter", start_and_kill_the_first)
+    saver.save(tmp_path / "same", files(1.0), step=1)
+    saver.save(tmp_path / "same", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "same") == 2.0
+    saver.recover(tmp_path / "any")
+    assert value_at(tmp_path / "same") == 2.0 and os.listdir(tmp_path) == ["same"]
+
+
+def test_a_state_that_cannot_be_stored_leaves_no_job(saver: StockSaver, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedLeafError):
+        saver.save_moved(tmp_path / "one", {"x": object()}, {}, step=1)
+    assert not jobs_in(str(tmp_path / ".asyncckpt"))
+    saver.save(tmp_path / "two", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "two") == 2.0
