@@ -1,7 +1,8 @@
-"""The process that exports one save, however the trainer ends: `python -m asyncckpt.integrations.exporter JOB`.
+"""The process that publishes what a trainer saves, however that ends: `python -m asyncckpt.integrations.exporter`.
 
-It waits for the commit, and for an earlier save to the same place, publishes, and ends. It has a session of its own and
-a low priority. What it could not do stays a job, for the next start of the training (`finish_exports`).
+It is told the path of each job by a line on its standard input, and does them in turn: waits for the commit, publishes.
+Once the input ends, or the trainer is gone, it does what is left, and ends. It has a session of its own and a low
+priority. What it could not do stays a job, for the next start of the training (`finish_exports`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,47 +11,24 @@ import argparse
 import contextlib
 import logging
 import os
-import subprocess
+import select
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.integrations.exporting import export
-from asyncckpt.integrations.spool import Job, await_commit, await_earlier, jobs_in, locked, read_job
-from asyncckpt.launcher import worker_environment
+from asyncckpt.integrations.spool import Job, await_commit, jobs_in, locked, read_job
 from asyncckpt.staging.umask import current_umask
 
 NICENESS = 10
 """Above that of the training, so that it gets what the training leaves. Chosen, not measured."""
 
+_LOOK_S = 0.5
+"""How often it looks whether the trainer, whose end of the pipe a forked child may hold, is still there."""
+
 _log = logging.getLogger("asyncckpt.integrations")
-
-
-def start_exporter(job: Job, *, timeout_s: float) -> subprocess.Popen[bytes]:
-    """Start a process for a job.
-
-    Args:
-        job: It is on disk.
-        timeout_s: How long its save may take to be committed.
-
-    Raises:
-        OSError: No process can be made.
-    """
-    command = [sys.executable, "-m", "asyncckpt.integrations.exporter", job.path, "--timeout-s", str(timeout_s)]
-    log = os.open(f"{job.native}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        return subprocess.Popen(
-            [*command, "--umask", str(current_umask())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env=worker_environment(),
-            start_new_session=True,
-        )
-    finally:
-        os.close(log)
 
 
 def work(job: Job, *, timeout_s: float, umask: int) -> bool:
@@ -61,11 +39,7 @@ def work(job: Job, *, timeout_s: float, umask: int) -> bool:
     """
     deadline = time.monotonic() + timeout_s
     with locked(job, timeout_s) as is_ours:
-        if not is_ours or not await_commit(job, deadline - time.monotonic()):
-            return False
-        if not await_earlier(job, deadline - time.monotonic()):
-            return False
-        if not job.is_open:
+        if not is_ours or not await_commit(job, deadline - time.monotonic()) or not job.is_open:
             return False
         export(job, umask=umask)
         return True
@@ -76,7 +50,7 @@ def finish_exports(spool: str, *, timeout_s: float) -> list[str]:
 
     Args:
         spool: See `spool.spool_of`.
-        timeout_s: For each job. One whose save was never committed is removed by then.
+        timeout_s: For each job. One whose save was never committed, and that nobody has, is removed.
 
     Returns:
         The targets that were published here. A job that fails is logged, and stays.
@@ -92,7 +66,8 @@ def finish_exports(spool: str, *, timeout_s: float) -> list[str]:
                         job.close()
         except (AsyncCkptError, OSError) as error:
             _log.error("%s cannot be published, its snapshot stays at %s: %s", job.target, job.native, error)
-    remove_if_empty(spool)
+    if not jobs_in(spool):  # what has no job is left of exports that were killed, and of saves that failed
+        shutil.rmtree(spool, ignore_errors=True)
     return done
 
 
@@ -106,26 +81,44 @@ def remove_if_empty(spool: str) -> None:
         os.rmdir(spool)
 
 
+def _told(parent: int) -> Iterator[str]:
+    """Yield the lines of the standard input until it ends, or the trainer has gone and nothing more is in it."""
+    pending = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], _LOOK_S)
+        if not ready:
+            if os.getppid() != parent:
+                return
+            continue
+        data = os.read(0, 65536)
+        if not data:
+            return
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            yield os.fsdecode(line)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do one job; 0 if it is done or was taken back, 1 otherwise."""
+    """Do the jobs that are told; 1 if one could not be done."""
     parser = argparse.ArgumentParser(prog="asyncckpt.integrations.exporter", description=__doc__)
-    parser.add_argument("job")
     parser.add_argument("--timeout-s", type=float, default=3600.0)
     parser.add_argument("--umask", type=int, default=0o077)
+    parser.add_argument("--parent", type=int, default=0)
     options = parser.parse_args(arguments)
     os.nice(NICENESS)
-    job = read_job(options.job)
-    if job is None:
-        return 0
-    try:
-        job.flush()
-        is_done = work(job, timeout_s=options.timeout_s, umask=options.umask)
-    except (AsyncCkptError, OSError) as error:
-        print(f"{job.target} cannot be published, its snapshot stays at {job.native}: {error}", file=sys.stderr)
-        return 1
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{job.native}.log")
-    return 0 if is_done or not job.is_open else 1
+    is_well = True
+    for path in _told(options.parent):
+        job = read_job(path)
+        if job is None:  # taken back
+            continue
+        try:
+            job.flush()
+            work(job, timeout_s=options.timeout_s, umask=options.umask)
+        except (AsyncCkptError, OSError) as error:
+            is_well = False
+            with contextlib.suppress(OSError), open(job.failure_path, "w", encoding="utf-8") as file:
+                file.write(f"{error}; its snapshot stays at {job.native}")
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":

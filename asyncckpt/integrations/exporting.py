@@ -18,7 +18,7 @@ from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.publishing import beside, exchange
 from asyncckpt.conversion.windows import Run
 from asyncckpt.conversion.writing import write_files
-from asyncckpt.integrations.spool import Job, read_job
+from asyncckpt.integrations.spool import Job, await_commit, jobs_in
 from asyncckpt.integrations.stock_files import StockFiles
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
@@ -27,6 +27,10 @@ from asyncckpt.storage.read_plan import ShardRequest, Wanted
 
 EXPORT_THREADS = 2
 """Of a process that must not take the training's cores. Chosen, not measured."""
+
+
+EARLIER_TIMEOUT_S = 60.0
+"""How long the save before, whose files the worker began to write first, may take longer. Chosen."""
 
 
 class _ByteReader:
@@ -97,9 +101,12 @@ def export(job: Job, *, umask: int) -> None:
             else:
                 _write_one(temporary, outputs[0], reader, files, umask)
             _into_place(temporary, job.target, files)
-    earlier = read_job(job.after) if job.after else None
-    if earlier is not None:
-        earlier.close()  # it could not be done, and is older than what stands there now
+    for earlier in jobs_in(os.path.dirname(job.path)):
+        if earlier.path == job.path:
+            break
+        if earlier.target == job.target:  # it could not be done, and is older than what stands there now
+            await_commit(earlier, EARLIER_TIMEOUT_S)  # else the worker would still write into what is removed
+            earlier.close()
     job.close()
 
 

@@ -6,26 +6,23 @@ import logging
 import os
 import secrets
 import shutil
-import subprocess
 from dataclasses import dataclass
 
 from asyncckpt.handle import SaveHandle
+from asyncckpt.integrations.exporter_process import ExporterProcess
 from asyncckpt.integrations.spool import Job
-
-_left_alone: list[subprocess.Popen[bytes]] = []
-"""Exporters that nobody waits for: reaped when others are."""
 
 _log = logging.getLogger("asyncckpt.integrations")
 
 
 @dataclass(slots=True, eq=False)
 class PendingSave:
-    """A save under way. `process`: of its export, on the rank that has it."""
+    """A save under way. `job`, `pid`: of its export, on the rank that has it."""
 
     target: str
     handle: SaveHandle
     job: Job | None
-    process: subprocess.Popen[bytes] | None
+    pid: int | None
     is_discarded: bool = False
     is_published: bool = False
 
@@ -37,20 +34,20 @@ class PendingSaves:
         saves: Oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exporter: ExporterProcess) -> None:
+        self._exporter = exporter
         self.saves: list[PendingSave] = []
         self._removals: dict[str, list[PendingSave]] = {}
 
     def poll(self) -> list[str]:
         """Return the targets that were published since the last call; removes what nothing is awaited for any more."""
-        _left_alone[:] = [process for process in _left_alone if process.poll() is None]
-        ended = [one for one in self.saves if _has_ended(one)]
+        ended = [one for one in self.saves if self._has_ended(one)]
         for one in ended:
             self.saves.remove(one)
             error = one.handle.written.peek()[1]
             if error is not None:
                 _log.error("%s was not saved: %s", one.target, error)
-            elif one.process is not None and one.process.returncode:
+            elif one.job is not None and one.job.is_open:
                 _log.error("%s was not published: %s", one.target, _said(one.job))
             else:
                 one.is_published = True
@@ -76,16 +73,14 @@ class PendingSaves:
         for one in self.saves:
             one.is_discarded = one.is_discarded and one.target != target
 
-    def leave(self) -> None:
-        """Wait for nothing any more."""
-        for one in self.saves:
-            if one.process is not None:
-                self.left_alone(one.process)
-        self.saves.clear()
-
-    def left_alone(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for an exporter no more; it is reaped when it has ended."""
-        _left_alone.append(process)
+    def _has_ended(self, one: PendingSave) -> bool:
+        if not one.handle.written.done():
+            return False
+        if one.job is None or not one.job.is_open:
+            return True
+        # In this order: it may be done between the two looks.
+        is_alive = self._exporter.is_alive(one.pid)
+        return (not is_alive or os.path.exists(one.job.failure_path)) or not one.job.is_open
 
     def _remove_discarded(self) -> None:
         for target, awaited in list(self._removals.items()):
@@ -93,10 +88,6 @@ class PendingSaves:
                 del self._removals[target]
                 if any(one.is_published for one in awaited):
                     remove(target)
-
-
-def _has_ended(one: PendingSave) -> bool:
-    return one.handle.written.done() and (one.process is None or one.process.poll() is not None)
 
 
 def remove(path: str) -> None:

@@ -33,8 +33,6 @@ class Job:
         native: Directory of the checkpoint of ours.
         target: Where the framework looks for it: a directory, or a file.
         is_directory: Which of them.
-        after: Path of the job of an earlier save to the same target, which comes first; empty: none.
-        after_pid: The process that has that job; once it is gone, nobody is waited for.
         moved: The checkpoint itself, in the DCP layout, is what goes to `target`; files that the framework wants beside
             it are taken from its objects.
     """
@@ -43,8 +41,6 @@ class Job:
     native: str
     target: str
     is_directory: bool
-    after: str = ""
-    after_pid: int = 0
     moved: bool = False
 
     def write(self) -> None:
@@ -73,6 +69,11 @@ class Job:
     def is_open(self) -> bool:
         """Whether the job is yet to be done."""
         return os.path.exists(self.path)
+
+    @property
+    def failure_path(self) -> str:
+        """Where the exporter says why it could not publish."""
+        return f"{self.native}.log"
 
     def close(self) -> None:
         """Remove the job, then the checkpoint. In this order: what has no job is garbage."""
@@ -138,30 +139,11 @@ def _lock(fd: int, deadline: float) -> bool:
             return True
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not reaped does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
-
-
 def await_commit(job: Job, timeout_s: float) -> bool:
     """Wait until the checkpoint is committed; False if the job was taken back, or at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not job.is_committed:
         if not job.is_open or time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def await_earlier(job: Job, timeout_s: float) -> bool:
-    """Wait until the job that comes before is done, or has nobody any more; False at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while job.after and os.path.exists(job.after) and _is_alive(job.after_pid):
-        if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)
     return True

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
@@ -23,7 +22,8 @@ from asyncckpt.config import RankInfo
 from asyncckpt.errors import WaitTimeoutError
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.capturing import Captured
-from asyncckpt.integrations.exporter import finish_exports, remove_if_empty, start_exporter
+from asyncckpt.integrations.exporter import finish_exports, remove_if_empty
+from asyncckpt.integrations.exporter_process import ExporterProcess
 from asyncckpt.integrations.pending_saves import PendingSave, PendingSaves
 from asyncckpt.integrations.spool import Job, job_for, spool_of
 from asyncckpt.integrations.stock_files import STOCK_KEY, rank_key
@@ -31,6 +31,9 @@ from asyncckpt.integrations.stock_state import state_of
 from asyncckpt.one_answer import same_answer
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
+
+EXPORTER_END_S = 5.0
+"""How long an exporter that has nothing left to do may take to end. Chosen."""
 
 AGREE_TIMEOUT_S = 60.0
 """How long ranks wait for each other before their first save; as `plan_timeout_s` has it."""
@@ -60,7 +63,8 @@ class StockSaver:
         self.checkpointer = checkpointer or AsyncCheckpointer(rank_info=rank_info, **fields)
         self._token = ""
         self._count = 0
-        self._pending = PendingSaves()
+        self._exporter = ExporterProcess(timeout_s=self.checkpointer.config.commit_timeout_s)
+        self._pending = PendingSaves(self._exporter)
         self._spools: set[str] = set()
 
     def save(
@@ -112,25 +116,24 @@ class StockSaver:
         return self._save(job, whole, step)
 
     def _save(self, job: Job, state: Mapping[str, Any], step: int) -> SaveHandle:
-        process = None
+        pid = None
         if self._rank.rank == 0:
             spool = os.path.dirname(job.path)
             os.makedirs(spool, exist_ok=True)
             self._spools.add(spool)
             job.write()
             # IMPORTANT: before the save: whatever is staged has somebody who publishes it, if we die the next moment.
-            process = start_exporter(job, timeout_s=self.checkpointer.config.commit_timeout_s)
+            pid = self._exporter.submit(job)
         try:
             handle = self.checkpointer.save(state, job.native, step=step)
         except BaseException:
-            if process is not None:
+            if pid is not None:
                 job.close()
-                self._pending.left_alone(process)
             raise
-        if process is not None:
+        if pid is not None:
             handle.written.add_done_callback(lambda done: _take_back(job, done))
-        mine = job if process is not None else None
-        self._pending.saves.append(PendingSave(job.target, handle, mine, process))
+        mine = job if pid is not None else None
+        self._pending.saves.append(PendingSave(job.target, handle, mine, pid))
         return handle
 
     def _next(self, target: str | os.PathLike[str], *, is_directory: bool, moved: bool = False) -> Job:
@@ -142,11 +145,7 @@ class StockSaver:
         self._pending.keep(path)
         self._count += 1
         name = f"{os.path.basename(path)}.{self._token}.{self._count}"
-        earlier = [one for one in self._pending.saves if one.target == path and one.job and one.process]
-        job = job_for(path, name, is_directory=is_directory, moved=moved)
-        if earlier and earlier[-1].job is not None and earlier[-1].process is not None:
-            job = replace(job, after=earlier[-1].job.path, after_pid=earlier[-1].process.pid)
-        return job
+        return job_for(path, name, is_directory=is_directory, moved=moved)
 
     def _same(self, ask: Callable[[], str], timeout_s: float) -> str:
         """Return rank 0's answer on every rank."""
@@ -212,7 +211,8 @@ class StockSaver:
 
     def leave(self) -> None:
         """End without waiting, after an error: what is staged is published all the same, by those who outlive us."""
-        self._pending.leave()
+        self._pending.saves.clear()
+        self._exporter.close()
         if self._is_own:
             self.checkpointer.leave()
 
@@ -227,6 +227,7 @@ class StockSaver:
         except WaitTimeoutError as error:
             _log.warning("%s; left to themselves", error)
         finally:
+            self._exporter.close(EXPORTER_END_S if not self._pending.saves else 0.0)
             for spool in self._spools:
                 remove_if_empty(spool)
             if self._is_own:

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +14,9 @@ import real_worker
 import torch
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.integrations import stock_saver
 from asyncckpt.integrations.capturing import Captured, captured_torch_save
-from asyncckpt.integrations.spool import jobs_in
+from asyncckpt.integrations.exporter_process import ExporterProcess
+from asyncckpt.integrations.spool import Job, jobs_in
 from asyncckpt.integrations.stock_saver import StockSaver
 
 
@@ -76,14 +75,14 @@ def test_a_file_is_published_as_a_file(saver: StockSaver, tmp_path: pathlib.Path
 def test_a_killed_exporter_leaves_nothing_under_the_name_and_the_next_start_publishes(
     saver: StockSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    started = stock_saver.start_exporter
+    told = ExporterProcess.submit
 
-    def start_and_kill(*arguments: object, **keywords: object) -> subprocess.Popen[bytes]:
-        process = started(*arguments, **keywords)  # type: ignore[arg-type]
-        process.send_signal(signal.SIGKILL)
-        return process
+    def tell_and_kill(self: ExporterProcess, job: Job) -> int | None:
+        pid = told(self, job)
+        os.kill(pid or 0, signal.SIGKILL)
+        return pid
 
-    monkeypatch.setattr(stock_saver, "start_exporter", start_and_kill)
+    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill)
     real_worker.written(saver.save(tmp_path / "one", files(1.0), step=1))
     assert saver.wait(real_worker.DEADLINE_S) == []
     assert "was not published" in caplog.text and not (tmp_path / "one").exists()
@@ -163,16 +162,17 @@ def test_each_rank_adds_its_own_files(worker: real_worker.RealWorker, tmp_path: 
 def test_an_older_save_that_could_not_be_published_is_never_put_over_a_newer_one(
     saver: StockSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, killed = stock_saver.start_exporter, []
+    told, killed = ExporterProcess.submit, list[int]()
 
-    def start_and_kill_the_first(*arguments: object, **keywords: object) -> subprocess.Popen[bytes]:
-        process = started(*arguments, **keywords)  # type: ignore[arg-type]
+    def tell_and_kill_the_first(self: ExporterProcess, job: Job) -> int | None:
+        pid = told(self, job) or 0
         if not killed:
-            process.send_signal(signal.SIGKILL)
-            killed.append(process)
-        return process
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            real_worker.wait_until(lambda: not self.is_alive(pid), "the exporter is gone")
+        return pid
 
-    monkeypatch.setattr(stock_saver, "start_exporter", start_and_kill_the_first)
+    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill_the_first)
     saver.save(tmp_path / "same", files(1.0), step=1)
     saver.save(tmp_path / "same", files(2.0), step=2)
     saver.wait(real_worker.DEADLINE_S)
