@@ -2,8 +2,9 @@
 
     make .venv-frameworks/.stamp && .venv-frameworks/bin/python -m benchmarks.adapters [--dir D] [--rounds N]
 
-The same model is trained by the framework alone and with our adapter, in turn, in one process. A step that saves is one
-after which a checkpoint is made; the others are the steady state, also while the checkpoint before is still written.
+The same model is trained by the framework alone and with our adapter, in turn, in one process. Steady state means the
+steps that neither save nor come right after one that does; they may run while a checkpoint is still written. What a
+save costs is what these two steps take longer. CPU seconds are those of the whole process.
 """
 
 from __future__ import annotations
@@ -48,11 +49,19 @@ class Clock:
         """A step begins."""
         self._ticks.append((time.perf_counter(), time.process_time()))
 
-    def steps(self, *, saving: bool) -> list[tuple[float, float]]:
-        """Return (wall, CPU) of the steps that save, or of the others."""
+    def steady(self) -> list[tuple[float, float]]:
+        """Return (wall, CPU) of the steps that have nothing to do with a save."""
+        return [s for n, s in enumerate(self._spent(), 1) if n > WARM and n % EVERY > 1]
+
+    def saves(self) -> list[float]:
+        """Return wall seconds of each step that saves and the one after it, behind which the copies may run."""
+        spent = self._spent()
+        pairs = zip(enumerate(spent, 1), spent[1:], strict=False)
+        return [a[0] + b[0] for (n, a), b in pairs if n % EVERY == 0]
+
+    def _spent(self) -> list[tuple[float, float]]:
         pairs = zip(self._ticks, self._ticks[1:], strict=False)
-        spent = [(b[0] - a[0], b[1] - a[1]) for a, b in pairs]
-        return [s for n, s in enumerate(spent, 1) if n > WARM and (n % EVERY == 0) == saving]
+        return [(b[0] - a[0], b[1] - a[1]) for a, b in pairs]
 
 
 def _network() -> torch.nn.Module:
@@ -204,10 +213,10 @@ def measure(name: str, directory: Path, rounds: int) -> dict[str, Any]:
             place.mkdir()
             TRAININGS[name][1](place, label == "ours", clock)
             shutil.rmtree(place)
-            steady, saving = clock.steps(saving=False), clock.steps(saving=True)
+            steady = clock.steady()
             row[f"{label} step s"] = statistics.median(s[0] for s in steady)
             row[f"{label} step CPU s"] = statistics.median(s[1] for s in steady)
-            row[f"{label} save s"] = statistics.median(s[0] for s in saving) - row[f"{label} step s"]
+            row[f"{label} save s"] = statistics.median(clock.saves()) - 2 * row[f"{label} step s"]
         found.append(row)
     found = found[1:]  # the first round starts the worker, and imports
     result: dict[str, Any] = {key: statistics.median(row[key] for row in found) for key in sorted(found[0])}
@@ -220,9 +229,10 @@ def measure(name: str, directory: Path, rounds: int) -> dict[str, Any]:
 
 def hook_seconds() -> float:
     """Return what the adapter itself does in a step that saves nothing: the question whether anything is pending."""
+    from asyncckpt.integrations.exporter_process import ExporterProcess
     from asyncckpt.integrations.pending_saves import PendingSaves
 
-    pending = PendingSaves()
+    pending = PendingSaves(ExporterProcess(timeout_s=1.0))
     began = time.perf_counter()
     for _ in range(10_000):
         pending.poll()
