@@ -1,10 +1,18 @@
-"""The machine's own limits: O_DIRECT write and read of a file, and the copy into warm shared memory."""
+"""The machine's own limits: O_DIRECT write and read of a file, and the copy into warm shared memory.
+
+python -m benchmarks.limits [--mib 1024] [--rounds 5] [--dir D]
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import itertools
+import json
 import os
+import shutil
+import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -144,3 +152,35 @@ class Limits:
         self._path.unlink(missing_ok=True)
         self._slot.close()
         self._source.close()
+
+
+def main() -> None:
+    """Measure, print, and keep the result file."""
+    from benchmarks import machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
+    try:
+        about = machine.describe(directory)
+        limits = Limits(directory, args.mib << 20)
+        rounds = [limits.measure() for _ in range(args.rounds)]
+        limits.close()
+    finally:
+        shutil.rmtree(directory)
+    best = {"writes": limits.best_writes, "reads": limits.best_reads}
+    result = {"benchmark": "limits", "machine": about, "nbytes": limits.nbytes, "best": best, "rounds": rounds}
+    (Path(__file__).parent / "results" / "limits.json").write_text(json.dumps(result, indent=1) + "\n")
+    for name in rounds[0]:
+        seconds = [one[name] for one in rounds]
+        rate = limits.nbytes / statistics.median(seconds) / 1e9
+        print(f"{name[:-2]:6s}{rate:7.2f} GB/s   {min(seconds):.3f} to {max(seconds):.3f} s")
+    for name, choices in best.items():
+        print(f"{name}: the best of 4, 16, 64 MiB and 1, 2, 4 threads: {choices}")
+
+
+if __name__ == "__main__":
+    main()

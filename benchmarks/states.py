@@ -34,6 +34,11 @@ def gpt(width: int = 768, layers: int = 12, vocabulary: int = 50304, context: in
     return _with_adamw({name: torch.randn(shape) for name, shape in shapes.items()})
 
 
+def large() -> dict[str, Any]:
+    """Return model and AdamW state of a transformer of about 350 M parameters: 4.2 GB."""
+    return gpt(width=1024, layers=24)
+
+
 def small(count: int = 20_000, nbytes: int = 16 * 1024) -> dict[str, Any]:
     """Return `count` tensors of `nbytes` each: 0.33 GB."""
     return {"model": {f"layer.{n}.weight": torch.randn(nbytes // 4) for n in range(count)}, "step": 0}

@@ -18,9 +18,11 @@ from asyncckpt.errors import AsyncCkptError, EndpointError, SaveFailedError, Wor
 from asyncckpt.failpoints import reach
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
+from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.pace_file import DevicePaces
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
@@ -38,7 +40,7 @@ from asyncckpt_worker.server import Server
 from asyncckpt_worker.shortage import Shortage
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.state import Brain
-from asyncckpt_worker.writer import Writer
+from asyncckpt_worker.writer import WRITE_PACES, Writer
 
 MAX_WAIT_S = 1.0
 """The loop turns at least once in this time: for deadlines that the brain does not announce."""
@@ -76,7 +78,11 @@ class Daemon:
         self._liveness = liveness or Liveness()
         self._keeper = Keeper(config.while_pid)
         self._shortage = Shortage()
-        self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
+        directory = os.path.dirname(socket_path(config.endpoint))
+        paces = None if config.max_write_bandwidth else DevicePaces(directory, "write", WRITE_PACES)
+        self._writer = Writer(
+            files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads, paces
+        )
         self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None

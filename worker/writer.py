@@ -23,7 +23,9 @@ from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.directory import prepare_directory, remove_made
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
+from asyncckpt.storage.pace import Pace
+from asyncckpt.storage.pace_file import DevicePaces
+from asyncckpt.storage.rank_files import DEFAULT_THREADS, EXTENT_NBYTES, write_rank_files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt.storage.resuming import is_committed, resume_rank_files
@@ -38,6 +40,9 @@ MIN_THREADS = 2
 MAX_POOL_THREADS = 64
 """Threads that write, of all saves together; they are started when they are needed."""
 
+WRITE_PACES = (Pace(DEFAULT_THREADS, EXTENT_NBYTES), Pace(2 * DEFAULT_THREADS, EXTENT_NBYTES), Pace(2, EXTENT_NBYTES))
+"""What is tried on a device: the default, more threads, fewer. The size of a write made no difference (rank_files)."""
+
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")
 
@@ -50,14 +55,17 @@ class Writer:
         slots: Where the snapshots lie.
         roots: Directories below which it may write; empty allows every path.
         threads: Per save, unless the save asks for a number; 0 takes the default.
+        paces: Where neither says a number: what is faster on which device.
     """
 
-    def __init__(self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int) -> None:
+    def __init__(
+        self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int, paces: DevicePaces | None = None
+    ) -> None:
         self._files = files
         self._slots = slots
         self._roots = tuple(roots)
-        self._threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
-        n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, 4))
+        self._threads, self._paces = max(threads or DEFAULT_THREADS, MIN_THREADS), None if threads else paces
+        n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, *(pace.threads for pace in WRITE_PACES)))
         self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
 
     def prepare(self, job: Prepare) -> bool:
@@ -116,7 +124,9 @@ class Writer:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
-                view, rank_job = memory.mapping.view(), self._rank_job(request)
+                pace = self._pace(request)
+                rank_job = self._rank_job(request, pace.threads if pace else request.write_threads or self._threads)
+                view = memory.mapping.view()
                 try:
                     if job.resumed:
                         result, kept = resume_rank_files(
@@ -127,11 +137,17 @@ class Writer:
                         kept = False
                 finally:
                     view.release()
+            if self._paces is not None and pace is not None and result.direct and not kept:
+                self._paces.took(request.path, pace, result.nbytes, result.seconds["write"])
             return replace(result, rest_print=rest_print(request)), kept
 
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 
-    def _rank_job(self, request: SaveRequest) -> RankJob:
+    def _pace(self, request: SaveRequest) -> Pace | None:
+        """Return what the device wants; None where somebody has said it."""
+        return None if self._paces is None or request.write_threads else self._paces.choose(request.path)
+
+    def _rank_job(self, request: SaveRequest, threads: int) -> RankJob:
         return RankJob(
             path=request.path,
             save_id=SaveId.parse(request.save_id),
@@ -145,7 +161,7 @@ class Writer:
             overwrite=request.overwrite,
             umask=request.umask,
             layout=request.layout,
-            threads=min(MAX_POOL_THREADS, max(request.write_threads or self._threads, MIN_THREADS)),
+            threads=min(MAX_POOL_THREADS, max(threads, MIN_THREADS)),
         )
 
     def commit(self, job: Commit) -> dict[str, Any]:

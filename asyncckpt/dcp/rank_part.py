@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -139,5 +139,5 @@ def _entries(specs: list[BoxSpec], layout: Layout) -> tuple[TensorEntry, ...]:
                 fqn=spec.fqn, dtype=spec.dtype, global_shape=spec.global_shape, chunks=(chunk,)
             )
         else:
-            entries[spec.fqn] = replace(known, chunks=(*known.chunks, chunk))
+            entries[spec.fqn] = known._replace(chunks=(*known.chunks, chunk))
     return tuple(entries.values())

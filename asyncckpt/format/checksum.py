@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from typing import Any, Protocol
 
 import xxhash
@@ -31,6 +32,13 @@ def block_count(nbytes: int) -> int:
 def block_digest(block: Buffer) -> bytes:
     """Return the 8-byte checksum of one block. Releases the GIL."""
     return xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_NBYTES, "little")  # type: ignore[arg-type]
+
+
+def block_digests(blocks: memoryview, block_nbytes: int) -> bytes:
+    """Return the checksums of consecutive blocks, one behind the other; the last block may be short."""
+    digest = xxhash.xxh3_64_intdigest
+    found = [digest(blocks[at : at + block_nbytes]) for at in range(0, len(blocks), block_nbytes)]
+    return struct.pack(f"<{len(found)}Q", *found)
 
 
 def file_checksum(data: Buffer) -> str:

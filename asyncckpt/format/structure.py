@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -27,9 +27,8 @@ MAX_DIMS = 64
 MAX_INT = (1 << 63) - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """A box of a global tensor and where it lies.
+class Chunk(NamedTuple):
+    """A box of a global tensor and where it lies. Like `TensorEntry` a tuple: a checkpoint has tens of thousands.
 
     Attributes:
         part: Number of the shard file of this rank.
@@ -46,8 +45,7 @@ class Chunk:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One global tensor: its FQN (of its first path), dtype name, shape in elements, and the chunks of this rank.
 
     The FQN of a tensor that belongs to its rank ends in `@rank{n}`. No chunks: other ranks write it.
@@ -123,7 +121,7 @@ def _checked_structure(raw: dict[str, Any]) -> Structure:
     parts = tuple(_uint(n) for n in list_of(raw["parts"]))
     if len(parts) > MAX_PARTS or len(list_of(raw["tensors"])) > MAX_TENSORS:
         raise ValueError("too many parts or tensors")
-    tensors = tuple(_checked_tensor(t) for t in raw["tensors"])
+    tensors = tuple(map(_checked_tensor, raw["tensors"]))
     if len({t.fqn for t in tensors}) != len(tensors):
         raise ValueError("an FQN occurs twice")
     _check_ranges(tensors, parts)
@@ -137,12 +135,11 @@ def _checked_tensor(raw: Any) -> TensorEntry:
     fqn, dtype, shape, chunks = list_of(raw)
     if type(fqn) is not str or type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
-    global_shape = _box(shape)
+    global_shape, itemsize = _box(shape), DTYPES[dtype].itemsize
+    if len(chunks) == 1 and type(chunks) is tuple:  # by far the most
+        return TensorEntry(fqn, dtype, global_shape, (_checked_chunk(chunks[0], fqn, itemsize, global_shape),))
     return TensorEntry(
-        fqn=fqn,
-        dtype=dtype,
-        global_shape=global_shape,
-        chunks=tuple(_checked_chunk(c, fqn, DTYPES[dtype].itemsize, global_shape) for c in list_of(chunks)),
+        fqn, dtype, global_shape, tuple([_checked_chunk(c, fqn, itemsize, global_shape) for c in list_of(chunks)])
     )
 
 
@@ -151,18 +148,19 @@ def _checked_chunk(raw: Any, fqn: str, itemsize: int, global_shape: tuple[int, .
         offsets, sizes = (0,) * len(global_shape), global_shape
     elif len(raw) == 5:
         offsets, sizes = _box(raw[3]), _box(raw[4])
+        if not len(offsets) == len(sizes) == len(global_shape):
+            raise ValueError(f"a chunk of {fqn} has another number of dimensions than its tensor")
+        if any(o + s > g for o, s, g in zip(offsets, sizes, global_shape, strict=True)):
+            raise ValueError(f"chunk {offsets}+{sizes} of {fqn} lies outside its shape {global_shape}")
     else:
         raise ValueError(f"a chunk of {fqn} has {len(raw)} members, expected 3 or 5")
-    if not len(offsets) == len(sizes) == len(global_shape):
-        raise ValueError(f"a chunk of {fqn} has another number of dimensions than its tensor")
-    if any(o + s > g for o, s, g in zip(offsets, sizes, global_shape, strict=True)):
-        raise ValueError(f"chunk {offsets}+{sizes} of {fqn} lies outside its shape {global_shape}")
-    chunk = Chunk(part=_uint(raw[0]), offset_bytes=_uint(raw[1]), nbytes=_uint(raw[2]), offsets=offsets, sizes=sizes)
-    if chunk.nbytes != math.prod(sizes) * itemsize:
-        raise ValueError(
-            f"chunk of {fqn} has {chunk.nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}"
-        )
-    return chunk
+    part, offset_bytes, nbytes = raw[:3]
+    for n in (part, offset_bytes, nbytes):
+        if type(n) is not int or not 0 <= n <= MAX_INT:
+            raise _no_uint(n)
+    if nbytes != math.prod(sizes) * itemsize:
+        raise ValueError(f"chunk of {fqn} has {nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}")
+    return Chunk(part, offset_bytes, nbytes, offsets, sizes)
 
 
 def _check_ranges(tensors: tuple[TensorEntry, ...], parts: tuple[int, ...]) -> None:
@@ -187,11 +185,18 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _uint(raw: Any) -> int:
     if type(raw) is not int or not 0 <= raw <= MAX_INT:
-        raise ValueError(f"{raw!r} is not an unsigned 63-bit integer")
+        raise _no_uint(raw)
     return raw
+
+
+def _no_uint(raw: Any) -> ValueError:
+    return ValueError(f"{raw!r} is not an unsigned 63-bit integer")
 
 
 def _box(raw: Any) -> tuple[int, ...]:
     if not isinstance(raw, tuple) or len(raw) > MAX_DIMS:
         raise ValueError(f"{raw!r} is not a shape")
-    return tuple(_uint(n) for n in raw)
+    for n in raw:
+        if type(n) is not int or not 0 <= n <= MAX_INT:
+            raise _no_uint(n)
+    return raw

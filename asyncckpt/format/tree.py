@@ -41,7 +41,11 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     if kind in ("d", "o"):
         items = node[1]
         for i in range(0, len(items), 2):
-            yield from leaves(items[i + 1], (*path, items[i]))
+            child = items[i + 1]
+            if child[0] == "T":  # by far the most, without a generator of its own
+                yield (*path, items[i]), child
+            else:
+                yield from leaves(child, (*path, items[i]))
     elif kind in ("l", "t"):
         for i, child in enumerate(node[1]):
             yield from leaves(child, (*path, i))
@@ -49,6 +53,37 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield from leaves(node[1], path)
     else:
         yield path, node
+
+
+def named_leaves(node: Node) -> dict[str, Node]:
+    """Return leaf nodes by FQN, in the order of the state dict; of two with one name, the last.
+
+    A node of one member is a hole, which has no name.
+    """
+    found: dict[str, Node] = {}
+    _name_leaves(node, "", found)
+    return found
+
+
+def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
+    """`prefix`: of the names below `node`: empty, or with a dot at its end."""
+    kind = node[0]
+    while kind == "r":
+        node = node[1]
+        kind = node[0]
+    if kind in ("d", "o"):
+        items = node[1]
+        for i in range(0, len(items), 2):
+            child = items[i + 1]
+            if child[0] == "T":
+                found[f"{prefix}{items[i]}"] = child
+            else:
+                _name_leaves(child, f"{prefix}{items[i]}.", found)
+    elif kind in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            _name_leaves(child, f"{prefix}{i}.", found)
+    elif len(node) > 1:
+        found[prefix[:-1]] = node
 
 
 def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
@@ -113,7 +148,13 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
         if key in seen:
             raise ValueError(f"key {key!r} twice in one mapping")
         seen.add(key)
-        out += [key, checked(items[i + 1], n_tensors, n_objects, depth + 1, per_rank)]
+        child = items[i + 1]
+        if type(child) is tuple and len(child) == 2 and child[0] == "T":  # by far the most, without a call
+            n = child[1]
+            if type(n) is int and 0 <= n < n_tensors and depth < MAX_DEPTH:
+                out += (key, child)
+                continue
+        out += (key, checked(child, n_tensors, n_objects, depth + 1, per_rank))
     if kind == "d":
         return (kind, tuple(out))
     return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import time
 from collections.abc import Iterable
 
 import torch
@@ -12,10 +14,24 @@ from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMe
 from asyncckpt.loading.foreign_ranges import read_foreign
 from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.protocol.endpoint import users_directory
 from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.read_plan import ShardRequest, Wanted
+from asyncckpt.storage.pace import Pace
+from asyncckpt.storage.pace_file import DevicePaces
+from asyncckpt.storage.read_plan import EXTENT_NBYTES, ShardRequest, Wanted
+
+READ_PACES = (
+    Pace(DEFAULT_THREADS, EXTENT_NBYTES),
+    Pace(2 * DEFAULT_THREADS, EXTENT_NBYTES),
+    Pace(2, 4 * EXTENT_NBYTES),
+    Pace(2 * DEFAULT_THREADS, EXTENT_NBYTES // 4),
+)
+"""What is tried on a device: the default, more at a time, larger pieces, smaller ones."""
+
+MOSTLY_COLD = 10
+"""A load of which more than this part came from the page cache says nothing about the device."""
 
 _MAX_NBYTES = 1 << 62
 """Beyond it torch counts no bytes."""
@@ -70,6 +86,11 @@ def tensor_for(
         ) from error
 
 
+def read_paces() -> DevicePaces:
+    """Return how fast this user's loads read from which devices."""
+    return DevicePaces(users_directory(os.environ, os.geteuid()), "read", READ_PACES)
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the elements of a contiguous uint8 tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
@@ -92,19 +113,44 @@ def read_ranges(
     by_file: dict[tuple[int, int], list[Wanted]] = {}
     for file, wanted in ranges:
         by_file.setdefault(file, []).append(wanted)
+    read_files(contents, by_file, files, threads=threads, verify=verify, buffer=buffer)
+
+
+def read_files(
+    contents: Contents,
+    by_file: dict[tuple[int, int], list[Wanted]],
+    files: Files,
+    *,
+    threads: int | None,
+    verify: bool,
+    buffer: memoryview | None = None,
+) -> None:
+    """Read ranges of shards; as `read_ranges`, with the ranges of each file together.
+
+    Without a number of threads it goes at the pace that was learnt for the device, and is learnt from.
+
+    Raises:
+        CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+    """
     if contents.source is not None:
-        read_foreign(contents, by_file, files, threads=threads, buffer=buffer)
+        read_foreign(contents, by_file, files, threads=threads or DEFAULT_THREADS, buffer=buffer)
         return
     requests = []
     for (rank, part), found in sorted(by_file.items()):
         index = contents.ranks[rank].index
         requests.append(ShardRequest(shard=index.shards[part], block_nbytes=index.block_nbytes, wanted=found))
-    read_shards(
+    paces = read_paces() if threads is None else None
+    pace = Pace(threads or DEFAULT_THREADS, EXTENT_NBYTES) if paces is None else paces.choose(contents.path)
+    began = time.perf_counter()
+    report = read_shards(
         contents.path,
         contents.manifest.save_id,
         requests,
         files=files,
-        threads=threads,
+        threads=pace.threads,
         verify=verify,
         buffer=buffer,
+        extent_nbytes=pace.extent_nbytes,
     )
+    if paces is not None and report.cached_nbytes < report.disk_nbytes / MOSTLY_COLD:
+        paces.took(contents.path, pace, report.disk_nbytes, time.perf_counter() - began)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from asyncckpt.errors import InsufficientMemoryError
-from asyncckpt.loading.fetching import read_ranges
-from asyncckpt.loading.placements import Placement, ranges_of
+from asyncckpt.loading.fetching import read_files
+from asyncckpt.loading.placements import Placement, ranges_by_file
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.sinks import fill_box, new_tensor
 from asyncckpt.loading.target_tensors import Filling, placements_of, tell_types
@@ -30,7 +30,7 @@ class Filler:
     Args:
         contents: The checkpoint.
         files: The storage seam.
-        threads: Reading threads.
+        threads: Reading threads; None: as many as the device wants.
         verify: As `storage.block_reader.read_shards` has it.
         low_memory: See the module.
         shared: The ranks that read once what several of them want; None: each reads for itself.
@@ -41,7 +41,7 @@ class Filler:
         contents: Contents,
         files: Files,
         *,
-        threads: int,
+        threads: int | None,
         verify: bool,
         low_memory: bool,
         shared: SharedReads | None = None,
@@ -84,15 +84,18 @@ class Filler:
             self._shared.read(self._contents.path, save_id, placements, self._read_files)
 
     def _read_files(self, placements: Sequence[Placement]) -> None:
-        ranges = (found for placement in placements for found in ranges_of(self._contents, placement, self._verify))
-        read_ranges(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
+        ranges = ranges_by_file(self._contents, placements, self._verify)
+        read_files(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
 
 
 def tell_of_change(placements: Sequence[Placement]) -> None:
     """Tell autograd that targets change."""
-    for placement in placements:
-        if not placement.target.is_inference():
-            torch.autograd.graph.increment_version(placement.target)
+    changed = [target for _, target, _ in placements if not target.is_inference()]
+    try:
+        torch.autograd.graph.increment_version(changed)
+    except (TypeError, RuntimeError):  # a torch that takes them one by one
+        for tensor in changed:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _copies(placements: Sequence[Placement]) -> list[Placement]:

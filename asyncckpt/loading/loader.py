@@ -58,7 +58,7 @@ def load(
             there. "memory": from memory only; the newest such snapshot, committed or not. "disk": asks no worker.
             No worker is started. Bytes from memory are verified like others, but for a snapshot that has no checksums
             yet: of that it is proven that nobody wrote to it since it was staged.
-        threads: Reading threads; None takes 4.
+        threads: Reading threads. None takes 4, or what earlier loads of this user found to be faster on the device.
         low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
             into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
             and an error in the data is found before any target changes.

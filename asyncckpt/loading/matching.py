@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.loading.alike import alike_fillings, object_leaves
 from asyncckpt.loading.key_names import KeyMap, renamer
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
 from asyncckpt.loading.standing import standing_tensors
+from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
-from asyncckpt.loading.targets import Targets, Whole, is_loadable
+from asyncckpt.loading.targets import Targets, Whole, is_loadable, unmarked
 from asyncckpt.planning.numpy_values import view_of
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
+from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError | AliasMismatchError
@@ -45,7 +48,9 @@ class Matches:
     Attributes:
         targets: The target.
         tensors: What is read into which value; a tensor with several names is there once.
-        filled: Paths of the target's tensors and arrays that are filled in place.
+        filled: Paths of the target's tensors and arrays that are filled in place; where no module is in the target,
+            nobody asks for them, and they may be left out.
+        filled_fqns: Their FQNs.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
@@ -56,7 +61,8 @@ class Matches:
 
     targets: Targets
     tensors: list[Filling] = field(default_factory=list)
-    filled: set[Path] = field(default_factory=set)
+    filled: list[Path] = field(default_factory=list)
+    filled_fqns: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
     standing: dict[int, TargetTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -98,19 +104,22 @@ def match(
     """
     targets = Targets(state_dict)
     flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
-    rename = renamer(key_map)
-    matches = Matches(targets)
-    filled: dict[int, tuple[str, int]] = {}  # the target's tensor: by which FQN, from which saved tensor
-    values: dict[int, int] = {}  # of a registered type, whose parts may be copies: the first number of each value
-    for leaf_path, node in leaves(flat.tree):
-        fqn = fqn_of(leaf_path)
+    if key_map is None and selection.everything:
+        fillings = alike_fillings(state_dict, flat, saved)
+        if fillings is not None:
+            return _alike(targets, saved, fillings)
+    matching = _Matching(Matches(targets), saved, path, refuse)
+    matches, rename, taken = matching.matches, renamer(key_map) if key_map is not None else None, saved.leaves
+    for leaf in target_leaves(flat.tree, targets):
+        leaf_path, fqn, node, _, _ = leaf
         if node[0] == "O" and is_loadable(flat.objects[node[1]]):
-            _match_state(matches, Replaced(leaf_path, fqn, node, flat.objects[node[1]]), saved, selection, rename(fqn))
+            saved_fqn = fqn if rename is None else rename(fqn)
+            _match_state(matches, Replaced(leaf_path, fqn, node, flat.objects[node[1]]), saved, selection, saved_fqn)
             continue
-        if fqn not in selection:
+        if not selection.everything and fqn not in selection:
             continue
-        saved_fqn = rename(fqn)
-        found = saved.leaves.get(saved_fqn)
+        saved_fqn = fqn if rename is None else rename(fqn)
+        found = taken.get(saved_fqn)
         if found is None:
             error = _container_there(fqn, saved_fqn, node, saved, path)
             if error is not None:
@@ -124,34 +133,62 @@ def match(
         elif "O" in (node[0], found[0]) or "B" in (node[0], found[0]):
             refuse(_leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
         else:
-            value, tensor = targets.value_at(leaf_path), saved.tensors[found[1]]
-            if node[0] == "N":
-                value = view_of(value)
-                if value is None or not target_tensor(value, fqn).takes(tensor):
-                    matches.replaced.append(Replaced(leaf_path, fqn, ("N", found[1])))
-                    continue
-            target = target_tensor(value, fqn)
-            own = values.setdefault(id(value), node[1]) if node[0] == "T" else node[1]
-            first, number = filled.setdefault(own, (fqn, found[1]))
-            matches.filled.add(leaf_path)
-            if first != fqn and number == found[1]:
-                continue
-            if target.global_shape != tensor.global_shape:
-                refuse(_shape_mismatch(fqn, tensor, target, path))
-                continue
-            check_fillable(target, fqn)
-            if first != fqn:
-                if 0 not in target.global_shape:  # also where none of its elements are: alike on all ranks
-                    refuse(_alias_mismatch(first, fqn, path))
-                continue
-            if target.converts(tensor):
-                if not target.holds_values_of(tensor):
-                    refuse(_kind_mismatch(fqn, tensor, target, path))
-                    continue
-                matches.converted.append(fqn)
-            matches.tensors.append((tensor, target))
+            matching.tensor(leaf, found[1])
     matches.missing += selection.unused()
     return matches
+
+
+def _alike(targets: Targets, saved: SavedTree, fillings: list[Filling]) -> Matches:
+    replaced = [Replaced(path, fqn_of(path), node) for path, node in object_leaves(saved.tree)]
+    names = [fqn for fqn, node in saved.leaves.items() if node[0] == "T"]
+    return Matches(targets, tensors=fillings, filled_fqns=names, replaced=replaced, found=dict(saved.leaves))
+
+
+class _Matching:
+    """What is known while the tensors of a target are matched, one after the other."""
+
+    def __init__(self, matches: Matches, saved: SavedTree, path: str, refuse: Callable[[Mismatch], None]) -> None:
+        self.matches = matches
+        self._saved, self._path, self._refuse = saved, path, refuse
+        # The target's tensor: by which FQN, from which saved tensor. And of a registered type, whose parts may be
+        # copies: the first number of each value.
+        self._filled: dict[int, tuple[str, int]] = {}
+        self._values: dict[int, int] = {}
+
+    def tensor(self, leaf: TargetLeaf, found: int) -> None:
+        """Match a leaf with tensor number `found`."""
+        path, fqn, node, holder, key = leaf
+        matches, value, tensor = self.matches, holder[key], self._saved.tensors[found]
+        if type(value) not in PLAIN_TENSORS:
+            value = unmarked(value)
+        if node[0] == "N":
+            value = view_of(value)
+            if value is None or not target_tensor(value, fqn).takes(tensor):
+                matches.replaced.append(Replaced(path, fqn, ("N", found)))
+                return
+            own = node[1]
+        else:
+            own = self._values.setdefault(id(value), node[1])
+        target = target_tensor(value, fqn)
+        first, number = self._filled.setdefault(own, (fqn, found))
+        matches.filled.append(path)
+        matches.filled_fqns.append(fqn)
+        if first != fqn and number == found:
+            return
+        if target.global_shape != tensor.global_shape:
+            self._refuse(_shape_mismatch(fqn, tensor, target, self._path))
+            return
+        check_fillable(target, fqn)
+        if first != fqn:
+            if 0 not in target.global_shape:  # also where none of its elements are: alike on all ranks
+                self._refuse(_alias_mismatch(first, fqn, self._path))
+            return
+        if target.dtype != torch_dtype(tensor.dtype):
+            if not target.holds_values_of(tensor):
+                self._refuse(_kind_mismatch(fqn, tensor, target, self._path))
+                return
+            matches.converted.append(fqn)
+        matches.tensors.append((tensor, target))
 
 
 def _is_object(node: Node, found: Node) -> bool:

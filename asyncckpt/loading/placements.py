@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,14 +30,29 @@ class Placement(NamedTuple):
         return whole_region(self.offsets, tuple(self.target.shape))
 
 
-def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterator[tuple[tuple[int, int], Wanted]]:
-    """Yield ((rank, part), range of that file) for all that goes into one target, which must stay alive until then."""
-    saved, target, _ = placement
-    rank, chunk = saved.chunks[0]
-    if chunk.sizes == target.shape == saved.global_shape and takes_bytes(target, torch_dtype(saved.dtype)):
-        yield (rank, chunk.part), Wanted(chunk.offset_bytes, chunk.nbytes, saved.fqn, target.data_ptr())
-        return  # the usual case, without the calculations
-    yield from wanted_ranges(contents, saved, placement.region, target, torch_dtype(saved.dtype), verify=verify)
+def ranges_by_file(
+    contents: Contents, placements: Iterable[Placement], verify: bool
+) -> dict[tuple[int, int], list[Wanted]]:
+    """Return the ranges of each file, named by (rank, part), that all placements need; as `ranges_of` has them."""
+    found: defaultdict[tuple[int, int], list[Wanted]] = defaultdict(list)
+    for placement in placements:
+        (fqn, dtype_name, shape, chunks), target, _ = placement
+        rank, (part, offset_bytes, nbytes, _, sizes) = chunks[0]
+        if sizes == shape == target.shape and takes_bytes(target, torch_dtype(dtype_name)):  # as `ranges_of`
+            found[rank, part].append(Wanted(offset_bytes, nbytes, fqn, target.data_ptr()))
+            continue
+        for file, wanted in ranges_of(contents, placement, verify):
+            found[file].append(wanted)
+    return found
+
+
+def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterable[tuple[tuple[int, int], Wanted]]:
+    """Return ((rank, part), range of that file) for all that goes into one target, which must stay alive until then."""
+    (fqn, dtype_name, shape, chunks), target, _ = placement
+    dtype, (rank, (part, offset_bytes, nbytes, _, sizes)) = torch_dtype(dtype_name), chunks[0]
+    if sizes == shape == target.shape and takes_bytes(target, dtype):  # the usual case, without the calculations
+        return (((rank, part), Wanted(offset_bytes, nbytes, fqn, target.data_ptr())),)
+    return wanted_ranges(contents, placement.saved, placement.region, target, dtype, verify=verify)
 
 
 def wanted_ranges(

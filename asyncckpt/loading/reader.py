@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
-from asyncckpt.format.tree import Node, fqn_of
+from asyncckpt.format.tree import Node
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.filling import Filler
@@ -46,7 +46,7 @@ class _Options:
     keys: Sequence[str] | None
     strict: bool
     verify: bool
-    threads: int
+    threads: int | None
     low_memory: bool
     key_map: KeyMap | None
     allow_pickle: bool
@@ -119,7 +119,7 @@ class DefaultReader(CheckpointReader):
                 keys=key_list(keys),
                 strict=strict,
                 verify=verify,
-                threads=thread_count(threads),
+                threads=None if threads is None else thread_count(threads),
                 low_memory=_flag("low_memory", low_memory),
                 key_map=key_map,
                 allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
@@ -205,7 +205,7 @@ class _Load:
         for place in matches.replaced:
             if place.holder is None:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
-        matches.targets.hand_over(matches.filled | {place.path for place in matches.replaced}, self._path)
+        matches.targets.hand_over([*matches.filled, *(place.path for place in matches.replaced)], self._path)
         self._touched |= {place.fqn for place in matches.replaced}
         for place in holders:
             load_state(place.holder, fresh.build(place.node), place.fqn, self._path)
@@ -237,7 +237,7 @@ class _Load:
                 path=self._path,
                 keys=mixed,
             )
-        self._touched |= {fqn_of(path) for path in matches.filled}
+        self._touched.update(matches.filled_fqns)
 
     def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
         return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)

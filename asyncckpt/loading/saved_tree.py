@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from asyncckpt.config import RankInfo
-from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.format.tree import Node, Path, fqn_of, leaves, named_leaves
 from asyncckpt.loading.selection import HOLE, prefixes
 from asyncckpt.storage.contents import Contents, SavedTensor
 
@@ -71,7 +71,7 @@ class SavedTree:
     @cached_property
     def leaves(self) -> dict[str, Node]:
         """Leaf nodes by FQN, in the order of the state dict."""
-        return {fqn_of(path): node for path, node in leaves(self.tree) if node is not HOLE}
+        return named_leaves(self.tree)
 
     @cached_property
     def containers(self) -> set[str]:

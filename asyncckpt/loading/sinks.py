@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,9 @@ _HUGE_PAGES_FROM_NBYTES = 4 << 20
 
 _GRAIN = 32768
 """From so many elements on, torch would call its own threads for a copy (at::internal::GRAIN_SIZE)."""
+
+_WIDE, _WIDE_NBYTES = torch.complex128, 16
+"""The widest elements; their copies keep every bit. IMPORTANT: only where they are aligned, or the process dies."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -49,7 +54,7 @@ def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the stored bytes of a tensor of `dtype` are the target's memory as it is."""
-    return target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and not _is_lazy(target)
+    return target.is_cpu and target.dtype == dtype and target.is_contiguous() and not _is_lazy(target)
 
 
 def _is_lazy(target: torch.Tensor) -> bool:
@@ -86,7 +91,7 @@ class BoxSink:
         aligned: No piece begins or ends inside an element.
     """
 
-    __slots__ = ("_dtype", "_gathered", "_lock", "_missing", "_nbytes", "_offsets", "_sizes", "_strides", "_target")
+    __slots__ = ("_box", "_gathered", "_lock", "_missing", "_nbytes", "_wide")
 
     def __init__(
         self,
@@ -99,14 +104,16 @@ class BoxSink:
         *,
         aligned: bool = True,
     ) -> None:
-        self._target, self._offsets, self._sizes, self._strides = target, offsets, sizes, strides
-        self._dtype, self._nbytes, self._missing = dtype, nbytes, nbytes
+        self._box = _Box(target, offsets, sizes, strides, dtype)
+        self._wide = _widened(self._box)
+        self._nbytes, self._missing = nbytes, nbytes
         self._gathered: torch.Tensor | None = None
         self._lock = None if aligned else threading.Lock()
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
-            self._take(position // self._dtype.itemsize, elements_at(address, nbytes, self._dtype))
+            box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
+            _take(box, position // box.dtype.itemsize, elements_at(address, nbytes, box.dtype))
             return
         with self._lock:
             if self._gathered is None:
@@ -118,26 +125,63 @@ class BoxSink:
             complete = self._missing == 0
         if complete:
             self._gathered = None
-            self._take(0, elements_at(gathered.data_ptr(), self._nbytes, self._dtype))
+            _take(self._box, 0, elements_at(gathered.data_ptr(), self._nbytes, self._box.dtype))
 
-    def _take(self, first: int, elements: torch.Tensor) -> None:
-        """Take the elements of the range from number `first` on."""
-        target, end, strides = self._target, first + elements.numel(), self._strides
-        boxes = boxes_within(self._sizes, strides, self._offsets, first, end)
-        if target.device.type != "cpu" or _is_lazy(target):
-            for start, offsets, sizes in boxes:
-                fill_box(target, offsets, elements.as_strided(sizes, strides, start - first))
-            return
-        places, origin = target.stride(), target.storage_offset()
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
-            into, out = [], []
-            for box in boxes:
-                for start, offsets, sizes in _slabs(strides, *box):
-                    at = origin + sum(o * stride for o, stride in zip(offsets, places, strict=True))
-                    into.append(target.as_strided(sizes, places, at))
-                    out.append(elements.as_strided(sizes, strides, start - first))
-            if into:
-                torch._foreach_copy_(into, out)  # one call into torch, and out of the interpreter's lock
+
+class _Box(NamedTuple):
+    """The box of a target that a range holds, and how it lies in the range; in elements of `dtype`."""
+
+    target: torch.Tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _widened(box: _Box) -> _Box:
+    """Return the same bytes as elements of 16, where they are that in file and target; else the box itself.
+
+    Copies of fewer elements need fewer calls into torch, each of which gives the interpreter's lock away: two readers
+    that wait for it at every step took twice as long as their work.
+    """
+    target, offsets, sizes, strides, dtype = box
+    n = _WIDE_NBYTES // dtype.itemsize
+    places = target.stride()
+    if n < 2 or not sizes or not target.is_cpu or target.dtype != dtype or _is_lazy(target):
+        return box
+    if strides[-1] != 1 or places[-1] != 1 or target.data_ptr() % _WIDE_NBYTES:
+        return box
+    if any(size % n for size in (offsets[-1], sizes[-1], target.shape[-1], target.storage_offset())):
+        return box
+    if any(stride % n for stride in (*strides[:-1], *places[:-1])):
+        return box
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        wide = target.detach().view(_WIDE)
+
+    def divided(inner: tuple[int, ...]) -> tuple[int, ...]:
+        return (*inner[:-1], inner[-1] // n)
+
+    return _Box(wide, divided(offsets), divided(sizes), (*(stride // n for stride in strides[:-1]), 1), _WIDE)
+
+
+def _take(box: _Box, first: int, elements: torch.Tensor) -> None:
+    """Take the elements of the range from number `first` on."""
+    target, end, strides = box.target, first + elements.numel(), box.strides
+    boxes = boxes_within(box.sizes, strides, box.offsets, first, end)
+    if not target.is_cpu or _is_lazy(target):
+        for start, offsets, sizes in boxes:
+            fill_box(target, offsets, elements.as_strided(sizes, strides, start - first))
+        return
+    places, origin = target.stride(), target.storage_offset()
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        into, out = [], []
+        for found in boxes:
+            for start, offsets, sizes in _slabs(strides, *found):
+                at = origin + sum(map(operator.mul, offsets, places))
+                into.append(target.as_strided(sizes, places, at))
+                out.append(elements.as_strided(sizes, strides, start - first))
+        if into:
+            torch._foreach_copy_(into, out)  # one call into torch, and out of the interpreter's lock
 
 
 def _slabs(
@@ -158,6 +202,8 @@ def _slabs(
 def elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory at `address` as a flat tensor: no copy."""
     memory = (ctypes.c_char * nbytes).from_address(address)
+    if dtype is _WIDE:
+        return torch.frombuffer(memory, dtype=_WIDE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 

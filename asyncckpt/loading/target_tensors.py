@@ -39,10 +39,6 @@ class TargetTensor(NamedTuple):
         """Whether `saved` can be filled in as it is: shape and dtype are the same."""
         return (self.dtype, self.global_shape) == (getattr(torch, saved.dtype, None), saved.global_shape)
 
-    def converts(self, saved: SavedTensor) -> bool:
-        """Whether the dtype of `saved` is another."""
-        return self.dtype != torch_dtype(saved.dtype)
-
     def holds_values_of(self, saved: SavedTensor) -> bool:
         """Whether the dtype is of a kind that can hold the values of `saved`, if with fewer digits."""
         return torch.can_cast(torch_dtype(saved.dtype), self.dtype)
@@ -60,7 +56,8 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
         OverlappingShardsError: They share elements.
     """
     if type(value) in PLAIN_TENSORS:
-        return _whole(value, value)
+        shape = tuple(value.shape)
+        return TargetTensor(value, value.dtype, shape, (LocalShard(value, (0,) * len(shape)),))
     try:
         found = sharded(value)
     except UnsupportedLeafError as error:
@@ -84,7 +81,8 @@ def check_fillable(target: TargetTensor, fqn: str) -> None:
         ConfigError: It is expanded.
     """
     for tensor, _ in target.shards:
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        strides = tensor.stride()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
             raise ConfigError(
                 f"target tensor {fqn!r} is expanded: its elements share memory, so it cannot be filled; pass a clone()",
                 field="state_dict",

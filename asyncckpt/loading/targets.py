@@ -9,7 +9,7 @@ their state by `load_state_dict`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ class Targets:
         """Return what stands at a path, a `PerRank`'s value for a `PerRank`."""
         value, rest = self._located(path)
         for key in rest:
-            value = _unmarked(value)[key]
-        return _unmarked(value)
+            value = unmarked(value)[key]
+        return unmarked(value)
 
     def replace_at(self, path: Path, new: Any) -> None:
         """Put `new` at a path."""
@@ -76,7 +76,7 @@ class Targets:
                     return module.state, path[length:]
         return self._root, path
 
-    def hand_over(self, filled: set[Path], path: str) -> None:
+    def hand_over(self, filled: Collection[Path], path: str) -> None:
         """Give the modules their states.
 
         Args:
@@ -162,7 +162,8 @@ def _takes_strict(module: torch.nn.Module) -> bool:
     return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _unmarked(value: Any) -> Any:
+def unmarked(value: Any) -> Any:
+    """Return what `PerRank` marks, or the value itself."""
     while isinstance(value, PerRank):
         value = value.value
     return value

@@ -19,6 +19,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
@@ -31,6 +32,17 @@ def populate_at(address: int, nbytes: int) -> None:
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes > 0:
         _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ)
+
+
+def drop_at(address: int, nbytes: int) -> None:
+    """Take the pages of a range of a shared mapping out of this process's tables; a later access brings them back.
+
+    Done by several threads after use, it saves the one that unmaps all of it at the end most of its time. IMPORTANT: of
+    a shared mapping only: what a private one holds would be gone.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        _libc.madvise(start, address + nbytes - start, _MADV_DONTNEED)
 
 
 def _raise_errno(what: str) -> None:

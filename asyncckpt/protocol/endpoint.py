@@ -71,6 +71,14 @@ def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str
     return _in_users_directory(f"run-{token}", environ, uid)
 
 
+def users_directory(environ: Mapping[str, str], uid: int) -> str | None:
+    """Return where this user's own files of the moment lie, whatever the job; it need not be there. None: nowhere."""
+    try:
+        return os.path.dirname(socket_path(_in_users_directory("0" * 16, environ, uid)))
+    except EndpointError:
+        return None
+
+
 def is_users_directory(directory: str, uid: int) -> bool:
     """Whether endpoints that were made up lie in `directory`: nobody else has a use for it."""
     return os.path.basename(directory) in (_RUNTIME_NAME, _temporary_name(uid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.names import SaveId
 from asyncckpt.staging.lent_slot import LentSlot
 
@@ -34,3 +35,12 @@ class Keeping:
     def is_idle(self, slot: LentSlot) -> bool:
         """Whether no save uses the slot, and none will need what it holds."""
         return slot.free and slot is not self.slot
+
+
+def no_room_beside_kept(step: int, limit: int | None, kept_nbytes: int) -> InsufficientMemoryError:
+    """Return the error of a save that would need a slot beside the one that is kept."""
+    text = (
+        f"step {step}: the snapshot does not fit into arena_limit_bytes={limit} beside the one of {kept_nbytes} bytes "
+        "that keep_in_memory='latest' keeps; raise the limit"
+    )
+    return InsufficientMemoryError(text, limit=limit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
@@ -21,7 +21,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.staging.keeping import Keeping
+from asyncckpt.staging.keeping import Keeping, no_room_beside_kept
 from asyncckpt.staging.lent_slot import LentSlot
 
 WAIT_STEP_S = 1.0
@@ -96,13 +96,19 @@ class SlotPool:
         while True:
             with self._changed:
                 self._check_open()
-                slot = self._free_slot(nbytes, plan)
+                # IMPORTANT: asked once. A device's copies end without the lock: a slot may be free a moment later.
+                free = [s for s in self._slots if s.free]
+                in_use = len(free) < len(self._slots)
+                idle = [s for s in free if s is not self._keeping.slot]
+                slot = self._fitting(idle, nbytes, plan)
                 if slot is not None:
                     slot = self._without_spare(slot)
                     self._use(slot, save_id)
                     return slot
-                may_allocate = self._make_room(wanted)
+                may_allocate = self._make_room(wanted, idle, in_use=in_use)
                 if not may_allocate:
+                    if not in_use:
+                        raise no_room_beside_kept(step, self._config.arena_limit_bytes, self.nbytes)
                     self._wait(deadline, save_id, step, path)
                     continue
             slot = self._try_allocate(wanted, deadline)
@@ -142,28 +148,27 @@ class SlotPool:
         if self._closed:
             raise CheckpointerClosedError("the checkpointer was closed while a save waited for a slot")
 
-    def _free_slot(self, nbytes: int, plan: SavePlan) -> LentSlot | None:
-        free = [s for s in self._slots if self._keeping.is_idle(s) and s.memory.nbytes >= nbytes]
-        return min(free, key=lambda s: (not s.knows(plan), s.memory.nbytes), default=None)
+    def _fitting(self, idle: Sequence[LentSlot], nbytes: int, plan: SavePlan) -> LentSlot | None:
+        fitting = [s for s in idle if s.memory.nbytes >= nbytes]
+        return min(fitting, key=lambda s: (not s.knows(plan), s.memory.nbytes), default=None)
 
     def fits(self, nbytes: int) -> bool:
         """Whether all slots are in use, and one of them has room for `nbytes`."""
         with self._changed:
             return not any(s.free for s in self._slots) and any(s.memory.nbytes >= nbytes for s in self._slots)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Give back free slots, which are all too small, and say whether one of `nbytes` may be allocated."""
+    def _make_room(self, nbytes: int, idle: Sequence[LentSlot], *, in_use: bool) -> bool:
+        """Give back idle slots, which are all too small, and say whether one of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes
-        busy = [s for s in self._slots if not self._keeping.is_idle(s)]
-        overlap = any(not s.free for s in self._slots)
+        busy = [s for s in self._slots if s not in idle]
         held = sum(s.memory.nbytes for s in busy) + nbytes
         if len(busy) >= self._config.slots or (limit is not None and held > limit):
             return False  # it must wait for one in use; smaller structures keep theirs
         # The least recently used go first. While saves do not overlap, all of them: then memory is one snapshot.
-        free = sorted((s for s in self._slots if self._keeping.is_idle(s)), key=lambda s: s.used)
+        free = sorted(idle, key=lambda s: s.used)
         left = sum(s.memory.nbytes for s in free)
         while free and (
-            not overlap or len(self._slots) >= self._config.slots or (limit is not None and held + left > limit)
+            not in_use or len(self._slots) >= self._config.slots or (limit is not None and held + left > limit)
         ):
             left -= free[0].memory.nbytes
             self._drop(free.pop(0), tell=True)
@@ -191,13 +196,7 @@ class SlotPool:
 
     def _wait(self, deadline: float, save_id: SaveId, step: int, path: str) -> None:
         facts = {"save_id": str(save_id), "step": step, "path": path}
-        if all(s.free for s in self._slots):
-            raise InsufficientMemoryError(
-                f"step {step}: the snapshot does not fit into arena_limit_bytes={self._config.arena_limit_bytes} "
-                f"beside the one of {self.nbytes} bytes that keep_in_memory='latest' keeps; raise the limit",
-                limit=self._config.arena_limit_bytes,
-            )
-        users = ", ".join(str(s.user) for s in self._slots)
+        users = ", ".join(str(s.user or "copies of a save that has ended") for s in self._slots)
         if self._config.on_busy == "skip":
             raise SaveSkippedError(f"step {step} was not saved: every slot is in use (by {users})", **facts)
         if self._config.on_busy == "error":

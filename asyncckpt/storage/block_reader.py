@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
-from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
+from asyncckpt.format.checksum import DIGEST_NBYTES, block_digests
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import copy_bytes, view_at
@@ -56,6 +56,7 @@ def read_shards(
     verify: bool = True,
     on_corrupt: Callable[[CorruptCheckpointError], None] | None = None,
     buffer: memoryview | None = None,
+    extent_nbytes: int = EXTENT_NBYTES,
 ) -> ReadReport:
     """Read, verify and hand on all wanted ranges.
 
@@ -71,6 +72,7 @@ def read_shards(
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
         buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
             the kernel's fresh pages cost as much as a copy. None, or more threads: new memory.
+        extent_nbytes: What one thread reads at a time, at most.
 
     Raises:
         CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
@@ -84,7 +86,7 @@ def read_shards(
     for request in requests:
         ShardReader(path, request.shard, save_id, files).close()
     reader = _Reader(path, save_id, files, verify, on_corrupt)
-    todo = [extent for request in requests for extent in reader.plan(request, threads)]
+    todo = [extent for request in requests for extent in reader.plan(request, threads, extent_nbytes)]
     if todo:
         reader.run(todo, threads, buffer)
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
@@ -130,9 +132,9 @@ class _Reader:
         self._error: BaseException | None = None
         self.cached_nbytes = self.disk_nbytes = 0
 
-    def plan(self, request: ShardRequest, threads: int) -> list[_Extent]:
+    def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
-        limit = min(EXTENT_NBYTES, BUFFERS_NBYTES // threads)
+        limit = min(extent_nbytes, BUFFERS_NBYTES // threads)
         if self._verify:
             groups = plan_extents(request, threads, unit=request.block_nbytes, extent_nbytes=limit)
         else:
@@ -216,6 +218,7 @@ class _Reader:
             for step in steps:
                 with view_at(lies_at + step.start - start, step.end - step.start) as view:
                     self._hand_on(source, step, view, lies_at + step.start - start)
+            reader.is_done(start, end - start)
             at = len(steps)
         elif reader.is_cached(start, end - start):
             while at < len(steps):
@@ -271,13 +274,16 @@ class _Reader:
 
     def _is_sound(self, source: _Source, step: Step, view: memoryview) -> bool:
         unit, digests = source.request.block_nbytes, source.request.shard.digests
+        first = step.start // unit * DIGEST_NBYTES
+        with view[: step.end - step.start] as exact:  # `view` may be longer
+            found = block_digests(exact, unit)
+        if found == digests[first : first + len(found)]:
+            return True
         sound = True
         for start in range(step.start, step.end, unit):
             end = min(start + unit, step.end)
-            with view[start - step.start : end - step.start] as block:
-                found = block_digest(block)
             where = start // unit * DIGEST_NBYTES
-            if found != digests[where : where + DIGEST_NBYTES]:
+            if found[where - first : where - first + DIGEST_NBYTES] != digests[where : where + DIGEST_NBYTES]:
                 error = damaged(self._path, source.request, step.wanted, start, end)
                 if self._on_corrupt is None:
                     raise error

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
@@ -32,8 +32,7 @@ class RankContents:
     structure: Structure
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A global tensor: FQN, dtype name, shape, and its chunks over all ranks as (rank, chunk)."""
 
     fqn: str
@@ -134,25 +133,27 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     found: dict[str, list[tuple[int, Chunk]]] = {}
     for rank, contents in enumerate(ranks):
         for entry in contents.structure.tensors:
-            if "@rank" in entry.fqn and is_reserved(entry.fqn) and not _belongs_to(rank, entry.fqn):
-                raise _misplaced(path, rank, entry.fqn)
-            known = first.setdefault(entry.fqn, entry)
-            if (known.dtype, known.global_shape) != (entry.dtype, entry.global_shape):
-                raise _contradiction(path, contents, known, f"{entry.dtype}{list(entry.global_shape)}")
-            found.setdefault(entry.fqn, []).extend((rank, chunk) for chunk in entry.chunks)
+            fqn, dtype, shape, chunks = entry
+            if "@rank" in fqn and is_reserved(fqn) and not _belongs_to(rank, fqn):
+                raise _misplaced(path, rank, fqn)
+            known = first.get(fqn)
+            if known is None:
+                first[fqn] = entry
+                found[fqn] = [(rank, chunk) for chunk in chunks]
+                continue
+            if (known.dtype, known.global_shape) != (dtype, shape):
+                raise _contradiction(path, contents, known, f"{dtype}{list(shape)}")
+            found[fqn] += [(rank, chunk) for chunk in chunks]
     tensors = {
-        fqn: SavedTensor(fqn=fqn, dtype=known.dtype, global_shape=known.global_shape, chunks=tuple(found[fqn]))
-        for fqn, known in first.items()
+        fqn: SavedTensor(fqn, known.dtype, known.global_shape, tuple(found[fqn])) for fqn, known in first.items()
     }
-    for tensor in tensors.values():
-        if len(tensor.chunks) == 1 and tensor.chunks[0][1].sizes == tensor.global_shape:
+    for fqn, _, shape, placed in tensors.values():
+        if len(placed) == 1 and placed[0][1].sizes == shape:
             continue  # the usual case, without a call
-        boxes = [(chunk.offsets, chunk.sizes) for _, chunk in tensor.chunks]
-        fault = located_fault(tensor.global_shape, boxes, [rank for rank, _ in tensor.chunks])
+        boxes = [(chunk.offsets, chunk.sizes) for _, chunk in placed]
+        fault = located_fault(shape, boxes, [rank for rank, _ in placed])
         if fault:
-            raise CorruptCheckpointError(
-                f"{path}: tensor {tensor.fqn!r}: {fault}", path=path, fqn=tensor.fqn, detail=fault
-            )
+            raise CorruptCheckpointError(f"{path}: tensor {fqn!r}: {fault}", path=path, fqn=fqn, detail=fault)
     return tensors
 
 

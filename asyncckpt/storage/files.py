@@ -77,6 +77,9 @@ class Files:
         """Have a range read into the page cache, in pieces as large as the device takes them."""
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
+    def advise_done(self, fd: int, offset: int, nbytes: int) -> None:
+        """Say that what lies at `address` of a range is not looked at any more. There is none of a file on disk."""
+
     def fsync(self, fd: int) -> None:
         """Flush data and metadata of `fd`. IMPORTANT: after an error the file must be given up, not retried."""
         os.fsync(fd)

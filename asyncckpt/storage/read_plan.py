@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from asyncckpt.format.index import ShardRecord
@@ -137,16 +137,20 @@ def _runs(wanted: Sequence[Wanted], unit: int, exact_below: int) -> list[tuple[i
 
 
 def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int) -> list[Step]:
-    wanted = sorted((w for w in request.wanted if w.nbytes and w.times == 1), key=lambda w: w.offset)
+    wanted = sorted([w for w in request.wanted if w.nbytes and w.times == 1], key=itemgetter(0))
     steps: list[Step] = []
     for start, end in _runs(wanted, unit, exact_below):
         stop = min(end, request.shard.nbytes)
         cuts = [start, *range((start // step_nbytes + 1) * step_nbytes, stop, step_nbytes), stop]
         steps += [Step(low, high, []) for low, high in itertools.pairwise(cuts)]
-    starts = [step.start for step in steps]
-    for w in wanted:
-        at = bisect_right(starts, w.offset) - 1
-        while at < len(steps) and steps[at].start < w.offset + w.nbytes:
+    first = 0
+    for w in wanted:  # by their offsets, as the steps are
+        start, end = w.offset, w.offset + w.nbytes
+        while steps[first].end <= start:
+            first += 1
+        steps[first].wanted.append(w)
+        at = first + 1
+        while at < len(steps) and steps[at].start < end:
             steps[at].wanted.append(w)
             at += 1
     return steps

@@ -101,6 +101,10 @@ class ShardReader:
         self._files.advise_needed(self._fd, offset, nbytes)
         return lies_at + offset
 
+    def is_done(self, offset: int, nbytes: int) -> None:
+        """Say that a range whose `address` was given is not looked at any more."""
+        self._files.advise_done(self._fd, offset, nbytes)
+
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether a range seems to be in the page cache; `read_cached` may still find that it is not."""
         return self._nowait and self._files.resident(self._fd, offset, nbytes)

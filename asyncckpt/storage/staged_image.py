@@ -20,7 +20,7 @@ from asyncckpt.format.manifest import DcpRecord, Manifest, RankRecord
 from asyncckpt.format.names import DCP, SaveId, index_name, objects_name, shard_name
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.copying import view_at
-from asyncckpt.memory.mapping import populate_at
+from asyncckpt.memory.mapping import drop_at, populate_at
 from asyncckpt.storage.contents import Contents, RankContents, join
 from asyncckpt.storage.files import MODE_FILE, Files
 
@@ -139,6 +139,13 @@ class OverlaidFiles(Files):
             self._below.advise_needed(fd, offset, nbytes)
         elif (address := self._opened[fd].address) is not None:
             populate_at(address + offset, min(nbytes, len(self._opened[fd].view) - offset))
+
+    def advise_done(self, fd: int, offset: int, nbytes: int) -> None:
+        """Unmap the pages of a range again, which are a slot's, and so shared: at the end one thread would do it."""
+        if fd < _FIRST_FD:
+            self._below.advise_done(fd, offset, nbytes)
+        elif (address := self._opened[fd].address) is not None:
+            drop_at(address + offset, min(nbytes, len(self._opened[fd].view) - offset))
 
     def fstat(self, fd: int) -> os.stat_result:
         """Stat an open file."""

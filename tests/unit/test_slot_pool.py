@@ -236,6 +236,18 @@ def test_a_waiting_save_gets_the_slot_that_is_freed(make: Make, plan: SavePlan) 
     assert first.user == name(1)
 
 
+@pytest.mark.parametrize("looks", range(1, 5))
+def test_a_slot_whose_last_copy_ends_while_it_is_asked_for_is_waited_for(
+    make: Make, plan: SavePlan, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    pool, _ = make(slots=1)
+    first = acquire(pool, plan, 0)
+    copying = iter([False] * looks)  # a device's copies end after so many looks at the slot
+    monkeypatch.setattr(type(first), "is_quiet", lambda _: next(copying, True))
+    pool.free(name(0))
+    assert acquire(pool, plan, 1) is first
+
+
 def test_a_lost_worker_closes_what_nobody_copies_into(make: Make, plan: SavePlan) -> None:
     pool, lender = make()
     copying, written = acquire(pool, plan, 0), acquire(pool, plan, 1)

@@ -1,0 +1,113 @@
+"""What is learnt of a device, against the fixed default: loads from the disk, and saves through a worker.
+
+    python -m benchmarks.pace [--rounds 10] [--dir D]
+
+Each round loads once at the default's pace and once at what was learnt so far, and saves once each by a checkpointer
+that asks for the default and one that leaves it to the worker; which comes first alternates. Learning begins with
+nothing, so the rounds in which others are tried are among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import asyncckpt
+from asyncckpt.loading.fetching import read_paces
+from asyncckpt.storage.block_reader import DEFAULT_THREADS
+from benchmarks import machine, states
+
+RESULTS = Path(__file__).parent / "results"
+CEILING_S = 300.0
+"""No round begins later than this."""
+
+
+def main() -> None:
+    """Measure, print, and keep the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
+    with tempfile.TemporaryDirectory(prefix="ackpt-") as runtime:
+        os.environ["XDG_RUNTIME_DIR"] = runtime  # nothing is known of any device there
+        os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
+        try:
+            result = {"benchmark": "pace", "machine": machine.describe(directory), **measure(directory, args.rounds)}
+        finally:
+            subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
+            shutil.rmtree(directory)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "pace.json").write_text(json.dumps(result, indent=1) + "\n")
+    report(result)
+
+
+def measure(directory: Path, rounds: int) -> dict[str, Any]:
+    """Return every round's figures."""
+    state, before = states.gpt(), time.monotonic()
+    found: list[dict[str, Any]] = []
+    with asyncckpt.AsyncCheckpointer(write_threads=DEFAULT_THREADS) as fixed, asyncckpt.AsyncCheckpointer() as learning:
+        for checkpointer in (fixed, learning):
+            checkpointer.save(state, directory / "first").written.result(300)
+            shutil.rmtree(directory / "first")
+        while len(found) < rounds and time.monotonic() - before < CEILING_S:
+            row: dict[str, Any] = {}
+            for name, checkpointer in _turns(len(found), {"fixed": fixed, "learnt": learning}):
+                row[f"save {name}"] = _save(checkpointer, state, directory / name)
+            for name, threads in _turns(len(found), {"fixed": DEFAULT_THREADS, "learnt": None}):
+                row["read pace"] = list(read_paces().choose(str(directory)))
+                row[f"load {name}"] = _load(directory / "fixed", state, threads)
+            for name in ("fixed", "learnt"):
+                shutil.rmtree(directory / name)
+            found.append(row)
+    return {"nbytes": states.nbytes(state), "rounds": found}
+
+
+def _turns(number: int, ways: dict[str, Any]) -> list[tuple[str, Any]]:
+    return list(ways.items())[:: 1 if number % 2 else -1]
+
+
+def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path: Path) -> float:
+    return float(checkpointer.save(state, path).written.result(300).seconds["write"])
+
+
+def _load(path: Path, state: dict[str, Any], threads: int | None) -> float:
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    asyncckpt.load(path, state, strict=True, source="disk", threads=threads)
+    return time.perf_counter() - began
+
+
+def summary(result: dict[str, Any]) -> dict[str, float]:
+    """Return the median seconds of both, and the median of the ratios within a round."""
+    rounds = result["rounds"]
+    found: dict[str, float] = {}
+    for what in ("save", "load"):
+        for name in ("fixed", "learnt"):
+            found[f"{what} {name} s"] = statistics.median(r[f"{what} {name}"] for r in rounds)
+        found[f"{what} learnt / fixed"] = statistics.median(r[f"{what} learnt"] / r[f"{what} fixed"] for r in rounds)
+    return found
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print the summary."""
+    print(f"gpt: {result['nbytes'] / 1e9:.2f} GB, {len(result['rounds'])} rounds")
+    for name, value in summary(result).items():
+        print(f"  {name:24s} {value:8.3f}")
+    print(f"  read pace in the end: {result['rounds'][-1]['read pace']}")
+
+
+if __name__ == "__main__":
+    main()
