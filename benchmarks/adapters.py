@@ -4,8 +4,8 @@
 
 The same model is trained by the framework alone and with our adapter, in turn, in one process. Steady state is the
 second half of the steps between two saves: the checkpoint before is mostly published then. What a save costs is what
-its step and the next one, behind which the copies run, take longer. CPU seconds are those of the whole process. On a busy
-machine the quietest rounds of both say more than the medians.
+its step and the next one, behind which the copies run, take longer. CPU seconds are those of the whole process. On a
+busy machine the quietest rounds of both say more than the medians.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ def main() -> None:
             print(
                 f"{name:11s} step {found['stock step s'] * 1e3:6.1f} ms, with ours {found['step s ratio']:.3f} times "
                 f"(CPU {found['step CPU s ratio']:.3f}; "
-                f"in the quietest rounds {found['step s ratio, quietest rounds']:.3f}); a save costs {found['stock save s'] * 1e3:6.1f} ms, "
+                f"in the quietest rounds {found['step s ratio, quietest rounds']:.3f}); "
+                f"a save costs {found['stock save s'] * 1e3:6.1f} ms, "
                 f"ours {found['ours save s'] * 1e3:6.1f} ms",
                 flush=True,
             )
