@@ -1,8 +1,8 @@
 """Pins: checkpoints that retention must not remove, kept in the root so that they survive every restart.
 
 One file for each, `<root>/.pins/<name of the checkpoint's directory>`: made and removed in one step, and flushed. Who
-pins and who removes hold the lock of the checkpoint's directory, so that one of the two comes first: a pin that has
-returned holds.
+pins, who removes and who replaces hold the lock of the checkpoint's directory, so that one of them comes first: a pin
+that has returned holds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory, write_new_file
 from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.pinned import PINS_NAME, is_pinned, pin_of
 
-PINS_NAME = ".pins"
+__all__ = ["is_pinned", "pin", "pinned_in", "unpin"]
 
 
 def pinned_in(root: str, files: Files) -> frozenset[str]:
@@ -30,19 +31,6 @@ def pinned_in(root: str, files: Files) -> frozenset[str]:
         return frozenset()
 
 
-def is_pinned(path: str, files: Files) -> bool:
-    """Whether the checkpoint at `path` is pinned.
-
-    Raises:
-        OSError: It cannot be known.
-    """
-    try:
-        files.lstat(_pin_of(path))
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def pin(path: str, files: Files, *, umask: int) -> None:
     """Pin the committed checkpoint at `path`; again is fine. It is durable when this returns.
 
@@ -51,6 +39,8 @@ def pin(path: str, files: Files, *, umask: int) -> None:
         files: The storage seam.
         umask: Of the modes of what is made.
 
+    A link to another directory of the same root stands for that one: what retention removes goes by its own name.
+
     Raises:
         CheckpointNotFoundError, CheckpointNotCommittedError: There is none.
         CorruptCheckpointError, UnsupportedFormatError: Its manifest cannot be read.
@@ -58,8 +48,9 @@ def pin(path: str, files: Files, *, umask: int) -> None:
 
     Blocks: for who commits or removes there, at most `overwrite_lock.LOCK_TIMEOUT_S`.
     """
+    path = _meant(path)
     read_manifest(path, files)
-    root, directory = os.path.dirname(path), os.path.dirname(_pin_of(path))
+    root, directory = os.path.dirname(path), os.path.dirname(pin_of(path))
     try:
         # IMPORTANT: the lock, and then the look: a checkpoint that is about to be removed must not get a pin.
         with overwrite_lock(path, files=files, umask=umask):
@@ -68,7 +59,7 @@ def pin(path: str, files: Files, *, umask: int) -> None:
                 files.mkdir(directory, MODE_DIRECTORY & ~umask)
             fsync_directory(files, root)
             with contextlib.suppress(FileExistsError):
-                write_new_file(files, _pin_of(path), b"", mode=MODE_FILE & ~umask, fsync=True)
+                write_new_file(files, pin_of(path), b"", mode=MODE_FILE & ~umask, fsync=True)
             fsync_directory(files, directory)
     except FileNotFoundError as error:
         read_manifest(path, files)  # says that it is gone
@@ -81,14 +72,17 @@ def unpin(path: str, files: Files) -> bool:
     Raises:
         OSError: A call failed.
     """
+    path = _meant(path)
     try:
-        files.unlink(_pin_of(path))
+        files.unlink(pin_of(path))
     except FileNotFoundError:
         return False
-    fsync_directory(files, os.path.dirname(_pin_of(path)))
+    fsync_directory(files, os.path.dirname(pin_of(path)))
     return True
 
 
-def _pin_of(path: str) -> str:
-    root, name = os.path.split(path)
-    return os.path.join(root, PINS_NAME, name)
+def _meant(path: str) -> str:
+    """Return the directory that a name like `latest` stands for, if that lies beside it."""
+    found = os.path.realpath(path)
+    is_beside = os.path.dirname(found) == os.path.realpath(os.path.dirname(path))
+    return os.path.join(os.path.dirname(path), os.path.basename(found)) if is_beside else path

@@ -14,6 +14,7 @@ from asyncckpt.format.steps import lineage_key
 from asyncckpt.format.tombstone import Tombstone, decode_tombstone
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, read_small_file
+from asyncckpt.storage.pinned import is_pinned
 
 _NO_MANIFEST = frozenset(
     {
@@ -63,14 +64,18 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
         What stands there: its own manifest, or the one to be replaced. None: nothing.
 
     Raises:
-        CheckpointExistsError: It does.
+        CheckpointExistsError: It does; also an older one that is pinned.
         OSError: It cannot be known.
     """
     standing = standing_at(path, files)
     if standing is not None and standing.save_id == save_id:
         return standing
     is_older = standing is not None and lineage_key(standing.save_id) < lineage_key(save_id)
-    if standing is not None and is_older and (overwrite or not is_finished(path, standing, files)):
+    if standing is not None and is_older and not is_finished(path, standing, files):
+        return standing
+    if standing is not None and is_older and overwrite:
+        if is_pinned(path, files):
+            raise pinned(path, save_id, standing)
         return standing
     try:
         files.lstat(os.path.join(path, MANIFEST_NAME))
@@ -101,6 +106,17 @@ def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: 
         path=path,
         save_id=str(save_id),
         existing_save_id=str(standing.save_id) if standing else None,
+    )
+
+
+def pinned(path: str, save_id: SaveId, standing: Manifest) -> CheckpointExistsError:
+    """Return the error of a save that would replace a pinned checkpoint."""
+    return CheckpointExistsError(
+        f"{path} holds a pinned checkpoint (save {standing.save_id}, step {standing.step}); it was left untouched: save "
+        "to another path, or take the pin off (`asyncckpt pin --remove`)",
+        path=path,
+        save_id=str(save_id),
+        existing_save_id=str(standing.save_id),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from storage_samples import RecordingFiles, Snapshot, failing, manifest_of, shard_paths
 
-from asyncckpt.errors import CheckpointNotCommittedError, CheckpointNotFoundError, ConfigError
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotCommittedError, CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.format.steps import lineage_key
@@ -390,6 +390,37 @@ def test_only_what_is_committed_can_be_pinned(three: Path) -> None:
         pins.pin(str(three / "step-9"), FILES, umask=0o022)
     with pytest.raises(CheckpointNotFoundError):
         pins.pin(str(three / "step-8"), FILES, umask=0o022)
+    assert pins.pinned_in(str(three), FILES) == frozenset()
+
+
+def test_a_pinned_one_is_not_replaced_by_a_save_of_the_same_step_until_the_pin_is_off(three: Path) -> None:
+    before = committed(three)[2].save_id
+    pins.pin(str(three / "step-2"), FILES, umask=0o022)
+    later = SaveId(2, 0, "b" * len(RUN))
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        save(three, 2, later)
+    assert committed(three)[2].save_id == before
+    pins.unpin(str(three / "step-2"), FILES)
+    save(three, 2, later)
+    assert committed(three)[2].save_id == later
+
+
+def test_a_pin_that_comes_while_another_save_replaces_it_holds(three: Path) -> None:
+    """The last look is under the lock that who pins takes."""
+    later = SaveId(2, 0, "b" * len(RUN))
+    manifest = begin(three, 2, later)
+    pins.pin(str(three / "step-2"), FILES, umask=0o022)
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        publish(str(three / "step-2"), manifest, files=Mortal(), umask=0o022, overwrite=True)
+    assert committed(three)[2].save_id != later
+
+
+def test_a_pin_on_a_link_protects_what_it_leads_to(three: Path) -> None:
+    (three / "latest").symlink_to("step-1")
+    pins.pin(str(three / "latest"), FILES, umask=0o022)
+    prune_all(three)
+    assert sorted(committed(three)) == [1, 3]
+    assert pins.unpin(str(three / "latest"), FILES)
     assert pins.pinned_in(str(three), FILES) == frozenset()
 
 
