@@ -161,7 +161,8 @@ class CheckpointManager(Resuming):
         Args:
             step: The training step.
             state: Modules, optimizers, schedulers, `RngState`, anything with a `state_dict()`, dicts, tensors, scalars.
-            metrics: JSON values, kept in the manifest, of which `best_fn` makes a number.
+            metrics: JSON values, kept in the manifest, of which `best_fn` makes a number. A number may be of numpy or
+                torch, and NaN or infinite; what has no finite score is never the best. On several ranks rank 0's count.
             metadata: More JSON for the manifest.
             **kw: As of the checkpointer's `save`.
 

@@ -7,6 +7,7 @@ checkpoint any more: it is abandoned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from asyncckpt.format.steps import lineage_key
 
 METADATA_KEY = "asyncckpt_manager"
 """Where a manager keeps what it must know, in a manifest's metadata; format/SPEC.md section 2."""
+
+_FLOAT = "float"
 
 MAX_ANCESTRY = 256
 """Restarts that are remembered; checkpoints of runs before those count as ancestors. Chosen: 8 KiB of a manifest."""
@@ -40,7 +43,7 @@ def metrics_in(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the metrics that a checkpoint was saved with; None: there are none."""
     told = metadata.get(METADATA_KEY)
     metrics = told.get("metrics") if isinstance(told, Mapping) else None
-    return metrics if isinstance(metrics, Mapping) else None
+    return _read(metrics) if isinstance(metrics, Mapping) else None
 
 
 def told(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -48,12 +51,32 @@ def told(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | None) -> dict[
 
     Args:
         ancestry: What this run went on from, and those before it; the latest first.
-        metrics: The user's.
+        metrics: The user's: JSON values; numbers may be of numpy or torch, and NaN or infinite: a loss is so now and
+            then, and a training must not fail for it.
     """
     found: dict[str, Any] = {"ancestry": [str(one) for one in ancestry[:MAX_ANCESTRY]]}
     if metrics is not None:
-        found["metrics"] = dict(metrics)
+        found["metrics"] = _written(dict(metrics))
     return {METADATA_KEY: found}
+
+
+def _written(value: Any) -> Any:
+    """JSON has no NaN and no infinities: they become `{"float": "nan"}`."""
+    if isinstance(value, Mapping):
+        return {key: _written(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written(one) for one in value]
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        value = value.item()
+    return {_FLOAT: repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if set(value) == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
+            return float(value[_FLOAT])
+        return {key: _read(one) for key, one in value.items()}
+    return [_read(one) for one in value] if isinstance(value, list) else value
 
 
 def extended(save_id: SaveId, metadata: Mapping[str, Any]) -> tuple[SaveId, ...]:

@@ -24,7 +24,7 @@ class Stored:
         name: Of its directory, which lies in the root.
         step: Of its manifest.
         save_id: Of its manifest.
-        score: What `best_fn` made of its metrics; None or NaN: it is no candidate for the best.
+        score: What `best_fn` made of its metrics; None, NaN or infinite: it is no candidate for the best.
         is_abandoned: The newest one does not come from it: it lies in a future that a rollback has given up.
         is_sound: False for one that was found damaged: it never counts as one to fall back to.
         nbytes: Of its files, by its manifest.
@@ -75,7 +75,7 @@ def newest_of(stored: Collection[Stored]) -> Stored | None:
 
 def best_of(stored: Collection[Stored], best_mode: str) -> Stored | None:
     """Return the sound one with the best score, of equal ones the newest; None: none has a score."""
-    scored = [one for one in stored if one.is_sound and one.score is not None and not math.isnan(one.score)]
+    scored = [one for one in stored if one.is_sound and one.score is not None and math.isfinite(one.score)]
     sign = -1 if best_mode == "min" else 1
     return max(scored, key=lambda one: (sign * (one.score or 0.0), _age(one)), default=None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import json
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -66,6 +68,34 @@ def test_the_best_stays_and_counts(mode: str, best: int) -> None:
     assert found is not None and found.step == best
     gone = steps(to_delete(there, RetentionPolicy(max_to_keep=2, best_mode=mode)))
     assert gone == [step for step in (1, 2, 3, 4, 5) if step != best]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, None])
+def test_what_has_no_finite_score_is_never_the_best(mode: str, score: float | None) -> None:
+    found = best_of([stored(1, score=3.0), stored(2, score=score)], mode)
+    assert found is not None and found.step == 1
+
+
+class Scalar:
+    """A number of numpy or torch."""
+
+    shape = ()
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def item(self) -> float:
+        return self._value
+
+
+def test_metrics_survive_the_manifest_whatever_their_numbers_are() -> None:
+    given = {"loss": math.nan, "top": [math.inf, -math.inf, 1.5], "more": {"at": Scalar(2.5), "n": 3}, "who": "inf"}
+    text = json.dumps(ancestry.told((), given), allow_nan=False)
+    found = ancestry.metrics_in(json.loads(text))
+    assert found is not None and math.isnan(found["loss"])
+    del found["loss"]  # type: ignore[attr-defined]
+    assert found == {"top": [math.inf, -math.inf, 1.5], "more": {"at": 2.5, "n": 3}, "who": "inf"}
 
 
 def test_of_equally_good_ones_the_newest_is_the_best() -> None:
