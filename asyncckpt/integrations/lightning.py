@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from asyncckpt.config import RankInfo
 from asyncckpt.integrations.capturing import captured_torch_save
-from asyncckpt.integrations.random_states import random_states, restore_random_states
 from asyncckpt.integrations.stock_saver import StockSaver
+from asyncckpt.managing.rng import RngState
 
 META_NAME = "meta.pt"
 """What Lightning keeps beside the tensors of a sharded checkpoint, and knows such a one by."""
@@ -119,7 +119,7 @@ class RandomStates(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Called when a checkpoint is made."""
-        return random_states()
+        return RngState().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called when one is loaded; takes effect at the first batch, behind all that draws numbers before it."""
@@ -129,7 +129,7 @@ class RandomStates(Callback):
         """Called by the Trainer."""
         states, self._restored = self._restored, None
         if states is not None:
-            restore_random_states(states)
+            RngState().load_state_dict(states)
 
 
 class WorkerModelParallelStrategy(ModelParallelStrategy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from asyncckpt import __version__
 from asyncckpt.managing.pruner import Pruner
@@ -48,16 +49,17 @@ class Housekeeping:
 
     # ---- saves, and what goes after them
 
-    def begins(self, name: str, patience_s: float) -> None:
+    def begins(self, name: str, patience_s: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """A save to the directory `name` begins: nothing is removed there until it has ended.
 
         Blocks: at most `patience_s`, until what earlier commits have made superfluous is gone: the disk must not fill
         up because saves are faster than removals. Once that was in vain, it waits no more until something is removed.
+        Nor does it while there is a hurry.
         """
         if self._is_behind:
             patience_s = 0.0
-        self._is_behind = not self._pruner.wait(patience_s)
-        if self._is_behind and patience_s:
+        self._is_behind = not self._pruner.wait(patience_s, is_hurried)
+        if self._is_behind and patience_s and not is_hurried():
             _log.warning("what retention gives up in %s is not removed as fast as new steps are saved", self._root)
         with self._lock:
             self._busy[name] = self._busy.get(name, 0) + 1
@@ -103,6 +105,29 @@ class Housekeeping:
     def close(self, left_s: float | None) -> None:
         """Finish; `left_s` as what is left of a time of grace."""
         self._pruner.close(WAIT_S if left_s is None else left_s)
+
+    def warn_of_others(self) -> None:
+        """Say it when a training that has restored nothing begins to save beside another one's checkpoints.
+
+        Blocks: on rank 0, for the manifests that are there.
+        """
+        if not self._is_leader:
+            return
+        try:
+            steps = self.all_steps()
+        except OSError as error:
+            _log.debug("cannot look at %s: %s", self._root, error)
+            return
+        if steps:
+            _log.warning(
+                "%s holds %d checkpoints, up to step %d, and restore() was not called: what is saved from here on is a "
+                "new branch. The old ones count as abandoned: a step that is saved again takes the old one's place%s. "
+                "For a new training use another directory; pin what must stay",
+                self._root,
+                len(steps),
+                steps[-1],
+                "" if self._policy.max_to_keep is None else ", and retention removes them first",
+            )
 
     # ---- what is there
 

@@ -28,7 +28,7 @@ from asyncckpt.retention.policy import RetentionPolicy
 from asyncckpt.retention.pruning import Score
 
 _NUMBERS = itertools.count()
-"""Of the managers in this process; all ranks make them in the same order."""
+"""Of the managers of several ranks in this process; all ranks make them in the same order."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -50,7 +50,8 @@ class CheckpointManager(Resuming):
             clock counts, and is read some seconds ahead.
         save_on_steps: It is true for these steps.
         save_when: It is true where this function of the step is; it must say the same on all ranks.
-        best_fn: Makes a number of the metrics that a step was saved with: the best one stays.
+        best_fn: Makes a number of the metrics that a step was saved with: the best one stays. Where it raises there is
+            none; if it does so on all, what earlier runs have saved with metrics stays as well.
         best_mode: "min": the smallest number is the best; or "max".
         step_format: The name of a step's directory.
         preemption_signal: A signal, or several, that ask to stop: all ranks do so at the same step. Handlers that were
@@ -103,7 +104,7 @@ class CheckpointManager(Resuming):
         self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
         try:
             rank = self._rank = self.checkpointer.rank_info
-            self._together = Rendezvous(self.checkpointer, next(_NUMBERS))
+            self._together = Rendezvous(self.checkpointer, next(_NUMBERS) if rank.world_size > 1 else 0)
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._together.hurry)
             clock = self._clock(save_interval_s)
             self._together.prepare(self._preemption.stopping, clock if isinstance(clock, TimePlan) else None)
@@ -178,13 +179,17 @@ class CheckpointManager(Resuming):
         self._check_usable()
         name, more = self._names.name(step), told(self._ancestry, metrics)
         config = self.checkpointer.config
-        may_wait = config.on_busy == "wait" and self._preemption.left_s is None
-        self._house.begins(name, config.slot_timeout_s if may_wait else 0.0)
+        if not self._has_looked:
+            self._has_looked = True
+            self._house.warn_of_others()
+        patience_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
+        self._house.begins(name, patience_s, lambda: self._preemption.left_s is not None)
         began = time.monotonic()
         try:
-            handle = self.checkpointer.save(
-                state, self._names.path(step), step=step, metadata={**(metadata or {}), **more}, **kw
-            )
+            with self._preemption.in_time(step):
+                handle = self.checkpointer.save(
+                    state, self._names.path(step), step=step, metadata={**(metadata or {}), **more}, **kw
+                )
         except BaseException:
             self._house.ended(name, is_committed=False)
             raise
@@ -237,9 +242,10 @@ class CheckpointManager(Resuming):
             WaitTimeoutError, PendingSavesError: As of `AsyncCheckpointer.wait`.
         """
         self._check_usable()
+        began = time.monotonic()
         if isinstance(self.checkpointer, AsyncCheckpointer):
             self.checkpointer.wait(timeout)
-        self._house.wait(timeout)
+        self._house.wait(None if timeout is None else max(0.0, began + timeout - time.monotonic()))
 
     def close(self) -> None:
         """Wait for pending saves, and free everything. Twice is fine; does nothing in a forked child.
@@ -263,7 +269,7 @@ class CheckpointManager(Resuming):
             elif self._owned:
                 self.checkpointer.close()
         finally:
-            self._house.close(left_s)
+            self._house.close(self._preemption.left_s if kind is None else EXIT_WAIT_S)
             self._preemption.close()
 
     def __enter__(self) -> CheckpointManager:

@@ -76,6 +76,12 @@ class MasterParams:
         self._before = {
             id(master): (master, master._version) for one in self._optimizers for _, master in master_pairs(one)
         }
+        self._stepped_on = [(one, _version(one)) for one in self._parameters()]
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for group in getattr(optimizer, "param_groups", None) or ():
+                yield from (one for one in group["params"] if isinstance(one, torch.Tensor) and one.numel())
 
     def refresh(self) -> int:
         """Set those that the load has left as they were, from the weights. Returns how many."""
@@ -85,9 +91,19 @@ class MasterParams:
             count += refresh_master_params(one, but=loaded)
         return count
 
+    def untouched(self) -> int:
+        """Return how many parameters of the optimizers neither the load nor `refresh` has written to."""
+        return sum(_version(one) == version for one, version in self._stepped_on)
+
     def _is_as_before(self, master: torch.Tensor) -> bool:
         _, version = self._before.get(id(master), (None, None))
         return version == master._version
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Of a DTensor, the local part may be the one that is written to."""
+    local = getattr(tensor, "_local_tensor", None)
+    return tensor._version + (0 if local is None else local._version)
 
 
 def _in_groups(optimizer: Any) -> Iterator[Pair]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from asyncckpt.errors import ConfigError
 from asyncckpt.handle import SaveHandle
@@ -46,6 +48,7 @@ class Preemption:
             self.stopping = Stopping(world_size, lambda: self._note.at, hurry, grace_s)
         self._passed = BEFORE_ALL
         self._stopped_at: int | None = None
+        self._late: int | None = None
         self._note.install(signals_of(signals))
 
     def tell(self) -> None:
@@ -83,6 +86,35 @@ class Preemption:
         since = self._note.at if self._note.at is not None else noticed
         return None if since is None else max(0.0, since + self._grace_s - time.monotonic())
 
+    @contextlib.contextmanager
+    def in_time(self, step: int) -> Iterator[None]:
+        """Around a save after the signal: says it when the grace ends before the block does; the process may be killed.
+
+        Blocks: not for that.
+        """
+        left_s = self.left_s
+        if left_s is None:
+            yield
+            return
+        timer = threading.Timer(left_s, self._say_late, (step,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join(1.0)
+
+    def _say_late(self, step: int) -> None:
+        if self._late == step:
+            return
+        self._late = step
+        _log.error(
+            "told to stop: step %d is not staged within %g s of grace; it is lost if this process ends now",
+            step,
+            self._grace_s,
+        )
+
     def see_staged(self, handle: SaveHandle) -> None:
         """Wait until the last save is staged: the worker does the rest. Says so if it is not in time, or has failed.
 
@@ -93,11 +125,7 @@ class Preemption:
             handle.staged.result(left_s)
         except TimeoutError:
             if not handle.staged.done():
-                _log.error(
-                    "told to stop: step %d is not staged within %g s of grace; it is lost if this process ends now",
-                    handle.step,
-                    self._grace_s,
-                )
+                self._say_late(handle.step)
                 return
         except Exception as error:
             _log.error("told to stop: step %d could not be staged, an earlier one stays: %s", handle.step, error)

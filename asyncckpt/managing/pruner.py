@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
+LOOK_S = 0.2
+"""How often who waits looks whether there is a hurry. Chosen."""
+
 _log = logging.getLogger("asyncckpt")
 
 
@@ -51,8 +54,12 @@ class Pruner:
                 self._done = wanted
                 self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all that was asked for is done. Returns whether it is.
+
+        Args:
+            timeout_s: Seconds.
+            is_hurried: Ends the wait; a signal does not wake who waits.
 
         Blocks: at most `timeout_s`.
         """
@@ -60,9 +67,9 @@ class Pruner:
         with self._changed:
             while self._done != self._wanted:
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or is_hurried():
                     return False
-                self._changed.wait(left)
+                self._changed.wait(min(left, LOOK_S))
         return True
 
     def close(self, timeout_s: float) -> None:

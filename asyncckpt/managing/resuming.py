@@ -39,6 +39,7 @@ class Resuming(Shelf):
         self._quarantine = quarantine
         self._ancestry: tuple[SaveId, ...] = ()
         self._last_step: int | None = None
+        self._has_looked = False
         self._closed = False
 
     def restore(
@@ -69,6 +70,7 @@ class Resuming(Shelf):
         Blocks: as `restore_latest`.
         """
         self._check_usable()
+        self._has_looked = True
         options.setdefault("quarantine", self._quarantine)
         masters = MasterParams(state.values() if state is not None else ())
         path = self.root if step is None else self._names.path(step)
@@ -81,6 +83,14 @@ class Resuming(Shelf):
         count = masters.refresh()
         if count:
             _log.info("%d master parameters were not in the checkpoint; they were set from the weights", count)
+        untouched = 0 if options.get("keys") is not None else masters.untouched()
+        if untouched:
+            _log.warning(
+                "%d parameters that optimizers of the state step on are as before the restore: the checkpoint does not "
+                "hold them, and they are no masters that refresh_master_params knows. If they are copies of weights, "
+                "the next step undoes the restore: save them too, or give the optimizer a master_param_pairs()",
+                untouched,
+            )
         self._house.restored(found)
         self._ancestry = extended(SaveId.parse(found.save_id), found.metadata)
         self._last_step = found.step

@@ -58,11 +58,13 @@ class Survey:
         stored: The committed checkpoints, the newest by lineage first.
         manifests: Theirs, by the name of the directory.
         names: Of all directories in which something of ours is: also what was never committed, and what was given up.
+        unscored: Of those whose metrics the score fails on.
     """
 
     stored: tuple[Stored, ...]
     manifests: Mapping[str, Manifest]
     names: tuple[str, ...] = ()
+    unscored: frozenset[str] = frozenset()
 
 
 def survey(root: str, files: Files, *, score: Score | None = None, broken: Collection[str] = ()) -> Survey:
@@ -98,7 +100,10 @@ def survey(root: str, files: Files, *, score: Score | None = None, broken: Colle
     ]
     stored.sort(key=lambda one: lineage_key(one.save_id), reverse=True)
     names = tuple(os.path.basename(one.path) for one in found if one.state in (COMMITTED, ABANDONED, INCOMPLETE))
-    return Survey(tuple(stored), manifests, names)
+    unscored = {
+        one.name for one in stored if one.score is None and metrics_in(manifests[one.name].metadata) is not None
+    }
+    return Survey(tuple(stored), manifests, names, frozenset(unscored) if score is not None else frozenset())
 
 
 def prune(
@@ -116,7 +121,8 @@ def prune(
 ) -> list[Pruned]:
     """Remove the checkpoints that the policy gives up, in the order in which they go.
 
-    Nothing goes while the newest one is not whole on disk. What fails to go is logged, and tried again next time. With
+    Nothing goes while the newest one is not whole on disk; nor, while the score fails on all metrics that there are,
+    what earlier runs have saved with some: nobody knows the best of them. What fails to go is logged, and tried again next time. With
     them go the files of saves that were begun and never committed, if a run that came after them has committed one, or
     if they have not changed for `dead_after_s`.
 
@@ -141,12 +147,15 @@ def prune(
     if newest is None:
         return []
     done = []
+    unknown = _unknown(found, newest)
     is_sound = is_whole(os.path.join(root, newest.name), found.manifests[newest.name], files)
     for one in to_delete(found.stored, policy, pinned):
         if not is_sound:
             done.append(Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole"))
         elif one.name in busy:
             done.append(Pruned(stored=one, is_removed=False, kept="a save to it is under way"))
+        elif one.name in unknown:
+            done.append(Pruned(stored=one, is_removed=False, kept="best_fn fails on all metrics: it may be the best"))
         else:
             done.append(_pruned(root, one, files, umask, package, delete=delete))
     if not is_sound:
@@ -156,6 +165,16 @@ def prune(
         _finish(paths, files, umask)
         _sweep(paths, newest.save_id.epoch, files, umask, package, dead_after_s)
     return done
+
+
+def _unknown(found: Survey, newest: Stored) -> set[str]:
+    """What an earlier run has saved with metrics, where none has a score: a new best_fn may be a mistake.
+
+    This run's own go all the same: it may not have come to its first evaluation, and the disk must not fill up.
+    """
+    if any(one.score is not None for one in found.stored):
+        return set()
+    return {one.name for one in found.stored if one.name in found.unscored and one.save_id.epoch < newest.save_id.epoch}
 
 
 def _pruned(root: str, one: Stored, files: Files, umask: int, package: str, *, delete: bool) -> Pruned:

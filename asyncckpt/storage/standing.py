@@ -112,8 +112,8 @@ def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: 
 def pinned(path: str, save_id: SaveId, standing: Manifest) -> CheckpointExistsError:
     """Return the error of a save that would replace a pinned checkpoint."""
     return CheckpointExistsError(
-        f"{path} holds a pinned checkpoint (save {standing.save_id}, step {standing.step}); it was left untouched: save "
-        "to another path, or take the pin off (`asyncckpt pin --remove`)",
+        f"{path} holds a pinned checkpoint (save {standing.save_id}, step {standing.step}); it was left untouched: "
+        "save to another path, or take the pin off (`asyncckpt pin --remove`)",
         path=path,
         save_id=str(save_id),
         existing_save_id=str(standing.save_id),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -260,6 +261,34 @@ def test_a_step_saved_again_takes_the_old_one_s_place(manager: Callable[..., Che
         given.wait()
 
 
+def test_a_pinned_step_outlives_a_rollback_that_saves_it_again(manager: Callable[..., CheckpointManager]) -> None:
+    with manager(max_to_keep=2) as managed:
+        save(managed, 1, 2)
+        managed.pin(2)
+        loaded(managed, 1)
+        handle = managed.save(2, {"w": torch.zeros(300), "step": 2})
+        assert handle is not None
+        with pytest.raises(CheckpointExistsError, match="pinned"):
+            handle.written.result(DEADLINE_S)
+        save(managed, 3, 4, 5)
+        assert managed.all_steps() == [2, 4, 5] and loaded(managed, 2) == 2
+
+
+def test_who_saves_beside_another_training_without_restoring_is_warned_once(
+    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager() as managed:
+        save(managed, 1, 2)
+    assert "restore() was not called" not in caplog.text
+    with manager() as managed:
+        loaded(managed)
+        save(managed, 3)
+    assert "restore() was not called" not in caplog.text
+    with manager() as managed:
+        save(managed, 1, 2)
+    assert caplog.text.count("restore() was not called") == 1 and "3 checkpoints, up to step 3" in caplog.text
+
+
 # ---- what stays -----------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +310,35 @@ def test_the_newest_the_best_the_pinned_and_those_of_the_period_stay(manager: Ca
         assert again.all_steps() == [5, 9, 11]
         with pytest.raises(CheckpointNotFoundError):
             again.pin(4)
+
+
+def test_a_loss_that_is_no_number_fails_no_save_and_is_never_the_best(
+    manager: Callable[..., CheckpointManager],
+) -> None:
+    with manager(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="max") as managed:
+        for step, loss in enumerate([torch.tensor(0.5), math.nan, math.inf, torch.tensor(0.25)], 1):
+            save(managed, step, metrics={"loss": loss})
+        assert managed.best_step() == 1 and managed.all_steps() == [1, 4]
+
+
+def test_home_made_masters_that_no_checkpoint_holds_are_pointed_out(
+    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    copies = [one.detach().clone().float() for one in model.parameters()]
+    state = {"model": model, "optimizer": torch.optim.SGD(copies, lr=0.1, momentum=0.9)}
+    with manager() as managed:
+        handle = managed.save(1, state)
+        assert handle is not None
+        handle.written.result(DEADLINE_S)
+        managed.restore(state)
+        assert "2 parameters that optimizers of the state step on are as before" in caplog.text
+        caplog.clear()
+        handle = managed.save(2, {**state, "copies": copies})
+        assert handle is not None
+        handle.written.result(DEADLINE_S)
+        managed.restore({**state, "copies": copies})
+    assert "are as before the restore" not in caplog.text
 
 
 def test_nothing_goes_before_a_newer_one_is_committed(worker: RealWorker, tmp_path: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from real_worker import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -128,6 +129,44 @@ def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
     waiting.join(60)
     assert not waiting.is_alive()
     house.begins("d", 60.0)
+    house.close(60.0)
+
+
+def test_a_save_does_not_wait_for_removals_once_there_is_a_hurry(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signal that comes while it waits leaves the grace to the snapshot."""
+    begun, ended, asked = threading.Event(), threading.Event(), itertools.count()
+
+    def slow(*given: Any, **more: Any) -> None:
+        begun.set()
+        assert ended.wait(60)
+
+    monkeypatch.setattr(housekeeping, "prune", slow)
+    house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
+    house.begins("a", 60.0)
+    house.ended("a", is_committed=True)
+    assert begun.wait(60)
+    house.begins("b", 1e6, lambda: next(asked) > 0)
+    assert "is not removed as fast" not in caplog.text
+    ended.set()
+    house.close(60.0)
+
+
+@pytest.mark.parametrize(("is_leader", "is_said"), [(True, True), (False, False)])
+def test_in_an_empty_root_nobody_is_warned_of(
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_leader: bool,
+    is_said: bool,
+) -> None:
+    house = Housekeeping(str(tmp_path), RetentionPolicy(), None, is_leader=is_leader, dead_after_s=1.0)
+    house.warn_of_others()
+    assert not caplog.text
+    monkeypatch.setattr(house, "all_steps", lambda: [3, 90_000])
+    house.warn_of_others()
+    assert ("up to step 90000" in caplog.text) is is_said
     house.close(60.0)
 
 
@@ -396,6 +435,25 @@ def test_a_default_that_ends_the_process_is_put_off() -> None:
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
+def test_the_end_of_the_grace_is_said_while_the_save_still_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that is killed then has said so."""
+    preemption = Preemption((), 0.01, 1, lambda: None)
+    with preemption.in_time(7):
+        pass  # nobody was told to stop
+    preemption.tell()
+    with preemption.in_time(8):
+        wait_until(lambda: "step 8 is not staged within 0.01 s" in caplog.text, "it is said")
+    assert "step 7" not in caplog.text
+
+
+def test_a_save_within_the_grace_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    preemption = Preemption((), 3600.0, 1, lambda: None)
+    preemption.tell()
+    with preemption.in_time(8):
+        pass
+    assert not caplog.text
+
+
 def test_outside_the_main_thread_a_handler_is_a_typed_error() -> None:
     caught: list[BaseException] = []
 
@@ -585,6 +643,16 @@ def test_each_known_form_of_masters_is_understood(form: Callable[[Any, Any], Any
     assert len(master_pairs(form(weight, master))) == 1
     assert refresh_master_params(form(weight, master)) == 1
     assert torch.equal(master, torch.ones(3))
+
+
+def test_parameters_that_a_load_does_not_reach_are_counted() -> None:
+    """The usual home-made mixed precision: the optimizer has only the copies, and a checkpoint has none of them."""
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    copies = [one.detach().clone().float() for one in model.parameters()]
+    home_made, usual = torch.optim.SGD(copies, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    both = [MasterParams([model, one]) for one in (home_made, usual)]
+    model.load_state_dict({name: torch.ones_like(one) for name, one in model.state_dict().items()})
+    assert [one.untouched() for one in both] == [2, 0]
 
 
 def test_masters_that_are_spared_stay() -> None:

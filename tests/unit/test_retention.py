@@ -336,6 +336,25 @@ def test_a_failing_removal_is_reported_and_done_the_next_time(three: Path) -> No
     assert os.listdir(three) == ["step-3"]
 
 
+def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one_may_be_the_best(
+    tmp_path: Path,
+) -> None:
+    def saved(step: int, epoch: int, metrics: dict[str, Any] | None) -> None:
+        save(tmp_path, step, SaveId(epoch, step, f"{epoch:012x}"), metadata=ancestry.told((), metrics))
+
+    saved(1, 1, {"loss": 0.1})
+    saved(2, 1, None)
+    saved(3, 2, {"loss": 0.2})
+    saved(4, 2, {"loss": 0.3})
+    mistaken = prune_all(tmp_path, score=lambda metrics: float(metrics["los"]))
+    assert sorted(committed(tmp_path)) == [1, 4]
+    assert [one.kept for one in mistaken if not one.is_removed] == ["best_fn fails on all metrics: it may be the best"]
+    prune_all(tmp_path, policy=RetentionPolicy(max_to_keep=2), score=lambda metrics: float(metrics["loss"]))
+    assert sorted(committed(tmp_path)) == [1, 4]
+    prune_all(tmp_path)
+    assert sorted(committed(tmp_path)) == [4]
+
+
 def test_a_score_that_fails_is_none_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, metrics in ((1, {"loss": 0.1}), (2, {"other": 1}), (3, None)):
         save(tmp_path, step, SaveId(1, step, RUN), metadata=ancestry.told((), metrics))
