@@ -122,9 +122,9 @@ def prune(
     """Remove the checkpoints that the policy gives up, in the order in which they go.
 
     Nothing goes while the newest one is not whole on disk; nor, while the score fails on all metrics that there are,
-    what earlier runs have saved with some: nobody knows the best of them. What fails to go is logged, and tried again next time. With
-    them go the files of saves that were begun and never committed, if a run that came after them has committed one, or
-    if they have not changed for `dead_after_s`.
+    what earlier runs have saved with some: nobody knows the best of them. What fails to go is logged, and tried again
+    next time. With them go the files of saves that were begun and never committed, if a run that came after them has
+    committed one, or if they have not changed for `dead_after_s`.
 
     Args:
         root: Absolute path.
