@@ -30,15 +30,7 @@ class RngState:
         if "numpy" in sys.modules:
             import numpy.random
 
-            found: Any = numpy.random.get_state(legacy=True)
-            name, keys, position, has_gauss, cached = found
-            state["numpy"] = {
-                "name": name,
-                "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            }
+            state["numpy"] = self._of_numpy(numpy.random.get_state(legacy=False))
         if torch.cuda.is_available():
             state["cuda"] = {str(n): torch.cuda.get_rng_state(n) for n in range(torch.cuda.device_count())}
         return state
@@ -61,10 +53,25 @@ class RngState:
                 torch.cuda.set_rng_state(value.cpu(), int(number))
 
     @staticmethod
+    def _of_numpy(found: Any) -> dict[str, Any]:
+        if found["bit_generator"] != "MT19937":  # somebody has called numpy.random.set_bit_generator
+            return {"state": found}
+        return {
+            "name": found["bit_generator"],
+            "keys": torch.tensor(found["state"]["key"].tolist(), dtype=torch.int64),
+            "position": int(found["state"]["pos"]),
+            "has_gauss": int(found["has_gauss"]),
+            "cached": float(found["gauss"]),
+        }
+
+    @staticmethod
     def _load_numpy(found: dict[str, Any]) -> None:
         try:
             import numpy.random
         except ModuleNotFoundError:  # nobody here draws from it
+            return
+        if "state" in found:
+            numpy.random.set_state(found["state"])
             return
         keys = numpy.asarray(found["keys"].tolist(), dtype=numpy.uint32)
         numpy.random.set_state((found["name"], keys, found["position"], found["has_gauss"], found["cached"]))

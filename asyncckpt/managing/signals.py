@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -38,7 +39,8 @@ class SignalNote:
     """Notes when the first of some signals came. The handlers are in place from `install` to `restore`.
 
     The handler that was there before is called as well, unless it is one that ends the process: that is what is put
-    off. IMPORTANT: the handler takes no lock and writes no log: it may interrupt whoever holds one.
+    off. In a forked child (of a pool, say, that ends its children by SIGTERM) nothing is put off: it does what was
+    there before. IMPORTANT: the handler takes no lock and writes no log: it may interrupt whoever holds one.
 
     Attributes:
         at: `time.monotonic()` when it came; None: it has not.
@@ -47,6 +49,7 @@ class SignalNote:
     def __init__(self) -> None:
         self.at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
 
     def install(self, signals: Iterable[signal.Signals]) -> None:
         """Handle these signals.
@@ -68,11 +71,22 @@ class SignalNote:
             signal.signal(one, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(signal.Signals(number))
+        if os.getpid() != self._pid:
+            self._leave_to(before, number, frame)
+            return
         if self.at is None:
             self.at = time.monotonic()
-        before = self._before.get(signal.Signals(number))
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+    @staticmethod
+    def _leave_to(before: Any, number: int, frame: FrameType | None) -> None:
+        if callable(before):
+            before(number, frame)
+        elif before is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def restore(self) -> None:
         """Put back what was there before, where this is still what is there. Twice is fine."""

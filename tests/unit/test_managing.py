@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import multiprocessing
 import os
 import pathlib
 import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -454,6 +456,41 @@ def test_a_save_within_the_grace_says_nothing(caplog: pytest.LogCaptureFixture) 
     assert not caplog.text
 
 
+def test_a_forked_child_is_ended_by_the_signal_as_if_nobody_handled_it() -> None:
+    """Pools end their children so, and wait for them."""
+    preemption = Preemption(signal.SIGTERM, 25.0, 1, lambda: None)
+    context = multiprocessing.get_context("fork")
+    heard, told = context.Pipe(duplex=False)
+
+    def lives() -> None:
+        told.send("up")  # a signal that comes before the interpreter is ready is lost to every handler
+        time.sleep(60)
+
+    child = context.Process(target=lives)
+    child.start()
+    assert heard.poll(60) and heard.recv() == "up"
+    child.terminate()
+    child.join(60)
+    assert child.exitcode == -signal.SIGTERM
+    child.close()
+    heard.close()
+    told.close()
+    assert not preemption.at(1)
+    preemption.close()
+
+
+def test_a_forked_child_calls_the_handler_that_was_there() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+    preemption = Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
+    child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGUSR1,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 7
+    child.close()
+    preemption.close()
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_outside_the_main_thread_a_handler_is_a_typed_error() -> None:
     caught: list[BaseException] = []
 
@@ -516,6 +553,21 @@ def test_all_generators_are_captured_and_put_back(own_generators: None) -> None:
     assert drawn() != first
     RngState().load_state_dict(state)
     assert drawn() == first
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64"])
+def test_a_numpy_that_draws_from_another_generator_goes_on_as_well(own_generators: None, kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(getattr(numpy.random, kind)(3))
+    try:
+        numpy.random.standard_normal()
+        state = RngState().state_dict()
+        expected = numpy.random.standard_normal(3).tolist()
+        RngState().load_state_dict(state)
+        assert numpy.random.standard_normal(3).tolist() == expected
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 def test_what_a_state_lacks_keeps_its_place(own_generators: None) -> None:
