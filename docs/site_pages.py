@@ -86,7 +86,10 @@ def generated() -> dict[str, tuple[str, str]]:
         if file.stem != "__init__":
             pages[f"examples/{file.stem}.md"] = (_example(file), f"examples/{file.name}")
     decisions = [_decision(file) for file in sorted((REPOSITORY / "docs/adr").glob("*.md"))]
-    pages["adr/index.md"] = ("# Decisions\n\nWhat was costly to decide, and why.\n\n" + "".join(decisions), "docs/adr/index.md")
+    pages["adr/index.md"] = (
+        "# Decisions\n\nWhat was costly to decide, and why.\n\n" + "".join(decisions),
+        "docs/adr/index.md",
+    )
     return pages
 
 
@@ -181,15 +184,18 @@ def _promises(text: str) -> str:
     def told(match: re.Match[str]) -> str:
         number, said, tests = match.groups()
         names = "".join(f"    - {test}\n" for test in tests.split(", "))
-        return f"## {number}\n\n{said}\n\n??? note \"Held by\"\n{names}"
+        bold = re.match(r"\*\*(.+?)[.:]?\*\*", said)
+        heading = f"{number}: {bold[1]}" if bold else number
+        return f'## {heading}\n\n{said}\n\n??? note "Held by"\n{names}'
 
+    text = text.replace("Each row names tests", "Each names tests")
     return _PROMISE.sub(told, re.sub(r"^\| \| promise .*\n\|[-|]+\|\n", "", text, flags=re.MULTILINE))
 
 
 def _example(file: pathlib.Path) -> str:
     text = file.read_text()
     first = (ast.get_docstring(ast.parse(text)) or file.stem).splitlines()[0]
-    return f"# {file.stem}\n\n{first}\n\n```python title=\"{file.name}\"\n{text}```\n"
+    return f'# {file.stem}\n\n{first}\n\n```python title="{file.name}"\n{text}```\n'
 
 
 def _decision(file: pathlib.Path) -> str:
