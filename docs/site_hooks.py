@@ -33,4 +33,6 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead links to where the site has what they mean."""
     name = page.file.src_uri
-    return site_pages.with_links(markdown, name, _sources.get(name, f"docs/{name}"), _log.warning)
+    return site_pages.with_links(
+        site_pages.with_lists(markdown), name, _sources.get(name, f"docs/{name}"), _log.warning
+    )

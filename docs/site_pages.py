@@ -52,6 +52,7 @@ CONTRACTS = {
 """Files outside of docs/ that are pages as they are."""
 
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
+_LIST = re.compile(r"^((?![-*+] |\d+\. |[|#>\s]).+\n)(?=(?:[-*] |1\. ))", re.MULTILINE)
 _FENCE = re.compile(r"^( *)(```+|~~~+)", re.MULTILINE)
 _PROMISE = re.compile(r"^\| (P[0-9]+) \| (.*) \| (.*) \|$", re.MULTILINE)
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
@@ -142,6 +143,11 @@ def with_links(text: str, page: str, source: str, wrong: Callable[[str], None]) 
         return f"{label}({posixpath.relpath(path, posixpath.dirname(page) or '.')}{hash_}{anchor})"
 
     return "".join(part if code else _LINK.sub(changed, part) for part, code in _parts(text))
+
+
+def with_lists(text: str) -> str:
+    """Return `text` with an empty line before each list that follows a paragraph, without which it is none here."""
+    return "".join(part if code else _LIST.sub(r"\1\n", part) for part, code in _parts(text))
 
 
 def in_site(target: str) -> str | None:

@@ -142,6 +142,20 @@ def test_links_into_the_repository_lead_into_the_site(
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("A:\n- b\n- c\n", "A:\n\n- b\n- c\n"),
+        ("A:\n1. b\n2. c\n", "A:\n\n1. b\n2. c\n"),
+        ("A:\n\n- b\n  c\n- d\n", "A:\n\n- b\n  c\n- d\n"),
+        ("```\na\n- b\n```\n", "```\na\n- b\n```\n"),
+        ("| a |\n- b\n", "| a |\n- b\n"),
+    ],
+)
+def test_a_list_after_a_paragraph_gets_its_empty_line(pages: ModuleType, text: str, result: str) -> None:
+    assert pages.with_lists(text) == result
+
+
 @pytest.mark.parametrize("target", ["gone.md", "../gone.py", "../../outside"])
 def test_a_link_to_what_does_not_exist_is_told(pages: ModuleType, target: str) -> None:
     wrong: list[str] = []
