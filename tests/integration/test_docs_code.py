@@ -59,7 +59,7 @@ def environment(_leak_guard: object) -> Iterator[dict[str, str]]:
     subprocess.run(drain, env=environment, capture_output=True, timeout=60, check=False)
 
 
-def run(command: list[str], directory: pathlib.Path, environment: dict[str, str], timeout_s: float = 60) -> str:
+def run(command: list[str], directory: pathlib.Path, environment: dict[str, str], timeout_s: float = 120) -> str:
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
