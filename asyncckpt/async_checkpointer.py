@@ -30,6 +30,7 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.in_flight import await_saves_below
 from asyncckpt.overlapping import Overlapping
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
+from asyncckpt.save_events import SaveEvents
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
@@ -97,6 +98,7 @@ class AsyncCheckpointer(Overlapping):
         own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
         self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
+        self._events = SaveEvents(self.config.events and self._rank.rank == 0, self._overlap)
         self._saving = threading.Lock()
         ends.remember(self)
 
@@ -145,7 +147,8 @@ class AsyncCheckpointer(Overlapping):
                     "flag there, and save from the training loop"
                 )
             try:
-                return self._save(state_dict, save_id, path, step, metadata, kw)
+                began = time.perf_counter()
+                return self._events.saved(self._save(state_dict, save_id, path, step, metadata, kw), began)
             finally:
                 self._saving.release()
         except BaseException as error:
@@ -238,12 +241,14 @@ class AsyncCheckpointer(Overlapping):
 
     def _close_parts(self) -> None:
         ends.forget(self)
+        self._events.unwatch()
         try:
             self._stager.close()
         finally:
             self._process.close()  # a WorkerProcess that was closed already has nothing left to do
             for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
+            self._events.close()
 
     def _refuse_in_callback(self, call: str) -> None:
         in_client_thread = isinstance(self._process, WorkerProcess) and self._process.in_client_thread()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from asyncckpt.errors import ConfigError
 
 ENDPOINT_VARIABLE = "ASYNCCKPT_ENDPOINT"
+EVENTS_VARIABLE = "ASYNCCKPT_EVENTS"
 PREFIX = "ASYNCCKPT_"
 MAX_WRITE_THREADS = 64
 MAX_FILES_PER_RANK = 256
@@ -54,14 +55,17 @@ class CheckpointerConfig:
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
-        slot_timeout_s: How long "wait" waits.
-        arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has.
+        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written.
+        arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has. A state that
+            does not fit goes through a part of it in segments: that save takes as long as writing.
         on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
             committed, and the same futures complete; where the ranks have several workers, and after a worker that
             hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.
         keep_in_memory: "latest" never lets go of the newest committed snapshot while the next one is staged and
             written, so that a copy or a save that fails costs nothing that was in memory. It takes room for two
             snapshots at least. "none": a slot may be used again as soon as its save has ended.
+        events: True puts stalls and steps of rank 0 into `events.jsonl` in the directory that holds the checkpoints,
+            and lets a worker that is started put what becomes of the saves there, for `asyncckpt report`.
         on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
         overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
             so that one of the two is there at every instant (without `fsync`: but for a power cut).
@@ -101,6 +105,7 @@ class CheckpointerConfig:
     arena_limit_bytes: int | None = None
     on_worker_loss: str = "resubmit"
     keep_in_memory: str = "none"
+    events: bool = False
     on_error: str = "warn"
     overwrite: bool = False
     fsync: bool = True
@@ -244,7 +249,7 @@ _SECONDS = (
     "worker_start_timeout_s",
     "worker_shutdown_timeout_s",
 )
-_SWITCHES = ("overwrite", "fsync", "allow_pickle", "use_pinned_memory", "use_non_blocking_copy")
+_SWITCHES = ("overwrite", "events", "fsync", "allow_pickle", "use_pinned_memory", "use_non_blocking_copy")
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

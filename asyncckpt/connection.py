@@ -117,7 +117,9 @@ class Connection:
         self._opening_session = session
         try:
             self._check_open()  # `close` sets the flag before it looks for a session to give up
-            session.open(deadline, partial(launcher.start_worker, self.endpoint) if start else None, grace)
+            options = ("--events",) if self._config.events else ()
+            begin = partial(launcher.start_worker, self.endpoint, options=options) if start else None
+            session.open(deadline, begin, grace)
         except BaseException as error:
             self._unreachable = self._unreachable or isinstance(error, AsyncCkptError)
             session.close()

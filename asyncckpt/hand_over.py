@@ -60,7 +60,9 @@ def _write(
 ) -> None:
     if isinstance(result, StagedSnapshot):
         handle.save_id = result.save_id
-        report = SaveReport(save_id=str(result.save_id), nbytes=result.nbytes, seconds=result.seconds)
+        report = SaveReport(
+            save_id=str(result.save_id), nbytes=result.nbytes, seconds=result.seconds, details=result.details
+        )
     else:
         report = SaveReport(save_id=str(handle.save_id), nbytes=0)
     rest = {name: value for name, value in arguments.items() if name != "path"}

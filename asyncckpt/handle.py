@@ -25,9 +25,10 @@ class SaveReport:
         nbytes: Bytes of this rank's files (`staged`: of its slot's images).
         seconds: Seconds per phase: "plan", "acquire", "copy", "seal", "write", "commit" as far as they are known, and
             "total" since `save()` was called.
-        details: Further facts. "direct": O_DIRECT was used. Of a commit whose tensors all are bit for bit those
-            that the run committed before at another step, "same_tensors_as_step": that one; "unchanged": the rest is
-            equal too, but for the step.
+        details: Further facts. "direct": O_DIRECT was used. "ring_nbytes": the state was larger than
+            `arena_limit_bytes`, and went through so much memory in segments. Of a commit whose tensors all are bit for
+            bit those that the run committed before at another step, "same_tensors_as_step": that one; "unchanged": the
+            rest is equal too, but for the step.
     """
 
     save_id: str

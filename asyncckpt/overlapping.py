@@ -11,6 +11,7 @@ from typing import Any
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.errors import ConfigError, ReentrantCallError
 from asyncckpt.parts import CheckpointStager
+from asyncckpt.save_events import SaveEvents
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_stager import SlotStager
 
@@ -20,6 +21,7 @@ class Overlapping(Checkpointer):
 
     _stager: CheckpointStager
     _saving: threading.Lock
+    _events: SaveEvents
 
     @abstractmethod
     def _refuse_in_callback(self, call: str) -> None:
@@ -50,6 +52,7 @@ class Overlapping(Checkpointer):
         if overlap is None:
             raise ConfigError("attach() is for the default stager and process, which were replaced", field="attach")
         overlap.attach(*optimizers)
+        self._events.watch(optimizers)
 
     def detach(self) -> None:
         """Take back what `attach` did, for all optimizers and modules. Twice is fine.
@@ -60,6 +63,7 @@ class Overlapping(Checkpointer):
             CheckpointerClosedError, ForkedError, ReentrantCallError: As `fence()`.
         """
         self._check_usable()
+        self._events.unwatch()
         if self._overlap is not None:
             self._overlap.detach()
 

@@ -57,10 +57,13 @@ class StagedSnapshot:
     """The default stager's result: a sealed slot, or one that is sealed once `rest` was called and has ended.
 
     `began`: `time.perf_counter()` at the start of `save()`. `extra`: the arguments of `save()` that are the hooks'.
-    `resubmitted`: to how many workers, after the first, it was handed.
+    `details`: of the report on `staged`. `resubmitted`: to how many workers, after the first, it was handed.
     """
 
-    __slots__ = ("began", "extra", "nbytes", "path", "rest", "resubmitted", "save_id", "seconds", "slot", "step")
+    __slots__ = (
+        *("began", "details", "extra", "nbytes", "path", "rest", "resubmitted"),
+        *("save_id", "seconds", "slot", "step"),
+    )
 
     def __init__(
         self,
@@ -74,10 +77,11 @@ class StagedSnapshot:
         began: float,
         extra: Mapping[str, Any],
         rest: Rest | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
         self.nbytes, self.seconds, self.began = nbytes, seconds, began
-        self.extra, self.rest = extra, rest
+        self.extra, self.rest, self.details = extra, rest, dict(details or {})
         self.resubmitted = 0
 
     def report(self, facts: Mapping[str, Any] | None) -> SaveReport:

@@ -122,7 +122,7 @@ class SlotLender:
             lives = start_ticks(session.worker.pid) == session.worker.pid_start
             raise WorkerUnavailableError(
                 f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and "
-                "trainer must run as the same user and share a PID namespace",
+                "trainer must run as the same user, with the same capabilities, and share a PID namespace",
                 endpoint=self._endpoint,
                 detail="slot" if lives else DIED,
             ) from error

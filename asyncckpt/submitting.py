@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -128,6 +129,41 @@ class Submitting(CheckpointProcess):
         elif save.announcement is not None and slot.memory.control.state != STATE_SEALED:
             # What was sealed when the worker before died, that one may have committed: the new one looks by itself.
             self._say_begin(session, save.save_id, save.announcement, slot)
+
+    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], None]:
+        """Ring the doorbell for a ring that is about to be filled. Does not wait.
+
+        Returns:
+            What raises, when it is called, as soon as the worker will not write what comes next.
+
+        Raises:
+            WorkerUnavailableError: The worker was lost since the save was announced.
+        """
+        with self._handing:
+            session = self._speaker(slot)
+            if session is None:
+                raise self._ring_lost()
+            build = partial(_submit, str(save_id), slot.number, slot.generation)
+            rung = session.request(build, SUBMIT_TIMEOUT_S)
+            rung.add_done_callback(lambda done: self._answered(str(save_id), done))
+
+        def check() -> None:
+            error = self._pending.early_error(save_id)
+            if error is not None:
+                raise error
+            # IMPORTANT: no other worker can go on with a ring, although it may have got the slot by now.
+            if session.error is not None or slot.session != session.name or slot.orphaned:
+                raise self._ring_lost()
+
+        return check
+
+    def _ring_lost(self) -> WorkerUnavailableError:
+        return WorkerUnavailableError(
+            f"the worker at {self.endpoint} was lost while it wrote a state that is larger than arena_limit_bytes: no "
+            "other one can go on with that; the next save works",
+            endpoint=self.endpoint,
+            detail="ring",
+        )
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""

@@ -29,6 +29,7 @@ _WORKER_FIELDS = frozenset(
         "hook_timeout_s",
         "on_worker_loss",
         "keep_in_memory",
+        "events",
         "on_error",
         "worker_timeout_s",
         "worker_start_timeout_s",

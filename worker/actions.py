@@ -107,6 +107,14 @@ class Write:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CutOff:
+    """Stop the Write of a ring whose segments will not all come. Performed at once; the Write is answered as ever."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
     """Publish the manifest of a save whose ranks are all durable. Job; answered by Published."""
 
@@ -201,6 +209,7 @@ Action = (
     | ReadSlot
     | Prepare
     | Write
+    | CutOff
     | Commit
     | Remove
     | ScanLineage

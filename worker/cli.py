@@ -19,8 +19,9 @@ from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.protocol.options import ADVERTISE_VARIABLE, LOOPBACK, add_options
 from asyncckpt_worker.advertised import check_advertised
-from asyncckpt_worker.claim import claim
+from asyncckpt_worker.claim import await_free, claim
 from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.supervisor import Supervisor
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -66,6 +67,9 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         max_write_bandwidth=options.max_write_bandwidth,
         advertise=options.advertise or os.environ.get(ADVERTISE_VARIABLE) or LOOPBACK,
         port=options.port,
+        events=options.events,
+        metrics=options.metrics,
+        supervised=not (options.detach or options.while_pid),
         log_format=options.log_format,
         log_file=os.path.abspath(os.path.expanduser(options.log_file)) if options.log_file else None,
     )
@@ -77,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = _config(options)
         check_advertised(config.advertise)
+        if options.when_free and config.supervised:
+            return serve(config, claimed=await_free(config.endpoint, Supervisor(os.environ, os.getpid())))
         if options.detach:
             return _detached(config)
         return _kept(config) if config.while_pid and config.log_file else serve(config)

@@ -38,6 +38,9 @@ class WorkerConfig:
         max_write_bandwidth: Bytes per second that are written, of all saves together; 0: as fast as it goes.
         heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
         advertise, port: Where the workers of other nodes reach this one, when it leads them; 0: any port.
+        events: It puts what happens to saves into `events.jsonl` beside the checkpoints.
+        metrics: `127.0.0.1:PORT`, where Prometheus may ask; None: nowhere.
+        supervised: `$NOTIFY_SOCKET` is meant for this process.
         log_format, log_file: "human" or "json"; None writes to stderr.
 
     Raises:
@@ -56,6 +59,9 @@ class WorkerConfig:
     heartbeat_s: float = 0.5
     advertise: str = LOOPBACK
     port: int = 0
+    events: bool = False
+    metrics: str | None = None
+    supervised: bool = False
     log_format: str = "human"
     log_file: str | None = None
 

@@ -7,7 +7,6 @@ with. It does no file I/O: whatever may wait for a disk is a job.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from asyncckpt.failpoints import reach
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.endpoint import socket_path
-from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.pace_file import DevicePaces
@@ -28,18 +26,20 @@ from asyncckpt_worker import events as ev
 from asyncckpt_worker import logs
 from asyncckpt_worker.bandwidth import files_for
 from asyncckpt_worker.blame import concerned
+from asyncckpt_worker.brain_config import brain_config
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.ending import BrainConfig
 from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.keeper import Keeper
 from asyncckpt_worker.liveness import Liveness
 from asyncckpt_worker.metrics import Metrics
+from asyncckpt_worker.moves import with_progress
 from asyncckpt_worker.peers import Peers
 from asyncckpt_worker.scheduler import Scheduler
 from asyncckpt_worker.server import Server
-from asyncckpt_worker.shortage import Shortage
+from asyncckpt_worker.shortage import Shortage, slot_refused
 from asyncckpt_worker.slots import SlotStore
 from asyncckpt_worker.state import Brain
+from asyncckpt_worker.witness import Witness
 from asyncckpt_worker.writer import WRITE_PACES, Writer
 
 MAX_WAIT_S = 1.0
@@ -73,6 +73,11 @@ class Daemon:
         self.config = config
         self.metrics = Metrics()
         self._server = Server(config.endpoint, self.metrics.count, claimed)
+        try:
+            self._witness = Witness(config, os.environ, self.metrics.count)
+        except AsyncCkptError:
+            self._server.close()
+            raise
         self._scheduler = Scheduler()
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
@@ -87,20 +92,7 @@ class Daemon:
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None
         self._closed = False
-        self.brain = Brain(
-            BrainConfig(
-                package=__version__,
-                pid=os.getpid(),
-                pid_start=start_ticks(os.getpid()) or 0,
-                instance=secrets.token_hex(8),
-                heartbeat_s=config.heartbeat_s,
-                idle_exit_s=config.idle_exit_s,
-                drain_timeout_s=config.drain_timeout_s,
-                staging_grace_s=config.staging_grace_s,
-                keep_snapshots_s=config.keep_snapshots_s,
-            ),
-            time.monotonic(),
-        )
+        self.brain = Brain(brain_config(config), time.monotonic())
         self._peers = Peers(config.advertise, config.port, self.brain.run_of_key, self.metrics.count)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -114,6 +106,7 @@ class Daemon:
         logs.write("info", f"worker {os.getpid()} of asyncckpt {__version__} listens on {self.config.endpoint}")
         try:
             self._tick()
+            self._witness.ready(self.config.endpoint)
             while self._exit is None:
                 self._turn()
         finally:
@@ -138,13 +131,20 @@ class Daemon:
         for session in self._liveness.dead():
             self._handle(ev.Died(now=time.monotonic(), session=session))
         self._tick()
+        drains = self.brain.tables.draining
+        self._witness.turned(time.monotonic(), time.time(), lambda: self._report(self.brain.report()), drains=drains)
 
     def _tick(self) -> None:
         short = self.brain.keeping.any and self._shortage.is_there(time.monotonic())
         self._handle(ev.Tick(now=time.monotonic(), kept=self._keeper.lives(), memory_short=short))
 
     def _wait_s(self) -> float:
-        waits = [MAX_WAIT_S, self._liveness.poll_s or MAX_WAIT_S, self._keeper.poll_s or MAX_WAIT_S]
+        waits = [
+            MAX_WAIT_S,
+            self._witness.wait_s,
+            self._liveness.poll_s or MAX_WAIT_S,
+            self._keeper.poll_s or MAX_WAIT_S,
+        ]
         if self.brain.wakes_at is not None:
             waits.append(self.brain.wakes_at - time.monotonic())
         return max(0.0, min(waits))
@@ -162,6 +162,7 @@ class Daemon:
             except Exception as error:
                 actions = []
                 todo.extend(self._failed_at(current, error))
+            self._witness.saw(self.brain.moves)
             for action in actions:
                 try:
                     answer = self._perform(action)
@@ -199,6 +200,7 @@ class Daemon:
         if self._closed:
             return True
         self._closed = True
+        self._witness.close(self._exit.reason if self._exit else "closed")
         self._server.close()
         self._peers.close()
         self._liveness.close()
@@ -249,7 +251,7 @@ class Daemon:
             check_memory(action.nbytes, self._slots.promised_nbytes())
             memory = self._slots.create(action.slot, action.nbytes)
         except (AsyncCkptError, OSError, SlotError) as error:
-            wrapped = error if isinstance(error, AsyncCkptError) else _slot_refused(error, action.nbytes)
+            wrapped = error if isinstance(error, AsyncCkptError) else slot_refused(error, action.nbytes)
             return ev.SlotCreated(now=time.monotonic(), slot=action.slot, error=to_wire(wrapped))
         if action.populate:
             self._jobs.populate(action.slot)
@@ -278,13 +280,9 @@ class Daemon:
             "uptime_s": time.monotonic() - self._started,
             "pidfd": self._liveness.uses_pidfd,
             "roots": list(self.config.roots),
-            "counters": self.metrics.counters(),
+            "counters": {**self.metrics.counters(), "events_dropped": self._witness.events_dropped},
+            "metrics_port": self._witness.metrics_port,
             "process": dict(self.metrics.process()),
             **brains,
+            "ranks": with_progress(brains["ranks"], self._writer.written()),
         }
-
-
-def _slot_refused(error: BaseException, nbytes: int) -> AsyncCkptError:
-    return SaveFailedError(
-        f"the worker cannot make a slot of {nbytes:,} bytes: {error}", code="slot", detail=str(error)
-    )

@@ -78,6 +78,9 @@ class SlotRead:
     opened: bool = False
     """A trainer is staging into it."""
 
+    streamed: bool = False
+    """The request is of a ring that is not sealed yet."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:

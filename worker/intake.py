@@ -15,6 +15,7 @@ from asyncckpt_worker.order import rival, same_call
 from asyncckpt_worker.records import RankSave, Save, Session, Slot
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
+from asyncckpt_worker.starting import start_writing
 from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import disagree, failed, mismatch, other_world, path_in_use, withdrawn
 
@@ -61,25 +62,11 @@ class Intake:
             Whether it was new.
         """
         slot.taken = max(slot.taken, generation)
-        known = self._t.saves.get(request.save_id)
-        run = self._runs.join_by_slot(slot, SaveId.parse(request.save_id).run_id, request.world_size)
-        world_size = known.world_size if known is not None else run.world_size
-        if world_size != request.world_size:
-            # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
-            self._refuse_world(request.save_id, request.rank, request.world_size, slot.session)
+        found = self._entry_in(slot, generation, request, sealed=True)
+        if found is None:
             return False
-        self._runs.heard_of(request.save_id, request.world_size)
-        save = self._open(request.save_id, request.world_size)
-        entry = save.ranks.get(request.rank)
-        if entry is None:
-            entry = entry_of_request(slot, generation, request, self._t.now)
-            self._add(save, entry, sealed=True)
-            if not entry.resumed:
-                self._refuse_rival(save, entry)
-        if entry.session != slot.session:
-            text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
-            self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
-            return False
+        save, entry = found
+        entry.ring = request.ring_segments > 0
         if entry.phase != BEGUN:  # it has ended, or the same snapshot came twice
             if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
                 slot.key = (save.save_id, entry.rank)  # where it can still be loaded from
@@ -103,6 +90,50 @@ class Intake:
             elif not entry.preparing:
                 self._saves.prepare(save, entry, fsync=request.fsync)
         return True
+
+    def stream(self, slot: Slot, generation: int, request: SaveRequest) -> None:
+        """Write a ring that its trainer has begun to fill: its save stays begun until that is sealed."""
+        found = self._entry_in(slot, generation, request, sealed=False)
+        if found is None:
+            return
+        save, entry = found
+        if entry.phase != BEGUN or entry.ring or (entry.slot, entry.generation) != (slot.number, generation):
+            return
+        self.supersede(slot, save.save_id)
+        slot.key = (save.save_id, entry.rank)
+        entry.ring, entry.stream = True, request
+        self._t.log("info", "a ring is being filled", save_id=save.save_id, session=slot.session, count="saves_ringed")
+        if save.given_up:
+            return
+        if entry.prepared:
+            start_writing(self._t, save, entry, request)
+        elif not entry.preparing:
+            self._saves.prepare(save, entry, fsync=request.fsync)
+
+    def _entry_in(
+        self, slot: Slot, generation: int, request: SaveRequest, *, sealed: bool
+    ) -> tuple[Save, RankSave] | None:
+        """Return what a slot's request is of, added where it was not known; None: nothing that it can be."""
+        known = self._t.saves.get(request.save_id)
+        run = self._runs.join_by_slot(slot, SaveId.parse(request.save_id).run_id, request.world_size)
+        world_size = known.world_size if known is not None else run.world_size
+        if world_size != request.world_size:
+            # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
+            self._refuse_world(request.save_id, request.rank, request.world_size, slot.session)
+            return None
+        self._runs.heard_of(request.save_id, request.world_size)
+        save = self._open(request.save_id, request.world_size)
+        entry = save.ranks.get(request.rank)
+        if entry is None:
+            entry = entry_of_request(slot, generation, request, self._t.now)
+            self._add(save, entry, sealed=sealed)
+            if not entry.resumed:
+                self._refuse_rival(save, entry)
+        if entry.session != slot.session:
+            text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
+            self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
+            return None
+        return save, entry
 
     def _problem(self, save: Save, entry: RankSave, slot: Slot) -> Wire | None:
         """Compare a rank that has just come with its session and the other ranks; once all are there, their samples."""

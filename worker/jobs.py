@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
-from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN
+from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN, STATE_STREAMED
 from asyncckpt.protocol.request import decode_request
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
@@ -51,7 +51,10 @@ class Jobs:
             case ac.Prepare():
                 self._scheduler.submit("prepare", lambda: self._prepare(action))
             case ac.Write():
-                self._scheduler.submit("write", lambda: self._write(action))
+                lane = "stream" if action.request.ring_segments else "write"
+                self._scheduler.submit(lane, lambda: self._write(action))
+            case ac.CutOff():
+                self._slots.cut_off(action.slot, action.generation)
             case ac.Commit():
                 self._scheduler.submit("commit", lambda: self._commit(action))
             case ac.Remove():
@@ -71,12 +74,18 @@ class Jobs:
         opened = False
         try:
             with self._slots.use(number) as memory:
-                opened = memory.control.state == STATE_OPEN
-                generation, data = memory.control.read_request()
+                opened = memory.control.state in (STATE_OPEN, STATE_STREAMED)
+                (generation, data), streamed = memory.control.read_streamed()
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
+            if streamed and not request.ring_segments:
+                raise ValueError("it is streamed, and its request is of no ring")
         except Exception as error:
             return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
-        return ev.SlotRead(now=time.monotonic(), slot=number, generation=generation, request=request)
+        opened = opened and streamed  # a seal may have come between the two
+        now = time.monotonic()
+        return ev.SlotRead(
+            now=now, slot=number, generation=generation, request=request, opened=opened, streamed=streamed
+        )
 
     def _adopt(self, action: ac.AdoptSlot) -> ev.SlotCreated:
         try:
@@ -124,6 +133,8 @@ class Jobs:
             "nbytes": result.nbytes,
             "direct": result.direct,
         }
+        if action.request.ring_segments:
+            report["ring_nbytes"] = action.request.ring_segments * action.request.ring_segment_nbytes
         if action.resumed:
             report["kept"] = kept
         self._metrics.count("written_nbytes", 0 if kept else result.nbytes)

@@ -241,7 +241,7 @@ def _snapshot_in(t: Tables, slot: Slot) -> tuple[Save, RankSave] | None:
     entry = t.entry(slot.key)
     if entry is None or slot.key is None or entry.phase == BEGUN or entry.slot != slot.number:
         return None
-    if slot.fd < 0 or slot.void:
+    if slot.fd < 0 or slot.void or entry.ring:
         return None
     return (t.saves[slot.key[0]], entry) if entry.generation == slot.taken else None
 

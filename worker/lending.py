@@ -232,13 +232,16 @@ class Lending:
             return
         slot.reading, slot.opened = False, event.opened
         request = event.request
-        if request is not None and event.generation > slot.taken:
+        if request is not None and event.streamed:
+            if not slot.closing and event.generation > slot.adopted:
+                self._intake.stream(slot, event.generation, request)
+        elif request is not None and event.generation > slot.taken:
             taken = self._intake.take_up(slot, event.generation, request)
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
         elif request is not None and slot.committed == request.save_id and event.generation == slot.taken:
-            slot.found = request
+            slot.found = None if request.ring_segments else request  # of a ring only the end is there
         slot.committed = ""
         slot.void = slot.closing and not slot.read_again and (request is None or event.generation != slot.taken)
         waiters, slot.waiters = slot.waiters, []

@@ -38,6 +38,9 @@ class Session:
     run: str = ""
     """The run that it saves for, or "": not known yet."""
 
+    durable: tuple[int, float] | tuple[()] = ()
+    """The step that this rank has made durable last, and when; for the status report."""
+
     granted: dict[int, int] = field(default_factory=dict)
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
 
@@ -162,6 +165,20 @@ class RankSave:
     resumed: bool = False
     """A worker that is dead may have written its files, or some."""
 
+    seen: str = ""
+    """The phase that was told of last (`moves`), and `since` when it is in it."""
+
+    since: float = 0.0
+
+    ring: bool = False
+    """Its snapshot goes through a ring, and is never whole in memory."""
+
+    stream: SaveRequest | None = None
+    """The request of a ring that is being filled."""
+
+    streaming: bool = False
+    """Its ring is being written, or was, since before it is sealed."""
+
     home: Home = NO_HOME
     """Its directory, once that was made or could not be."""
 
@@ -203,6 +220,9 @@ class Save:
 
     told_missing: list[int] | None = None
     """Followed: the ranks that the leader waits for, as it has said."""
+
+    told_end: bool = False
+    """Its end was told of (`moves`)."""
 
     turn_since: float = 0.0
     """When the last of the run's earlier saves that were under way ended: hooks are asked one after another."""

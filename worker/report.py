@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, DURABLE, SUBMITTED, WRITING
+from asyncckpt_worker.moves import rank_rows, run_rows
 from asyncckpt_worker.records import Save
 from asyncckpt_worker.tables import Tables
 
@@ -43,6 +44,8 @@ def report(t: Tables, instance: str) -> Mapping[str, Any]:
         "saves": [_row(save) for save in saves],
         "failures": dict(t.failures),
         "jobs": t.jobs,
+        "ranks": rank_rows(t, MAX_ROWS),
+        "runs": run_rows(t, MAX_ROWS),
     }
 
 

@@ -11,6 +11,15 @@ MAX_DIRECTORIES = 64
 """Directories of a run whose epochs are remembered: until all of its ranks have asked. Chosen, not measured."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newest:
+    """What a run committed last, and when."""
+
+    step: int
+    path: str
+    at: float
+
+
 @dataclass(slots=True)
 class Run:
     """The ranks that save together, and what they were told. `changes`: what was published, first to last."""
@@ -47,6 +56,9 @@ class Run:
 
     committed: Committed | None = None
     """What was committed last, to be compared with what comes next."""
+
+    newest: Newest | None = None
+    """What was committed last, for the status report."""
 
     names: dict[str, int | None] = field(default_factory=dict)
     """FQNs to be stored for each rank -> from which sequence on, once that was published."""

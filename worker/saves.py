@@ -25,7 +25,7 @@ from asyncckpt.protocol.lifecycle import (
     advance,
 )
 from asyncckpt.protocol.relay import GaveUp, Left
-from asyncckpt_worker.actions import Commit, Remove, Write
+from asyncckpt_worker.actions import Commit, Remove
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
@@ -36,6 +36,7 @@ from asyncckpt_worker.order import has_elder, rival
 from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
+from asyncckpt_worker.starting import start_writing, stop_streams
 from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import OUTCOME_EVENTS, count, failed, path_in_use, timed_out
 
@@ -65,6 +66,8 @@ class SaveBook:
             self.end(save, *refusal)
         elif entry.phase == SUBMITTED and not save.given_up:
             self.write(save, entry)
+        elif entry.stream is not None and not save.given_up:
+            start_writing(self._t, save, entry, entry.stream)
 
     def written(self, event: Written) -> None:
         save, entry = self._t.saves.get(event.key[0]), self._t.entry(event.key)
@@ -81,7 +84,7 @@ class SaveBook:
             self._clean_up(save)
         elif event.error is not None:
             self.end(save, FAILED, event.error)
-        else:
+        elif entry.phase == WRITING:  # else of a ring, whose seal was not seen yet
             self._is_durable(save, entry)
 
     def delivered(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
@@ -202,6 +205,7 @@ class SaveBook:
         level = "warning" if outcome == ABANDONED else "error"
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
+        stop_streams(self._t, save)
         self._clean_up(save)
         self._commit_next(save)
 
@@ -222,19 +226,10 @@ class SaveBook:
     def write(self, save: Save, entry: RankSave) -> None:
         assert entry.request is not None
         self.move(save, entry, "write")
-        if entry.link:
-            return
-        entry.writing = True
-        key = (save.save_id, entry.rank)
-        self._t.slots[entry.slot].writes.add(key)
-        write = Write(
-            key=key,
-            slot=entry.slot,
-            generation=entry.generation,
-            request=entry.request,
-            resumed=entry.resumed,
-        )
-        self._t.actions.append(write)
+        if not entry.link and not entry.streaming:
+            start_writing(self._t, save, entry, entry.request)
+        elif entry.result is not None:  # of a ring that was written to its end before its seal was seen
+            self._is_durable(save, entry)
 
     def _commit_next(self, ended: Save) -> None:
         """A save has ended: those that were held back for it may be due."""
@@ -295,6 +290,6 @@ class SaveBook:
         self._t.touched[(save.save_id, entry.rank)] = None
         entry.error = error
         if entry.phase in ENDED:
-            entry.request = None
+            entry.request = entry.stream = None
         if entry.phase in ENDED or entry.phase == DURABLE:
             self._t.changed[(save.save_id, entry.rank)] = None

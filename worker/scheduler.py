@@ -15,9 +15,18 @@ from collections.abc import Callable
 
 from asyncckpt_worker.events import Event
 
-LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1, "prepare": 4, "write": 4, "commit": 4}
+LANES: dict[str, int] = {
+    "memory": 1,
+    "populate": 1,
+    "free": 1,
+    "prepare": 4,
+    "write": 4,
+    "stream": 64,
+    "commit": 4,
+}
 """Lane -> threads. `free` has its own: to unmap a large slot takes seconds, and reading a dead trainer's must not wait.
-`write`: saves that are written at the same time, each by at least two threads more."""
+`write`: saves that are written at the same time, each by at least two threads more. `stream`: those that go through
+rings; most of the time they wait for their trainers, one of which may have stopped."""
 
 MAX_QUEUED = 8192
 """Jobs that wait in one lane: more than `records.MAX_JOBS`, so that the brain refuses before a queue is full."""

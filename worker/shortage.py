@@ -1,9 +1,13 @@
-"""Whether the machine, or our cgroup, is short of memory; looked at rarely, since it reads files of /proc."""
+"""Whether the machine, or our cgroup, is short of memory; looked at rarely, since it reads files of /proc.
+
+And what a trainer is told that gets none.
+"""
 
 from __future__ import annotations
 
 import psutil
 
+from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.memory.headroom import RESERVE_NBYTES, cgroup_limit
 
 LOOK_EVERY_S = 1.0
@@ -33,3 +37,10 @@ class Shortage:
 def is_short(total: int, available: int) -> bool:
     """Whether `available` bytes are too few, of `total`."""
     return available < max(RESERVE_NBYTES, total // SHORT_SHARE)
+
+
+def slot_refused(error: BaseException, nbytes: int) -> AsyncCkptError:
+    """Return what a trainer is told when the system gives no memory for a slot."""
+    return SaveFailedError(
+        f"the worker cannot make a slot of {nbytes:,} bytes: {error}", code="slot", detail=str(error)
+    )

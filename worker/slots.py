@@ -19,6 +19,7 @@ class _Held:
         self.memory = memory
         self.users = 0
         self.doomed = False
+        self.cut_off = -1
 
 
 class SlotStore:
@@ -73,6 +74,19 @@ class SlotStore:
             yield held.memory
         finally:
             self._leave(number, held)
+
+    def cut_off(self, number: int, generation: int) -> None:
+        """Let whoever waits for the segments of a ring of `generation` wait no longer. Does not wait."""
+        with self._lock:
+            held = self._held.get(number)
+            if held is not None:
+                held.cut_off = max(held.cut_off, generation)
+
+    def is_cut_off(self, number: int, generation: int) -> bool:
+        """Whether `cut_off` was called for `generation`."""
+        with self._lock:
+            held = self._held.get(number)
+            return held is None or held.cut_off >= generation
 
     def free(self, number: int) -> None:
         """Close slot `number` now, or when its last user leaves; one that is not there is left alone.

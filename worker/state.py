@@ -6,10 +6,12 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
     none       a sealed slot is read                        -> begun, then as below
     begun      its slot is read and sealed                  -> submitted    Prepare, unless that is done; failed, if
                                                                    the ranks disagree or their replicas differ
+    begun      a streamed slot is read (a ring), Prepared   -> begun        Write, while the trainer goes on staging
     begun      Prepared with an error                       -> failed
     begun      Withdraw, slot closing and not sealed        -> abandoned    on all ranks; also when a rank is gone
                                                                    (`runs`) that has not sealed
     submitted  Prepared                                     -> writing      Write
+    submitted  of a ring that is being written              -> writing      durable at once if Written has come before
     writing    Written                                      -> durable      Commit, once all ranks are durable and agree
                                                                    (hooks included) and no earlier save of the run
                                                                    is in flight
@@ -91,6 +93,7 @@ from asyncckpt_worker.keeping import KeepBook
 from asyncckpt_worker.leading import LeadBook
 from asyncckpt_worker.lending import Lending
 from asyncckpt_worker.lineages import LineageBook
+from asyncckpt_worker.moves import Moved, look
 from asyncckpt_worker.records import Session
 from asyncckpt_worker.report import MAX_ROWS, report
 from asyncckpt_worker.rows import news, states
@@ -119,12 +122,16 @@ class Brain:
         self._sessions = SessionBook(self.tables, self._lending, self.keeping, self._runs, self._boards, self._welcome)
         self._leading = LeadBook(self.tables, self._runs, self._intake, self._saves, self._lending, self._lineages)
         self._lineages.tell_followers = self._leading.epoch_found
+        self.moves: list[Moved] = []
+        """What the last event has moved."""
+
         self._ending = Ending(self.tables, self._lending, config, lambda: self._leading.busy or self._following.busy)
 
     def handle(self, event: Event) -> list[Action]:
         """Return what is to be done about `event`, in this order."""
         t = self.tables
         t.now = max(t.now, event.now)
+        self.moves = []
         self._dispatch(event)
         self._adoption.remember()
         self._lending.free_what_is_over()
@@ -134,6 +141,7 @@ class Brain:
         self._lending.free_what_is_over()
         self._lending.create_what_was_postponed()
         self.keeping.answer()
+        self.moves = look(t)
         self._following.flush()
         self._leading.flush()
         t.actions += news(t)
@@ -148,6 +156,11 @@ class Brain:
         times = [*self._ending.times(), *self._leading.times(), *self._following.times()]
         times += [deadline(self.tables, save)[0] for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
+
+    def report(self) -> dict[str, Any]:
+        """Return the brain's part of the status report."""
+        found = {"followers": self._leading.report()[:MAX_ROWS], "followed": self._following.report()}
+        return {**found, **report(self.tables, self._config.instance)}
 
     def run_of_key(self, client_public: str) -> str | None:
         """Return the run whose followers prove this key, or None."""
@@ -203,9 +216,7 @@ class Brain:
             case Hello():
                 return self._sessions.hello(peer, m)
             case Status():
-                found = {"followers": self._leading.report()[:MAX_ROWS], "followed": self._following.report()}
-                found |= report(self.tables, self._config.instance)
-                return self.tables.actions.append(SendStatus(peer=peer, id=m.id, report=found))
+                return self.tables.actions.append(SendStatus(peer=peer, id=m.id, report=self.report()))
             case Drain():
                 self._lending.send(peer, Ok(id=m.id))
                 return self._ending.drain(m.now, "asked to drain")

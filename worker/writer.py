@@ -31,8 +31,10 @@ from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt.storage.resuming import is_committed, resume_rank_files
 from asyncckpt_worker.actions import Commit, Prepare, Write
+from asyncckpt_worker.events import SaveKey
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
+from asyncckpt_worker.rings import write_ring
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.shared import await_shared
 from asyncckpt_worker.slots import SlotStore
@@ -68,6 +70,7 @@ class Writer:
         self._threads, self._paces = max(threads or DEFAULT_THREADS, MIN_THREADS), None if threads else paces
         n_pool = min(MAX_POOL_THREADS, LANES["write"] * max(self._threads, *(pace.threads for pace in WRITE_PACES)))
         self._pool = ThreadPoolExecutor(n_pool, thread_name_prefix="asyncckpt-io")
+        self._written: dict[SaveKey, list[int]] = {}
 
     def prepare(self, job: Prepare) -> bool:
         """Make the directory and look for what would make the save fail.
@@ -123,14 +126,26 @@ class Writer:
 
         def run() -> tuple[RankResult, bool]:
             reach("worker: writing")
+            pieces = self._written[job.key] = []  # appended to by threads, which needs no lock
+            try:
+                return filed(pieces)
+            finally:
+                self._written.pop(job.key, None)
+
+        def filed(pieces: list[int]) -> tuple[RankResult, bool]:
             with self._slots.use(job.slot) as memory:
+                if request.ring_segments:
+                    rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
+                    found = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
+                    return replace(found, rest_print=rest_print(request)), False
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
                 pace = self._pace(request)
-                rank_job = self._rank_job(request, pace.threads if pace else request.write_threads or self._threads)
+                threads = pace.threads if pace else request.write_threads or self._threads
+                rank_job = self._rank_job(request, threads, pieces.append)
                 view = memory.mapping.view()
                 try:
                     if job.resumed:
@@ -148,11 +163,15 @@ class Writer:
 
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 
+    def written(self) -> dict[SaveKey, int]:
+        """Return how many bytes of shards have been written so far, of what is being written now."""
+        return {key: sum(list(pieces)) for key, pieces in list(self._written.items())}
+
     def _pace(self, request: SaveRequest) -> Pace | None:
         """Return what the device wants; None where somebody has said it."""
         return None if self._paces is None or request.write_threads else self._paces.choose(request.path)
 
-    def _rank_job(self, request: SaveRequest, threads: int) -> RankJob:
+    def _rank_job(self, request: SaveRequest, threads: int, progress: Callable[[int], None]) -> RankJob:
         return RankJob(
             path=request.path,
             save_id=SaveId.parse(request.save_id),
@@ -166,6 +185,7 @@ class Writer:
             overwrite=request.overwrite,
             umask=request.umask,
             layout=request.layout,
+            progress=progress,
             threads=min(MAX_POOL_THREADS, max(threads, MIN_THREADS)),
         )
 

@@ -12,18 +12,40 @@ import sys
 from collections.abc import Sequence
 
 from asyncckpt import __version__
-from asyncckpt.cli import convert, demo, diff, doctor, gc, inspect, ls, run, verify, worker
+from asyncckpt.cli import (
+    convert,
+    demo,
+    diff,
+    doctor,
+    du,
+    gc,
+    inspect,
+    ls,
+    pin,
+    prune,
+    report,
+    run,
+    top,
+    verify,
+    worker,
+)
+from asyncckpt.cli.help_text import ExampleFormatter, examples
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
 COMMANDS = {
     "demo": demo,
     "run": run,
+    "top": top,
+    "report": report,
     "ls": ls,
     "inspect": inspect,
+    "du": du,
     "verify": verify,
     "diff": diff,
     "convert": convert,
+    "pin": pin,
+    "prune": prune,
     "gc": gc,
     "doctor": doctor,
     "worker": worker,
@@ -44,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=module.HELP,
             description=getattr(module, "DESCRIPTION", module.HELP[0].upper() + module.HELP[1:] + "."),
-            epilog=f"example: {module.EXAMPLE}",
+            epilog=examples(module.EXAMPLES),
+            formatter_class=ExampleFormatter,
         )
         module.configure(sub)
     return top

@@ -15,15 +15,17 @@ from typing import Any
 
 from asyncckpt.cli.foreground import EXIT_SIGNAL
 from asyncckpt.cli.output import EXIT_OK, print_json, say
+from asyncckpt.cli.progress import Bar
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.kinds import KINDS
 from asyncckpt.sizes import human
 
 HELP = "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face"
-EXAMPLE = "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model"
+EXAMPLES = (
+    "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model",
+    "asyncckpt convert dcp-dir runs/b/step-300 --to asyncckpt",
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BAR_WIDTH = 30
-_REDRAW_S = 0.1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes 4 when there is no source, 3 when it is damaged, 1 when the target cannot be made."""
     from asyncckpt.conversion.converter import convert
 
-    bar = _Bar() if sys.stderr.isatty() and not args.json else None
+    bar = Bar() if sys.stderr.isatty() and not args.json else None
     started = time.perf_counter()
     try:
         with _ended_cleanly():
@@ -152,31 +154,3 @@ def _table(path: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ConfigError(f"--key-map {path}: expected an object of texts", field="key_map", value=path)
     return found
-
-
-class _Bar:
-    """A line on the terminal, drawn anew as it goes."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._drawn = 0.0
-        self._width = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if now - self._drawn < _REDRAW_S and done < total:
-            return
-        self._drawn = now
-        share = done / total if total else 1.0
-        filled = int(share * _BAR_WIDTH)
-        speed = done / max(now - self._started, 1e-6)
-        line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:4.0%} {human(speed)}/s"
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(line)
-
-    def close(self) -> None:
-        """Clear the line."""
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()

@@ -19,7 +19,10 @@ from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK
 from asyncckpt.format.layout import PAGE_NBYTES
 
 HELP = "show on this machine that a killed training loses nothing"
-EXAMPLE = "asyncckpt demo"
+EXAMPLES = (
+    "asyncckpt demo",
+    "asyncckpt demo --dir /scratch/demo",
+)
 STEPS, EVERY, CRASH_AT = 40, 10, 20
 STALL_NBYTES = 200_000_000
 _TRAIN, _CRASH = "asyncckpt.examples.train_gpt", "asyncckpt.examples.train_gpt_crash"

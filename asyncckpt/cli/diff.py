@@ -7,9 +7,14 @@ import os
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
+from asyncckpt.cli.progress import reading
+from asyncckpt.storage.files import Files
 
 HELP = "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ"
-EXAMPLE = "asyncckpt diff runs/a/step-300 runs/b/step-300"
+EXAMPLES = (
+    "asyncckpt diff runs/a/step-300 runs/b/step-300",
+    "asyncckpt diff a b --keys model.layers.0 --json",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 0 when nothing differs, 1 when something does, 3 and 4 as `inspect`."""
     from asyncckpt.conversion.comparison import compare
 
-    found = compare(os.path.abspath(args.first), os.path.abspath(args.second), keys=args.keys, data=not args.fast)
+    first, second = os.path.abspath(args.first), os.path.abspath(args.second)
+    with reading(Files(), quiet=args.json or args.fast) as files:
+        found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [row.described() for row in found.differences]
     if args.json:
         print_json({"equal": not rows, "leaves": found.leaves, "differences": rows})

@@ -26,7 +26,10 @@ DESCRIPTION = (
     "meet; and with DIR what that directory's file system can do, by trying it out in a corner that is removed again. "
     "Each line is ok, warn (it works, slower or with less) or fail; the exit code is 1 if any fails."
 )
-EXAMPLE = "asyncckpt doctor runs/a --state-bytes 40GB --ranks 8"
+EXAMPLES = (
+    "asyncckpt doctor",
+    "asyncckpt doctor runs/a --state-bytes 40GB --ranks 8",
+)
 ANSWER_TIMEOUT_S = 1.0
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\Z", re.IGNORECASE)

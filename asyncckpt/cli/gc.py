@@ -10,12 +10,10 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
-from asyncckpt.cli.worker import default_of_this_user, status_of
-from asyncckpt.config import endpoint_from_environment
+from asyncckpt.cli.under_way import asked_whom, busy_paths
 from asyncckpt.conversion.leftovers import CONVERSIONS
 from asyncckpt.doctor.leftovers import PROBES
-from asyncckpt.errors import CheckpointNotFoundError, WorkerUnavailableError
-from asyncckpt.protocol.lifecycle import ENDED
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.sizes import human
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage.collecting import Collected, collect
@@ -31,7 +29,10 @@ DESCRIPTION = (
     "which the next save to that path replaces. Only files whose names carry a save id go, and what `convert` and "
     "`doctor` left under their temporary names; committed checkpoints and foreign files stay."
 )
-EXAMPLE = "asyncckpt gc runs/a --older-than 12h --delete"
+EXAMPLES = (
+    "asyncckpt gc runs/a",
+    "asyncckpt gc runs/a --older-than 12h --delete",
+)
 DEFAULT_AGE = "24h"
 """Longer than any save takes, retries of the storage included. Chosen, not measured."""
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         files.listdir(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{args.root} is no directory", path=root) from error
-    busy, worker = _busy(args.endpoint)
+    busy, worker = busy_paths(args.endpoint)
     rules = Rules(
         now=time.time(),
         older_than_s=args.older_than,
@@ -106,22 +107,6 @@ def _removed(garbage: Garbage, files: Files) -> Collected:
         return Collected(garbage=garbage, removed=tuple(remove_temporary(garbage, files)))
     except OSError as error:
         return Collected(garbage=garbage, error=error)
-
-
-def _busy(endpoint: str | None) -> tuple[list[str], str]:
-    """Return the paths that a worker writes to, and which worker was asked.
-
-    Raises:
-        WorkerUnavailableError: One that was named does not answer.
-    """
-    asked = endpoint or endpoint_from_environment() or default_of_this_user()
-    try:
-        rows = status_of(asked).get("saves") or ()
-    except WorkerUnavailableError:
-        if endpoint:
-            raise
-        return [], ""
-    return [os.path.realpath(str(row["path"])) for row in rows if row.get("phase") not in ENDED], asked
 
 
 def _row(garbage: Garbage, done: Collected | None, *, deleted: bool) -> dict[str, Any]:
@@ -154,9 +139,8 @@ def _print(args: argparse.Namespace, rows: list[dict[str, Any]], worker: str) ->
         ("ACTION", "KIND", "FILES", "SIZE", "AGE", "PATH"),
         [[r["action"], r["kind"], str(len(r["files"])), human(r["nbytes"]), _age(r["age_s"]), _where(r)] for r in rows],
     )
-    asked = f"the worker at {worker} was asked what is under way" if worker else "no worker answers here"
     would = sum(row["nbytes"] for row in rows if row["action"] == "would go")
-    say(f"{asked}; --older-than {args.older_than:g} s")
+    say(f"{asked_whom(worker)}; --older-than {args.older_than:g} s")
     if would:
         say(f"nothing was changed: --delete removes {human(would)}")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
+from asyncckpt.cli.progress import expect, reading
 from asyncckpt.foreign.kinds import OURS, read_any
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
@@ -18,13 +19,23 @@ from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_obje
 from asyncckpt.storage.files import Files
 
 HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
-EXAMPLE = "asyncckpt inspect runs/a/step-300"
+EXAMPLES = (
+    "asyncckpt inspect runs/a/step-300",
+    "asyncckpt inspect --stats runs/a/step-300",
+    "asyncckpt inspect --json model.safetensors",
+)
 MAX_VALUE_CHARS = 60
+_STATS = ("FQN", "MIN", "MAX", "MEAN", "STD", "ZEROS", "NAN", "INF")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("path", metavar="PATH", help="a checkpoint of any kind")
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="read every tensor, and show minimum, maximum, mean, standard deviation, zeros, NaN and infinities",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -33,11 +44,24 @@ def run(args: argparse.Namespace) -> int:
     files = Files()
     contents = read_any(os.path.abspath(args.path), files)
     described = _describe(contents, files)
+    if args.stats:
+        _add_statistics(described, contents, quiet=args.json)
     if args.json:
         print_json(described)
     else:
         _print(described)
     return EXIT_OK
+
+
+def _add_statistics(described: dict[str, Any], contents: Contents, *, quiet: bool) -> None:
+    """Give each tensor its `stats`."""
+    from asyncckpt.conversion.statistics import statistics_of
+
+    with reading(Files(), quiet=quiet) as files:
+        expect(files, lambda: int(described["nbytes"]))
+        found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, files)}
+    for tensor in described["tensors"]:
+        tensor["stats"] = found[tensor["fqn"]]
 
 
 def _describe(contents: Contents, files: Files) -> dict[str, Any]:
@@ -140,6 +164,9 @@ def _print(described: dict[str, Any]) -> None:
     )
     say(f"\ntensors: {len(described['tensors'])}")
     print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "RANKS"), _tensor_rows(described["tensors"]))
+    if any("stats" in tensor for tensor in described["tensors"]):
+        say("\nstatistics:")
+        print_table(_STATS, [_stats_row(tensor) for tensor in described["tensors"]])
     say(f"\nobjects: {len(described['objects'])}")
     print_table(("FQN", "VALUE", "RANKS"), _object_rows(described["objects"]))
 
@@ -158,6 +185,12 @@ def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
         nbytes, chunks = sum(t["nbytes"] for t in group), sum(t["chunks"] for t in group)
         rows.append([name, first["dtype"], str(first["shape"]), human(nbytes), str(chunks), writers])
     return rows
+
+
+def _stats_row(tensor: dict[str, Any]) -> list[str]:
+    stats = tensor["stats"]
+    numbers = ["-" if stats[name] is None else f"{stats[name]:.6g}" for name in ("minimum", "maximum", "mean", "std")]
+    return [tensor["fqn"], *numbers, *(str(stats[name]) for name in ("zeros", "nans", "infinities"))]
 
 
 def _object_rows(objects: list[dict[str, Any]]) -> list[list[str]]:

@@ -13,6 +13,7 @@ from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError
 from asyncckpt.foreign.kinds import OURS, kind_at
 from asyncckpt.format.steps import lineage_key
+from asyncckpt.retention.pins import is_pinned
 from asyncckpt.sizes import human
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.files import Files
@@ -23,7 +24,10 @@ DESCRIPTION = (
     "back to an earlier step the new branch is the newest. What was never committed, was given up (abandoned), put "
     "aside (quarantined) or is damaged follows. With -r directory by directory, each in this order."
 )
-EXAMPLE = "asyncckpt ls runs/a"
+EXAMPLES = (
+    "asyncckpt ls runs/a",
+    "asyncckpt ls -r runs --json",
+)
 FOREIGN = "foreign"
 _ANY_DEPTH = 100
 
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(
             ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),
-            [[_state(r), _text(r["step"]), _size(r), _text(r["ranks"]), _text(r["created"]), r["path"]] for r in rows],
+            [[_state(r), _text(r["step"]), _size(r), _text(r["ranks"]), _text(r["created"]), _where(r)] for r in rows],
         )
     return EXIT_OK
 
@@ -104,7 +108,19 @@ def _row(found: Found) -> dict[str, Any]:
         "fsync": manifest.fsync if manifest else None,
         "metadata": dict(manifest.metadata) if manifest else None,
         "error": str(found.error) if found.error else None,
+        "pinned": manifest is not None and _is_pinned(found.path),
     }
+
+
+def _is_pinned(path: str) -> bool:
+    try:
+        return is_pinned(path, Files())
+    except OSError:  # not for us to see
+        return False
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['path']} (pinned)" if row["pinned"] else str(row["path"])
 
 
 def _text(value: Any) -> str:

@@ -15,13 +15,17 @@ from asyncckpt import launcher
 from asyncckpt.cli import foreground
 from asyncckpt.cli.kept_worker import KeptWorker
 from asyncckpt.cli.output import EXIT_UNREACHABLE, EXIT_USAGE
-from asyncckpt.config import ENDPOINT_VARIABLE
+from asyncckpt.config import ENDPOINT_VARIABLE, EVENTS_VARIABLE
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.endpoint import private_endpoint, socket_path
 from asyncckpt.protocol.options import add_options, to_arguments
 
 HELP = "run a command, torchrun for instance, with a worker of its own beside it; exits as the command does"
-EXAMPLE = "asyncckpt run --root /checkpoints -- torchrun --standalone --nproc-per-node 8 train.py"
+EXAMPLES = (
+    "asyncckpt run --root /checkpoints -- torchrun --standalone --nproc-per-node 8 train.py",
+    "asyncckpt run --events --metrics 127.0.0.1:9555 -- torchrun --max-restarts 3 --nproc-per-node 8 train.py",
+    "asyncckpt run --keep-snapshots-s 3600 -- srun python train.py",
+)
 
 START_TIMEOUT_S = 30.0
 """For the worker's first answer, which takes about 0.2 s."""
@@ -39,6 +43,7 @@ _HELPS = {
     "ASYNCCKPT_ENDPOINT",
     "--idle-exit-s": "a worker whose `asyncckpt run` was killed ends after S idle seconds (default: %(default)s)",
     "--log-file": "append the worker's log to FILE (default: beside the socket, and removed unless it has warnings)",
+    "--when-free": argparse.SUPPRESS,
     "--detach": argparse.SUPPRESS,
     "--while-pid": argparse.SUPPRESS,
 }
@@ -64,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     wrong = "there is no command; put it behind --" if not words else ""
-    if args.detach or args.while_pid:
+    if args.detach or args.while_pid or args.when_free:
         wrong = (
-            "--detach and --while-pid are for asyncckpt-worker: this command keeps its worker as long as it needs it"
+            "--detach, --while-pid and --when-free are for asyncckpt-worker: this command keeps its worker as long as "
+            "it needs it"
         )
     if wrong:
         print(f"asyncckpt run: {wrong}", file=sys.stderr)
@@ -77,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     beside_the_socket = launcher.log_path_of(endpoint)
     log_path = os.path.abspath(os.path.expanduser(args.log_file)) if args.log_file else beside_the_socket
     worker = KeptWorker(endpoint, _worker_options(args), log_path, _say)
-    code = _run(words, worker, args.drain_timeout_s)  # what it raises is a bug: the worker finishes, and ends when idle
+    # What it raises is a bug: the worker finishes, and ends when idle.
+    code = _run(words, worker, args.drain_timeout_s, events=args.events)
     worker.kill()
     if worker.log_tells_of_trouble():
         _say(f"the worker's log tells of trouble: {log_path}")
@@ -95,13 +102,14 @@ def _worker_options(args: argparse.Namespace) -> list[str]:
     return to_arguments(options)
 
 
-def _run(words: list[str], worker: KeptWorker, drain_timeout_s: float) -> int:
+def _run(words: list[str], worker: KeptWorker, drain_timeout_s: float, *, events: bool) -> int:
     code = _await_answer(worker)
     if code is not None:
         return code
     _say(f"worker {worker.pid} at {worker.endpoint}, log {worker.log_path}")
+    environment = {**os.environ, ENDPOINT_VARIABLE: worker.endpoint, **({EVENTS_VARIABLE: "1"} if events else {})}
     try:
-        command = foreground.Command(words, {**os.environ, ENDPOINT_VARIABLE: worker.endpoint})
+        command = foreground.Command(words, environment)
     except FileNotFoundError:
         _say(f"{words[0]}: command not found")
         code = foreground.EXIT_COMMAND_NOT_FOUND

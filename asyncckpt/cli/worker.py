@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.cli.help_text import ExampleFormatter, examples
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError, from_wire
@@ -20,7 +21,15 @@ from asyncckpt.protocol.options import add_options, to_arguments
 from asyncckpt.sizes import human
 
 HELP = "start the worker, ask for its status, drain it or stop it"
-EXAMPLE = "asyncckpt worker status --json"
+EXAMPLES = (
+    "asyncckpt worker start --root /checkpoints --idle-exit-s 0",
+    "asyncckpt worker status --json",
+    "asyncckpt worker drain --timeout-s 300",
+)
+_START_EXAMPLES = (
+    "asyncckpt worker start --root /checkpoints --idle-exit-s 0 --metrics 127.0.0.1:9555",
+    "asyncckpt worker start --advertise $(hostname) --port 7400 --events",
+)
 ANSWER_TIMEOUT_S = 5.0
 RESEND_S = 0.5
 
@@ -28,14 +37,23 @@ RESEND_S = 0.5
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    start = actions.add_parser("start", help="run the worker in the foreground (the same as asyncckpt-worker)")
+    start = actions.add_parser(
+        "start",
+        help="run the worker in the foreground (the same as asyncckpt-worker)",
+        description="Run the worker in the foreground, as systemd, SLURM and Kubernetes want it (docs/deployment).",
+        epilog=examples(_START_EXAMPLES),
+        formatter_class=ExampleFormatter,
+    )
     add_options(start)
-    for name, text in (
-        ("status", "print what the worker is doing"),
-        ("drain", "let it finish what was submitted, then exit"),
-        ("stop", "let it exit without finishing what was submitted"),
+    for name, text, lines in (
+        ("status", "print what the worker is doing", ("asyncckpt worker status", "asyncckpt worker status --json")),
+        ("drain", "let it finish what was submitted, then exit", ("asyncckpt worker drain --timeout-s 300",)),
+        ("stop", "let it exit without finishing what was submitted", ("asyncckpt worker stop",)),
     ):
-        action = actions.add_parser(name, help=text, epilog=f"example: asyncckpt worker {name}")
+        description = f"{text[0].upper()}{text[1:]}."
+        action = actions.add_parser(
+            name, help=text, description=description, epilog=examples(lines), formatter_class=ExampleFormatter
+        )
         action.add_argument("--endpoint", help="ipc://... (default: $ASYNCCKPT_ENDPOINT, else this user's default)")
         action.add_argument("--json", action="store_true", help="print JSON")
         if name != "status":
@@ -144,7 +162,7 @@ def _print_status(endpoint: str, report: dict[str, Any]) -> None:
             print(f"{name}: {human(value) if name.endswith('bytes') else value}")
         elif isinstance(value, dict):
             print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in value.items()))
-    for name in ("sessions", "slots", "kept", "saves"):
+    for name in ("sessions", "ranks", "runs", "slots", "kept", "saves"):
         rows = [dict(row) for row in report.get(name) or ()]
         print(f"\n{name}: {len(rows)}")
         if rows:

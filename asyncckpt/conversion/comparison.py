@@ -57,13 +57,16 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
 
 
-def compare(first: str, second: str, *, keys: Iterable[str] | None = None, data: bool = True) -> Comparison:
+def compare(
+    first: str, second: str, *, keys: Iterable[str] | None = None, data: bool = True, files: Files | None = None
+) -> Comparison:
     """Compare two checkpoints of any kinds.
 
     Args:
         first, second: Their absolute paths.
         keys: FQNs and prefixes; None takes everything. A key must be there on one side at least.
         data: Whether the elements of tensors are read and compared.
+        files: The storage seam.
 
     Raises:
         AsyncCkptError: One of them cannot be read; as `open_checkpoint`.
@@ -72,7 +75,7 @@ def compare(first: str, second: str, *, keys: Iterable[str] | None = None, data:
 
     Blocks: for reading both. Memory: a few slabs of 32 MiB.
     """
-    files = Files()
+    files = files or Files()
     names = None if keys is None else list(keys)
     ours, theirs = _outlines(first, second, names, files)
     mine, others = dict(ours.leaves()), dict(theirs.leaves())

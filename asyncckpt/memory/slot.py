@@ -6,9 +6,10 @@
 
 Table of states (one aligned 64-bit word, `STATE_OFFSET`):
 
-    EMPTY   the slot holds nothing that anybody may use
-    OPEN    the trainer is writing to it; it belongs to nobody else
-    SEALED  the snapshot of `generation` is complete; the trainer writes no more until the save has ended
+    EMPTY       the slot holds nothing that anybody may use
+    OPEN        the trainer is writing to it; it belongs to nobody else
+    SEALED      the snapshot of `generation` is complete; the trainer writes no more until the save has ended
+    STREAMED    the request of a ring stands, and the trainer fills its segments (`ring`)
 
 The trainer's order (numbers are those of SPEC.md section 3): state OPEN, tail generation, head generation, body,
 request, request fields, state SEALED. A reader's: state SEALED, then head generation == tail generation, then use,
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import xxhash
@@ -26,7 +28,7 @@ import xxhash
 from asyncckpt.failpoints import reach
 
 PAGE_NBYTES = 4096
-SLOT_VERSION = 1
+SLOT_VERSION = 2
 HEAD_MAGIC = b"ACKPSLOT"
 TAIL_MAGIC = b"ACKPTAIL"
 TOKEN_NBYTES = 16
@@ -34,7 +36,8 @@ TOKEN_NBYTES = 16
 STATE_EMPTY = 0
 STATE_OPEN = 1
 STATE_SEALED = 2
-STATES = {STATE_EMPTY: "EMPTY", STATE_OPEN: "OPEN", STATE_SEALED: "SEALED"}
+STATE_STREAMED = 3
+STATES = {STATE_EMPTY: "EMPTY", STATE_OPEN: "OPEN", STATE_SEALED: "SEALED", STATE_STREAMED: "STREAMED"}
 
 MIN_SLOT_NBYTES = 3 * PAGE_NBYTES
 MAX_SLOT_NBYTES = 1 << 46
@@ -48,6 +51,10 @@ REQUEST_OFFSET_OFFSET = 80
 REQUEST_NBYTES_OFFSET = 88
 REQUEST_CHECKSUM_OFFSET = 96
 TAIL_GENERATION_OFFSET = 64
+COUNTERS_OFFSET = 1024
+COUNTERS_NBYTES = 64
+COUNTERS_GENERATIONS = 32
+"""A worker that is late with an old generation does not write to the counters of the next ones."""
 
 
 class SlotError(ValueError):
@@ -55,7 +62,7 @@ class SlotError(ValueError):
 
 
 class SealedRequest(NamedTuple):
-    """What a sealed slot says: its generation and the request's bytes."""
+    """What a sealed slot says, or a ring's before: its generation and the request's bytes."""
 
     generation: int
     request: bytes
@@ -132,18 +139,34 @@ class SlotControl:
         Raises:
             SlotError: The request does not fit between `offset` and the tail page.
         """
+        reach("slot: filled")
+        self._write_request(request, offset)
+        reach("slot: request written")
+        self.finish()
+
+    def stream(self, request: bytes, offset: int) -> None:
+        """Write the request of a ring at `offset` and let its segments be written as they are filled.
+
+        Raises:
+            SlotError: As `seal`.
+        """
+        self._write_request(request, offset)
+        self._store(self._address + STATE_OFFSET, STATE_STREAMED)
+
+    def finish(self) -> None:
+        """Publish the snapshot: of a ring, once all of its segments are filled."""
+        # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
+        # the worker write what the trainer never meant, and a ring is committed as soon as it is sealed and written.
+        self._store(self._address + STATE_OFFSET, STATE_SEALED)
+        reach("slot: sealed")
+
+    def _write_request(self, request: bytes, offset: int) -> None:
         if not PAGE_NBYTES <= offset <= offset + len(request) <= self.nbytes - PAGE_NBYTES:
             raise SlotError(f"a request of {len(request)} bytes at {offset} in a slot of {self.nbytes}")
-        reach("slot: filled")
         ctypes.memmove(self._address + offset, request, len(request))
         self._store(self._address + REQUEST_OFFSET_OFFSET, offset)
         self._store(self._address + REQUEST_NBYTES_OFFSET, len(request))
         self._store(self._address + REQUEST_CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(request))
-        reach("slot: request written")
-        # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
-        # the worker write what the trainer never meant.
-        self._store(self._address + STATE_OFFSET, STATE_SEALED)
-        reach("slot: sealed")
 
     def discard(self) -> None:
         """Mark the slot as holding nothing."""
@@ -151,11 +174,14 @@ class SlotControl:
 
     def is_sealed(self, generation: int) -> bool:
         """Whether the slot still holds the sealed snapshot of `generation`, at both ends."""
-        return (
-            self.state == STATE_SEALED
-            and self.generation == generation
-            and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
-        )
+        return self.state == STATE_SEALED and self._is_of(generation)
+
+    def is_written(self, generation: int) -> bool:
+        """Whether the slot still holds a ring of `generation`, sealed or not, at both ends."""
+        return self.state in (STATE_STREAMED, STATE_SEALED) and self._is_of(generation)
+
+    def _is_of(self, generation: int) -> bool:
+        return self.generation == generation and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
 
     def read_request(self) -> SealedRequest:
         """Return the sealed request.
@@ -163,8 +189,21 @@ class SlotControl:
         Raises:
             SlotError: Not sealed, out of bounds, or damaged.
         """
+        return self._read_request(self.is_sealed)
+
+    def read_streamed(self) -> tuple[SealedRequest, bool]:
+        """Return the request of a slot that is sealed, or of a ring that is being filled, and whether it is that.
+
+        Raises:
+            SlotError: Neither, out of bounds, or damaged.
+        """
+        if self.state == STATE_SEALED:  # once: it may become so meanwhile
+            return self.read_request(), False
+        return self._read_request(self.is_written), True
+
+    def _read_request(self, holds: Callable[[int], bool]) -> SealedRequest:
         generation = self.generation
-        if not self.is_sealed(generation):
+        if not holds(generation):
             raise SlotError(f"the slot is {STATES.get(self.state, 'of an unknown state')}, not SEALED")
         offset = self._load(self._address + REQUEST_OFFSET_OFFSET)
         nbytes = self._load(self._address + REQUEST_NBYTES_OFFSET)
@@ -173,7 +212,7 @@ class SlotControl:
         request = ctypes.string_at(self._address + offset, nbytes)
         if xxhash.xxh3_64_intdigest(request) != self._load(self._address + REQUEST_CHECKSUM_OFFSET):
             raise SlotError("the request's checksum does not match")
-        if not self.is_sealed(generation):
+        if not holds(generation):
             raise SlotError("the slot was reopened while its request was read")
         return SealedRequest(generation, request)
 

@@ -52,6 +52,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--endpoint": {
         "help": "ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)"
     },
+    "--when-free": {
+        "action": "store_true",
+        "help": "where another worker serves the endpoint, one that a trainer has started say, wait until it has ended "
+        "instead of failing: for systemd and sidecars",
+    },
     "--root": {
         "action": "append",
         "default": [],
@@ -106,6 +111,15 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "P",
         "help": "TCP port for them; 0: any (default: %(default)s)",
     },
+    "--events": {
+        "action": "store_true",
+        "help": "put what happens to saves into events.jsonl in the directory that holds the checkpoints, for "
+        "`asyncckpt report`; 64 MB and one older file are kept",
+    },
+    "--metrics": {
+        "metavar": "HOST:PORT",
+        "help": "answer Prometheus at http://127.0.0.1:PORT/metrics, say; loopback addresses only (default: nowhere)",
+    },
     "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "(default: %(default)s)"},
     "--log-file": {
         "metavar": "FILE",
@@ -136,6 +150,12 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         arguments.append(f"--advertise={options.advertise}")
     if options.max_write_bandwidth:
         arguments.append(f"--max-write-bandwidth={options.max_write_bandwidth}")
+    if options.when_free:
+        arguments.append("--when-free")
+    if options.events:
+        arguments.append("--events")
+    if options.metrics:
+        arguments.append(f"--metrics={options.metrics}")
     if options.while_pid:
         arguments.append(f"--while-pid={options.while_pid}")
     if options.log_file:

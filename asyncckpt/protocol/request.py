@@ -20,6 +20,10 @@ MAX_METADATA_NBYTES = 16 << 20
 MAX_METADATA_NESTING = 64
 MAX_PARTS = 1000
 MAX_THREADS = 1024
+RING_UNIT_NBYTES = 262144
+"""A ring's segments are whole blocks of a file (format/SPEC.md section 3)."""
+
+MIN_RING_SEGMENTS = 2
 MAX_CONTRIBUTION_NBYTES = 64 << 20
 """On a board, or attached to a request: names and shapes of a million tensors. Chosen, not measured."""
 
@@ -29,7 +33,8 @@ LAYOUTS = ("safetensors", "dcp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRange:
-    """Where the image of one shard file lies in the slot: `offset` (whole pages) and the file's exact length."""
+    """Where the image of one shard file lies in the slot, or in what passes through a ring: `offset` (whole pages) and
+    the file's exact length."""
 
     offset: int
     nbytes: int
@@ -59,6 +64,8 @@ class SaveRequest:
         samples: `samples.encode_samples`' bytes.
         contribution: What this rank has to say for a later agreement; opaque to the worker. b"": nothing.
         layout: What the shard files look like, one of `LAYOUTS`.
+        ring_segments, ring_segment_nbytes: The parts pass through so many cells of so many bytes (memory/SPEC.md
+            section 5); 0: they lie in the slot.
     """
 
     save_id: str
@@ -82,6 +89,8 @@ class SaveRequest:
     samples: bytes
     contribution: bytes
     layout: str = LAYOUTS[0]
+    ring_segments: int = 0
+    ring_segment_nbytes: int = 0
 
 
 def encode_request(request: SaveRequest) -> bytes:
@@ -111,7 +120,8 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
         known = {name: raw[name] for name in SaveRequest.__dataclass_fields__}
         request = SaveRequest(**{**known, "parts": parts})
         _check(request)
-        _check_parts(parts, body_end)
+        _check_ring(request, body_end)
+        _check_parts(parts, check.MAX_INT if request.ring_segments else body_end)
         return request
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the slot's request does not decode: {error!r}", detail=str(error)) from error
@@ -162,6 +172,8 @@ _CHECKS: dict[str, check.Check] = {
     "samples": are_samples,
     "contribution": lambda value: type(value) is bytes and len(value) <= MAX_CONTRIBUTION_NBYTES,
     "layout": lambda value: value in LAYOUTS,
+    "ring_segments": check.uint,
+    "ring_segment_nbytes": check.uint,
 }
 
 
@@ -172,6 +184,16 @@ def _check(request: SaveRequest) -> None:
     if not request.rank < request.world_size <= check.MAX_RANKS:
         raise ValueError(f"rank {request.rank} of world {request.world_size}")
     check_metadata(request.metadata)
+
+
+def _check_ring(request: SaveRequest, body_end: int) -> None:
+    cells, nbytes = request.ring_segments, request.ring_segment_nbytes
+    if (cells, nbytes) == (0, 0):
+        return
+    if cells < MIN_RING_SEGMENTS or nbytes == 0 or nbytes % RING_UNIT_NBYTES:
+        raise ValueError(f"a ring of {cells} segments of {nbytes} bytes")
+    if PAGE_NBYTES + cells * nbytes > body_end:
+        raise ValueError(f"a ring of {cells} segments of {nbytes} bytes reaches beyond {body_end}")
 
 
 def _check_parts(parts: tuple[PartRange, ...], body_end: int) -> None:

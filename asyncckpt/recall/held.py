@@ -47,6 +47,8 @@ class MappedSnapshot:
         self._mapped.append((part, memory))
         generation, data = memory.control.read_request()
         request = decode_request(data, memory.nbytes - PAGE_NBYTES)
+        if request.ring_segments:
+            raise SlotError(f"the slot of rank {part.rank} holds only the end of its snapshot")
         wanted = self.snapshot
         found = (generation, request.save_id, request.path, request.rank, request.world_size)
         if found != (part.generation, str(wanted.save_id), wanted.path, part.rank, wanted.world_size):

@@ -12,6 +12,9 @@ from typing import Any
 
 from asyncckpt.staging.deferred import DeferredCopy, OnEnd
 
+WAIT_STEP_S = 1.0
+"""How often who waits looks up, since copies go on or do not."""
+
 
 class Copier:
     """See the module. It holds at most as many copies as there are slots, since each has taken one."""
@@ -108,16 +111,21 @@ class Copier:
         """Return the addresses of the storages that copies still read from."""
         return {place for copy in list(self._copies) for place in copy.places() if place}
 
-    def wait(self, timeout_s: float, *, ordered: bool = False) -> list[DeferredCopy]:
+    def wait(self, timeout_s: float, *, ordered: bool = False, patient: bool = False) -> list[DeferredCopy]:
         """Wait until the copies that there are have ended; returns those that have not within `timeout_s`.
 
         Args:
             timeout_s: For all of them.
+            patient: One that waits for storage is waited for as long as it goes on (`Copies.patience`).
             ordered: Those that streams of devices can put before what the calling thread does next need not have ended.
         """
         deadline = time.monotonic() + timeout_s
         copies = [copy for copy in list(self._copies) if not (ordered and copy.release(deadline))]
-        concurrent.futures.wait([copy.staged for copy in copies], max(0.0, deadline - time.monotonic()))
+        while left := [copy for copy in copies if not copy.staged.done()]:
+            until = max(deadline, *(copy.patience() for copy in left)) if patient else deadline
+            if time.monotonic() >= until:
+                break
+            concurrent.futures.wait([copy.staged for copy in left], min(WAIT_STEP_S, until - time.monotonic()))
         return [copy for copy in copies if not copy.staged.done()]
 
     def give_up(self, error: BaseException) -> None:

@@ -199,6 +199,10 @@ class SlotImage:
         """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
         self._moves.clear()
 
+    def patience(self) -> float:
+        """No copy into memory is waited for longer than whoever needs its end says."""
+        return 0.0
+
     def settle(self) -> None:
         """Wait until nothing moves into the image any more; whatever was not begun is dropped.
 

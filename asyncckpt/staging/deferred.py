@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from asyncckpt.errors import AsyncCkptError, SnapshotTornError, StagingError
-from asyncckpt.staging.copy_cpu import Share, SlotImage
-from asyncckpt.staging.moving import Pace
+from asyncckpt.staging.copy_cpu import Share
+from asyncckpt.staging.moving import FULL, Pace
 from asyncckpt.staging.torn import SourceWatch
 from asyncckpt.staging.transfer import Transfer
 
@@ -25,6 +25,19 @@ BEHIND = Pace(careful=True)
 """How copies behind the training work. Not measured yet on a quiet machine: see `benchmarks/overlap.py --behind`."""
 
 _log = logging.getLogger("asyncckpt")
+
+
+class Copies(Protocol):
+    """Copies a state into a slot."""
+
+    def copy(self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL) -> None:
+        """As `SlotImage.copy`."""
+
+    def drop_moves(self) -> None:
+        """As `SlotImage.drop_moves`."""
+
+    def patience(self) -> float:
+        """Return until when (`time.monotonic()`) who needs the end of the copy waits for it, however long that is."""
 
 
 class DeferredCopy:
@@ -45,7 +58,7 @@ class DeferredCopy:
 
     def __init__(
         self,
-        image: SlotImage,
+        image: Copies,
         share: Share,
         tensors: Sequence[torch.Tensor],
         watch: SourceWatch,
@@ -58,7 +71,7 @@ class DeferredCopy:
         seconds: dict[str, float],
     ) -> None:
         self.entrust, self.disown, self._seal, self._withdraw = entrust, disown, seal, withdraw
-        self._work: tuple[SlotImage, Share, Sequence[torch.Tensor], SourceWatch] | None = (image, share, tensors, watch)
+        self._work: tuple[Copies, Share, Sequence[torch.Tensor], SourceWatch] | None = (image, share, tensors, watch)
         self._seconds = seconds
         self._lock = threading.RLock()  # a signal handler may give up what its thread is about to
         self._given_up: BaseException | None = None
@@ -112,6 +125,11 @@ class DeferredCopy:
             if not self._checked:
                 watch.check()
                 self._checked = True
+
+    def patience(self) -> float:
+        """As `Copies.patience`; 0 once it has ended."""
+        work = self._work
+        return 0.0 if work is None else work[0].patience()
 
     def places(self) -> set[int]:
         """Return the addresses of the storages that it copies from; none once it has ended."""

@@ -73,6 +73,19 @@ class Engine:
             return image.deferrable
         return sorted({*image.deferrable, *(n for n, place in enumerate(places) if place is not None)})
 
+    def places(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """Return which device each of `tensors` lies on; None: in the host's memory."""
+        return self._places(tensors) or [None] * len(tensors)
+
+    def copy_here(self, index: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy from a device to the host, behind what its current stream holds. Blocks until that is done.
+
+        Raises:
+            RuntimeError: From the device.
+        """
+        with self._device.on(index):
+            self._device.copy(targets, sources, non_blocking=False)
+
     def pin(self, room: Room, devices: Sequence[int]) -> bool:
         """Pin the room's memory, once, if `devices` copy into it and `use_pinned_memory` says so; says whether it is.
 

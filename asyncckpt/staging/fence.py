@@ -7,6 +7,7 @@ A hook in front of every attached optimizer's `step()` and `load_state_dict()`, 
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -48,9 +49,13 @@ class Fence:
 
     Args:
         copier: Whose copies are waited for.
+
+    Attributes:
+        waited_s: How long callers have waited, all together.
     """
 
     def __init__(self, copier: Copier) -> None:
+        self.waited_s = 0.0
         self._copier = copier
         self._owner_pid = os.getpid()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -65,7 +70,7 @@ class Fence:
             ordered: False waits for the copies of devices too, for changes that come from elsewhere.
 
         Blocks: for what is copied from the host, at most `timeout_s`; copies that have not ended then are given up,
-        and their saves fail.
+        and their saves fail. One that goes through a ring is waited for as long as something of it is written.
 
         Raises:
             ReentrantCallError: In the copier's own thread, by a callback of `staged`.
@@ -77,10 +82,12 @@ class Fence:
             raise ReentrantCallError(
                 "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
             )
-        for late in self._copier.wait(timeout_s, ordered=ordered):
+        began = time.perf_counter()
+        for late in self._copier.wait(timeout_s, ordered=ordered, patient=True):
             late.give_up(
                 StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
             )
+        self.waited_s += time.perf_counter() - began
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let its `step()` and `load_state_dict()` wait, and every `step()` over what is being copied."""

@@ -26,6 +26,7 @@ class LentSlot(Room):
         orphaned: Its worker is gone, and no other one takes it over; it is closed instead of reused.
         committed: The last save from it that was committed, and its generation; None: none yet.
         handovers: To how many workers in turn it was handed since a save in it has ended.
+        is_ring: What it holds passes through it, and is never whole in it.
     """
 
     number: int
@@ -38,6 +39,7 @@ class LentSlot(Room):
     orphaned: bool = False
     committed: tuple[SaveId, int] | None = None
     handovers: int = 0
+    is_ring: bool = False
 
     def committed_of(self, generation: int) -> str:
         """Return the save id of the snapshot of `generation` if that was committed, else ""."""

@@ -70,19 +70,22 @@ class Overlap:
         self._owners.clear()
         self._attached = False
 
-    def later(self, tensors: Sequence[torch.Tensor], among: Sequence[int]) -> tuple[frozenset[int], list[torch.Tensor]]:
+    def later(
+        self, tensors: Sequence[torch.Tensor], among: Sequence[int], *, needs_core: bool = True
+    ) -> tuple[frozenset[int], list[torch.Tensor]]:
         """Return the positions of those tensors that need not be copied before `save()` returns.
 
         Args:
             tensors: The state's.
             among: Positions of those for which it pays.
+            needs_core: The copy is work of a processor; else it waits for storage most of its time.
 
         Returns:
             The positions; and optimizers' tensors that lie in the same storages.
         """
         if self._mode == "blocking":
             return _NOTHING, []
-        if self._mode != "overlap" and self._attached and not cores_to_spare():
+        if self._mode != "overlap" and self._attached and needs_core and not cores_to_spare():
             among = [n for n in among if not tensors[n].is_cpu]
         if self._owners:
             return self._owners.owned(tensors, among)

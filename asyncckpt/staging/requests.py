@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.digests import Samples
+from asyncckpt.planning.digests import NO_SAMPLES, Samples, news_of, sample_digests
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.lent_slot import LentSlot
@@ -22,6 +25,39 @@ class News(NamedTuple):
     plan: str
     samples: Samples
     contribution: bytes
+
+
+TELL_AGAIN = 4
+"""News are hashed whole, so they go with one save, and again with every so manieth as long as no change has come."""
+
+
+class Telling:
+    """What a rank tells the worker about replicas and structure, and when it tells that again.
+
+    Args:
+        config: For `replicated`.
+        is_apart: Says of which tensors samples are left to the engine.
+    """
+
+    def __init__(self, config: CheckpointerConfig, is_apart: Callable[[torch.Tensor], bool]) -> None:
+        self._checked, self._is_apart = config.replicated == "check", is_apart
+        self._told: SavePlan | None = None
+        self._met_at = -1
+
+    def met(self, plan: SavePlan, sequence: int) -> None:
+        """The ranks have met for `plan`: its news were told, and are to be looked at again when values have changed."""
+        self._told, self._met_at = plan, max(self._met_at, sequence)
+
+    def news(self, plan: SavePlan, flat: Flattened, sequence: int) -> News:
+        """Return what a save tells."""
+        if plan.agreement is None:
+            return News("", NO_SAMPLES, b"")
+        samples = sample_digests(plan, flat, sequence, self._is_apart) if self._checked else NO_SAMPLES
+        contribution = b""
+        if plan.news and (plan is not self._told or (sequence % TELL_AGAIN == 0 and sequence != self._met_at)):
+            self._told = plan
+            contribution = news_of(plan, flat, compare=self._checked).encode()
+        return News(plan.fingerprint, samples, contribution)
 
 
 class Requests:

@@ -84,7 +84,7 @@ class SlotPool:
             slots = "two slots, since keep_in_memory='latest', each" if self._keeping.wanted else "a slot"
             raise InsufficientMemoryError(
                 f"step {step}: the snapshot needs {slots} of {nbytes} bytes, "
-                f"arena_limit_bytes is {limit}; raise the limit",
+                f"arena_limit_bytes is {limit}, which is too little for segments of it too; raise the limit",
                 nbytes=several * nbytes,
                 limit=limit,
             )
@@ -229,7 +229,7 @@ class SlotPool:
         with self._changed:
             for slot in self._slots:
                 slot.handovers = 0
-                if slot.user == save_id:
+                if slot.user == save_id and not slot.is_ring:
                     self._keeping.committed(slot, save_id)
 
     def give_up(self, save_id: SaveId) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig
@@ -17,35 +15,25 @@ from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError, Wor
 from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.memory.slot import slot_nbytes
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.planning.contributions import Contribution
-from asyncckpt.planning.digests import NO_SAMPLES, news_of, sample_digests
+from asyncckpt.planning.digests import NO_SAMPLES
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.protocol.request import encode_request
-from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import DeferredCopy
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.requests import News, Requests, seal_with
-from asyncckpt.staging.snapshots import Snapshot
-from asyncckpt.staging.torn import SourceWatch
+from asyncckpt.staging.requests import News, Requests, Telling
+from asyncckpt.staging.rings import Rings, ring_image_of
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import image_of, warm
+from asyncckpt.staging.whole import Whole
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
-
-REQUEST_SLACK_NBYTES = 64 * 1024
-"""Room for objects that grow between saves, so that a longer log line needs no new slot. Chosen, not measured."""
-
-
-TELL_AGAIN = 4
-"""News are hashed whole, so they go with one save, and again with every so manieth as long as no change has come."""
 
 
 class SlotStager(CheckpointStager):
@@ -56,10 +44,17 @@ class SlotStager(CheckpointStager):
         ranks: Who else saves.
         config: For layout and writing options.
         package: asyncckpt's version.
+        engine: Copies; default: one for CUDA devices.
     """
 
     def __init__(
-        self, process: WorkerProcess, ranks: Coordination, config: CheckpointerConfig, *, package: str
+        self,
+        process: WorkerProcess,
+        ranks: Coordination,
+        config: CheckpointerConfig,
+        *,
+        package: str,
+        engine: Engine | None = None,
     ) -> None:
         self._process, self._ranks, self._config = process, ranks, config
         self._requests = Requests(ranks.rank, config, package)
@@ -71,9 +66,10 @@ class SlotStager(CheckpointStager):
             layout=config.layout,
         )
         self.overlap = Overlap(config)
-        self._engine = Engine(config)
-        self._told: SavePlan | None = None
-        self._met_at = -1
+        self._engine = engine or Engine(config)
+        self._whole = Whole(config, self._engine, self.overlap)
+        self._rings = Rings(process, config, self._engine, self.overlap)
+        self._telling = Telling(config, self._engine.is_apart)
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -103,44 +99,28 @@ class SlotStager(CheckpointStager):
             plan, flat, save_id = self._planned(state_dict, kw)
         save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
-        news = self._news(plan, flat, save_id.sequence)
+        news = self._telling.news(plan, flat, save_id.sequence)
         objects, asks = encode_objects(save_id, leaves), self._process.hooks.asks
-        asked = self._requests.build(plan, objects, save_id, umask, news, kw, asks_hooks=asks)
-        request = encode_request(asked)
-        wanted = slot_nbytes(plan.body_nbytes, len(request))
+        sized = self._rings.size(plan, self._requests.build(plan, objects, save_id, umask, news, kw, asks_hooks=asks))
         slot: LentSlot | None = None
         try:
             slot = self._process.pool.acquire(
-                wanted, plan, save_id, step=step, path=path, spare_nbytes=REQUEST_SLACK_NBYTES
+                sized.nbytes, plan, save_id, step=step, path=path, spare_nbytes=sized.spare_nbytes
             )
             acquired = time.perf_counter()
             reach("trainer: slot taken")
             slot.generation += 1
+            slot.is_ring = sized.ring is not None
             self._process.begin(
-                save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(request), umask=umask
+                save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(sized.request), umask=umask
             )
             reach("trainer: announced")
             slot.memory.control.open(slot.generation)
-            image = image_of(slot, plan)
-            later, owners, snapshot = self._later(image, flat.tensors)
-            watched = later if snapshot is None else later - snapshot.numbers
-            with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
-                for n in later:
-                    flat.tensors[n] = flat.tensors[n].detach()
-            now, rest = image.split(later)
-            watch = SourceWatch(flat, watched, owners, save_id=save_id, step=step, path=path)
-            if self._config.overlap_check == "hash":
-                watch.digest([pair for pair in image.pairs(flat.tensors, rest) if pair[0] in watched])
-            windows = [window for _, window in news.samples.apart]
-            left, transfer = self._engine.copy(
-                slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
-            )
+            begin = self._rings.begin if slot.is_ring else self._whole.begin
+            begun = begin(slot, sized, plan, flat, news, save_id=save_id, step=step, path=path)
             copied = time.perf_counter()
-            seal = partial(slot.memory.control.seal, request, image.body_end)
-            if windows and transfer is not None:
-                seal = partial(seal_with, slot, image.body_end, asked, news.samples, transfer)
-            if not later:
-                seal()
+            if not begun.later:
+                begun.seal()
         except BaseException as error:
             if slot is not None:
                 slot.settle()
@@ -155,12 +135,12 @@ class SlotStager(CheckpointStager):
             "seal": time.perf_counter() - copied,
         }
         deferred = DeferredCopy(
-            image,
-            left,
-            flat.tensors,
-            watch,
-            transfer,
-            seal=seal,
+            begun.copies,
+            begun.left,
+            begun.tensors,
+            begun.watch,
+            begun.transfer,
+            seal=begun.seal,
             withdraw=lambda error: self._withdraw(save_id, error, step, path),
             entrust=partial(self._process.settled.append, save_id.sequence),
             disown=partial(self._disown, save_id.sequence),
@@ -175,18 +155,9 @@ class SlotStager(CheckpointStager):
             seconds=seconds,
             began=began,
             extra={name: value for name, value in kw.items() if name not in _OURS},
-            rest=partial(self.overlap.copier.take, deferred) if later else None,
+            rest=partial(self.overlap.copier.take, deferred) if begun.later else None,
+            details={} if sized.ring is None else {"ring_nbytes": sized.ring.cells_nbytes},
         )
-
-    def _later(
-        self, image: SlotImage, tensors: Sequence[torch.Tensor]
-    ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
-        """Return what is copied later and who else owns it, as `Overlap.later`; and room for copies on the devices."""
-        later, owners = self.overlap.later(tensors, self._engine.deferrable(image, tensors))
-        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
-        if snapshot is None:
-            return later, owners, None
-        return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot
 
     def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
         """Take a save back whose copy has failed and moves no more; returns the error for its futures."""
@@ -240,22 +211,23 @@ class SlotStager(CheckpointStager):
             ranks.prepare(contributed)
             self.plans.agreement = ranks.agreement
         plan, flat = self.plans.take(state_dict)
-        self._told, self._met_at = plan, max(self._met_at, 0)
+        self._telling.met(plan, 0)
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
         kw = {"step": 0, "path": "/", "metadata": None}
         news, asks = News("", NO_SAMPLES, b""), self._process.hooks.asks
-        request = encode_request(
-            self._requests.build(plan, objects, save_id, current_umask(), news, kw, asks_hooks=asks)
+        sized = self._rings.size(
+            plan, self._requests.build(plan, objects, save_id, current_umask(), news, kw, asks_hooks=asks)
         )
-        ready = partial(self._engine.pin, devices=self._engine.devices_of(flat.tensors))
-        warm(
-            self._process.pool,
-            plan,
-            slot_nbytes(plan.body_nbytes, len(request)),
-            ready,
-            spare_nbytes=REQUEST_SLACK_NBYTES,
-        )
+        if sized.ring is not None:
+            ready: Callable[[LentSlot], object] = partial(ring_image_of, plan=plan, ring=sized.ring)
+        else:
+            ready = partial(self._make_ready, plan, self._engine.devices_of(flat.tensors))
+        warm(self._process.pool, plan, sized.nbytes, ready, spare_nbytes=sized.spare_nbytes)
+
+    def _make_ready(self, plan: SavePlan, devices: Sequence[int], slot: LentSlot) -> None:
+        self._engine.pin(slot, devices)
+        image_of(slot, plan)
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
@@ -275,21 +247,9 @@ class SlotStager(CheckpointStager):
                 self.plans.agreement = ranks.agreement
             save_id = save_id._replace(run_id=ranks.run_id)
         plan, flat = self.plans.take(state_dict)
-        if met:  # what is news now was just told, and is to be looked at again when its values have changed
-            self._told, self._met_at = plan, save_id.sequence
+        if met:
+            self._telling.met(plan, save_id.sequence)
         return plan, flat, save_id
-
-    def _news(self, plan: SavePlan, flat: Flattened, sequence: int) -> News:
-        """Return what this save tells the worker about replicas and structure."""
-        if plan.agreement is None:
-            return News("", NO_SAMPLES, b"")
-        checked = self._config.replicated == "check"
-        samples = sample_digests(plan, flat, sequence, self._engine.is_apart) if checked else NO_SAMPLES
-        contribution = b""
-        if plan.news and (plan is not self._told or (sequence % TELL_AGAIN == 0 and sequence != self._met_at)):
-            self._told = plan
-            contribution = news_of(plan, flat, compare=checked).encode()
-        return News(plan.fingerprint, samples, contribution)
 
     def close(self) -> None:
         """Give up copies that still run, and take the hooks away; the slots belong to the process."""

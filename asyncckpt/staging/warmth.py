@@ -48,7 +48,7 @@ def warm(
         pool: Of the checkpointer.
         plan: To be saved.
         nbytes: What a save of it needs.
-        ready: Called with the slot, whose pages are there: pins it where that is needed.
+        ready: Called with the slot, whose pages are there: pins it where that is needed, and makes the views.
         spare_nbytes: As for `SlotPool.acquire`.
 
     Raises:
@@ -65,7 +65,6 @@ def warm(
         if slot.views is None:
             _fault_in(slot)
         ready(slot)
-        image_of(slot, plan)
     finally:
         pool.free(user)
 

@@ -195,6 +195,7 @@ class RankWriter:
                 self.check()
                 self.shards[number].write_extent(start, end)
                 self.check()
+                self.job.progress(end - start)
                 with self._lock:
                     self._remaining[number] -= 1
                     last = self._remaining[number] == 0

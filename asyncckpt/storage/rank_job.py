@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SAFETENSORS, SaveId
 from asyncckpt.storage.tally import Tally
+
+
+def _unheard(nbytes: int) -> None:
+    """Nobody asked for progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +29,7 @@ class RankJob:
         umask: Of the files' mode 0666.
         threads: Threads that write; 0 takes `rank_files.DEFAULT_THREADS`.
         layout: What the parts look like, one of `names.LAYOUTS`.
+        progress: Called with the bytes of each extent that was written, from several threads.
     """
 
     path: str
@@ -39,6 +45,7 @@ class RankJob:
     umask: int = 0o022
     threads: int = 0
     layout: str = SAFETENSORS
+    progress: Callable[[int], None] = field(default=_unheard, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from asyncckpt.format.names import (
     index_name,
     items_name,
     objects_name,
+    shard_name,
     temporary_dcp_metadata_name,
     temporary_manifest_name,
 )
@@ -79,6 +80,18 @@ def resume_rank_files(
     _logger.info("files of rank %d stand already, and are kept", job.rank, extra={"save_id": str(job.save_id)})
     writer.keep_shards(lambda shard: _flush(shard, job, files))
     return writer.finish(job), True
+
+
+def remove_rank_files(job: RankJob, *, files: Files) -> None:
+    """Remove what a dead process has left of one rank's files, the index first, where they cannot be written again.
+
+    Raises:
+        OSError: One resists.
+    """
+    names = [index_name(job.save_id, job.rank), objects_name(job.save_id, job.rank)]
+    names += [items_name(job.save_id, job.rank)] if job.layout == DCP else []
+    names += [shard_name(job.save_id, job.rank, part, job.layout) for part in range(len(job.parts))]
+    _remove([os.path.join(job.path, name) for name in names], files)
 
 
 def _finds_shards(writer: RankWriter) -> bool:

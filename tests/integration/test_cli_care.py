@@ -101,7 +101,7 @@ def test_gc_asks_the_worker_what_is_under_way(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"path": str(root / "attempt"), "phase": "begun"}, {"path": str(root / "good"), "phase": "committed"}]
-    monkeypatch.setattr("asyncckpt.cli.gc.status_of", lambda endpoint: {"saves": rows})
+    monkeypatch.setattr("asyncckpt.cli.under_way.status_of", lambda endpoint: {"saves": rows})
     code, found = run_json(capsys, "gc", root, "--delete")
     assert (code, found["found"][0]["action"]) == (0, "kept") and "worker" in found["found"][0]["why"]
     rows[0]["phase"] = "failed"
@@ -256,4 +256,4 @@ def test_help_says_what_it_does_and_has_an_example(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     out = capsys.readouterr().out
-    assert f"example: asyncckpt {command}" in out and "--json" in out
+    assert f"examples:\n  asyncckpt {command}" in out and "--json" in out

@@ -41,7 +41,7 @@ def test_python_block_saves_resumes_and_the_commands_answer(
         pytest.skip("the package is not installed, so there are no commands")
     code = "\n".join(blocks("python")[:2])  # a training, and the same with a manager
     commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
-    named = ["ls", "inspect", "verify", "verify", "doctor", "gc", "worker", "worker"]
+    named = [*("ls", "inspect", "verify", "verify", "du", "prune", "doctor", "gc", "report", "top", "worker", "worker")]
     assert [c.split()[1] for c in commands] == named
     run([sys.executable, "-c", code], tmp_path, environment)
     assert (tmp_path / "runs/a/step-300/manifest.json").exists()

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.hand_over import hand_over
 from asyncckpt.handle import SaveHandle
 from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import StagedSnapshot
@@ -47,6 +50,13 @@ class Process(CheckpointProcess):
         self.written: dict[str, bytes] = {}
         self.asked: dict[str, SaveRequest] = {}
         self.keep: set[str] = set()
+        self.rings: dict[str, RingReader] = {}
+        self.rng = random.Random(0)
+
+    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], None]:
+        """Read a ring while it is filled."""
+        self.rings[str(save_id)] = reader = RingReader(slot, self.rng)
+        return reader.check
 
     def _allocate(self, nbytes: int, _within_s: float | None) -> LentSlot:
         slot = LentSlot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
@@ -65,6 +75,8 @@ class Process(CheckpointProcess):
         self.settled.append(save_id.sequence)
         self.withdrawn[str(save_id)] = reason
         self.pool.give_up(save_id)
+        if str(save_id) in self.rings:
+            self.rings[str(save_id)].thread.join(DEADLINE_S)
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> Future[Any]:
         """Keep the slot's bytes, and free it."""
@@ -74,7 +86,12 @@ class Process(CheckpointProcess):
         request = control.read_request().request
         raw = snapshot.slot.memory.mapping.view()[REQUEST_OFFSET_OFFSET : REQUEST_OFFSET_OFFSET + 8]
         self.asked[str(snapshot.save_id)] = decode_request(request, int.from_bytes(raw, "little"))
-        self.written[str(snapshot.save_id)] = bytes(snapshot.slot.memory.mapping.view())
+        if snapshot.slot.is_ring:
+            reader = self.rings[str(snapshot.save_id)]
+            reader.thread.join(DEADLINE_S)
+            self.written[str(snapshot.save_id)] = bytes(reader.image)
+        else:
+            self.written[str(snapshot.save_id)] = bytes(snapshot.slot.memory.mapping.view())
         self.pool.staged(snapshot.slot)
         if path not in self.keep:
             self.pool.free(snapshot.save_id)
@@ -85,6 +102,53 @@ class Process(CheckpointProcess):
     def close(self) -> None:
         """Unmap everything."""
         self.pool.close()
+
+
+class RingReader:
+    """What the worker would write of a ring, in a thread: `image` is what passes through it.
+
+    Attributes:
+        error: Raised to the trainer at its next segment.
+        held: While it is set, nothing is freed.
+    """
+
+    def __init__(self, slot: LentSlot, rng: random.Random) -> None:
+        (generation, raw), streamed = slot.memory.control.read_streamed()
+        assert streamed
+        self.request = decode_request(raw, slot.memory.nbytes - 4096)
+        parts = self.request.parts
+        self.ring = Ring([p.nbytes for p in parts], self.request.ring_segment_nbytes, self.request.ring_segments)
+        self.image = bytearray(parts[-1].offset + -(-parts[-1].nbytes // 4096) * 4096)
+        self.error: Exception | None = None
+        self.held = threading.Event()
+        self.most = 0
+        self._slot, self._generation, self._rng = slot, generation, rng
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def check(self) -> None:
+        """As what `Submitting.stream` returns."""
+        if self.error is not None:
+            raise self.error
+
+    def _read(self) -> None:
+        memory, counters = self._slot.memory, Counters(self._slot.memory, self._generation)
+        number, deadline = 0, time.monotonic() + DEADLINE_S
+        while number < len(self.ring.segments) and time.monotonic() < deadline:
+            if not memory.control.is_written(self._generation):
+                return
+            filled = counters.filled
+            self.most = max(self.most, filled - number)
+            if filled == number or self.held.is_set():
+                time.sleep(0.0002)
+                continue
+            for one in range(number, self._rng.randrange(number, filled) + 1):
+                segment, at = self.ring.segments[one], self.ring.offset_of(one)
+                nbytes = -(-(segment.end - segment.start) // 4096) * 4096
+                start = self.request.parts[segment.part].offset + segment.start
+                self.image[start : start + nbytes] = memory.mapping.view()[at : at + nbytes]
+                number = one + 1
+            counters.freed = number
 
 
 class Saver:
@@ -100,8 +164,8 @@ class Saver:
         self.process = Process(self.config)
         ranks: Any = SimpleNamespace(rank=RankInfo(0, 1), alone=True, run_id="0123456789ab")
         worker: Any = self.process
-        self.stager = SlotStager(worker, ranks, self.config, package="0")
-        self.stager._engine = engine.Engine(self.config, device)
+        copies = engine.Engine(self.config, device)
+        self.stager = SlotStager(worker, ranks, self.config, package="0", engine=copies)
         self.sequence = itertools.count(1)
 
     def save(self, state: Mapping[str, Any]) -> SaveHandle:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
     *("msgpacked", "failpoints"),
-    *("protocol", "format", "memory", "storage", "retention", "foreign", "recall", "cli", "doctor"),
+    *("protocol", "format", "memory", "storage", "retention", "foreign", "recall", "cli", "doctor", "reporting"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 

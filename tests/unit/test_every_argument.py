@@ -43,8 +43,10 @@ FIELDS = {
     "unit/test_slot_pool.py::test_policy_when_every_slot_is_in_use",
     "slot_timeout_s": "integration/test_async_saving.py::test_policy_when_the_only_slot_is_in_use, "
     "unit/test_slot_pool.py::test_waiting_for_a_slot_ends_at_its_deadline",
-    "arena_limit_bytes": "integration/test_save_errors.py::"
-    "test_a_state_larger_than_the_limit_fails_and_a_smaller_one_is_saved, "
+    "arena_limit_bytes": "integration/test_bounded_memory.py::"
+    "test_a_state_larger_than_the_limit_is_saved_within_it, "
+    "integration/test_save_errors.py::"
+    "test_a_limit_that_is_too_small_even_for_segments_fails_the_save_and_a_smaller_state_is_saved, "
     "unit/test_slot_pool.py::test_the_limit_covers_all_slots_together, "
     "integration/test_prepare.py::test_from_the_third_save_of_each_structure_on_nothing_is_allocated",
     "on_worker_loss": "integration/test_worker_loss.py::"
@@ -52,6 +54,9 @@ FIELDS = {
     "integration/test_worker_resubmission.py::test_a_save_in_flight_is_written_by_the_next_worker",
     "keep_in_memory": "unit/test_keeping.py::test_the_newest_committed_snapshot_is_never_overwritten, "
     "integration/test_keep_in_memory.py::test_a_torn_staging_leaves_the_snapshot_before_in_memory",
+    "events": "integration/test_worker_looked_at.py::test_the_events_tell_of_each_save_from_both_sides, "
+    "integration/test_worker_looked_at.py::"
+    "test_without_events_no_file_is_made_and_a_report_knows_what_the_manifests_say",
     "on_error": "integration/test_async_settings.py::test_on_error_raise_raises_what_nobody_fetched, "
     "integration/test_async_settings.py::test_on_error_warn_raises_nothing",
     "overwrite": "integration/test_ranks_overwrite.py::"

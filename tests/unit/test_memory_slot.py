@@ -9,7 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from asyncckpt.memory import slot as slots
-from asyncckpt.memory.slot import PAGE_NBYTES, STATE_EMPTY, STATE_OPEN, STATE_SEALED, SlotControl, SlotError
+from asyncckpt.memory.slot import (
+    PAGE_NBYTES,
+    SLOT_VERSION,
+    STATE_EMPTY,
+    STATE_OPEN,
+    STATE_SEALED,
+    SlotControl,
+    SlotError,
+)
 
 NBYTES = 4 * PAGE_NBYTES
 TOKEN = b"0123456789abcdef"
@@ -120,7 +128,7 @@ def test_damaged_slot_gives_no_request(memory: Memory, damage: Callable[[Memory]
 
 IDENTITY: dict[str, Callable[[Memory], None]] = {
     "head magic": lambda m: m.put(0, 0),
-    "version": lambda m: m.put(8, 2),
+    "version": lambda m: m.put(8, SLOT_VERSION + 1),
     "head token": lambda m: m.put(16, 0),
     "size": lambda m: m.put(32, NBYTES + PAGE_NBYTES),
     "tail magic": lambda m: m.put(TAIL, 0),

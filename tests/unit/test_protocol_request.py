@@ -16,7 +16,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.format import names
 from asyncckpt.protocol import fields, request
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
-from asyncckpt.protocol.request import check_metadata, decode_request, encode_request
+from asyncckpt.protocol.request import PartRange, check_metadata, decode_request, encode_request
 from asyncckpt.protocol.samples import MAX_SAMPLES, MAX_SAMPLES_NBYTES, Sample, decode_samples, encode_samples
 
 
@@ -33,6 +33,15 @@ def test_request_comes_back() -> None:
     assert decode_request(encode_request(REQUEST), BODY_END) == REQUEST
     assert decode_request(_request(colour="red"), BODY_END) == REQUEST
     assert decode_request(_request(parts=[]), BODY_END).parts == ()
+
+
+def test_parts_that_go_through_a_ring_may_be_longer_than_the_slot() -> None:
+    raw = _request(parts=[[4096, 1 << 40]], ring_segments=31, ring_segment_nbytes=262_144)
+    found = decode_request(raw, 1 << 23)
+    assert (found.ring_segments, found.ring_segment_nbytes) == (31, 262_144)
+    assert found.parts == (PartRange(offset=4096, nbytes=1 << 40),)
+    with pytest.raises(ProtocolError):
+        decode_request(_request(parts=[[4096, 1 << 40]]), 1 << 23)
 
 
 def test_limits_are_those_of_the_format() -> None:
@@ -89,6 +98,17 @@ BAD = {
     "parts out of order": _request(parts=[[8192, 1], [4096, 1]]),
     "part beyond the body": _request(parts=[[(1 << 23) - 4096, 4097]]),
     "part that overflows": _request(parts=[[4096, (1 << 63) - 1]]),
+    "ring of one segment": _request(ring_segments=1, ring_segment_nbytes=262_144),
+    "ring of segments that are no blocks": _request(ring_segments=4, ring_segment_nbytes=4096),
+    "ring of segments without a length": _request(ring_segments=4, ring_segment_nbytes=0),
+    "length of segments that there are none of": _request(ring_segments=0, ring_segment_nbytes=262_144),
+    "ring beyond the body": _request(ring_segments=32, ring_segment_nbytes=262_144),
+    "part of a ring that overflows": _request(
+        parts=[[4096, (1 << 63) - 1]], ring_segments=2, ring_segment_nbytes=262_144
+    ),
+    "parts of a ring that overlap": _request(
+        parts=[[4096, 5000], [8192, 1]], ring_segments=2, ring_segment_nbytes=262_144
+    ),
     "too many parts": _request(parts=[[4096 * (i + 1), 1] for i in range(1001)]),
 }
 

@@ -56,7 +56,7 @@ def test_a_new_slot_holds_the_bytes_of_the_spec() -> None:
     control.initialise(TOKEN)
     wanted = {
         ("head", "HEAD_MAGIC"): b"ACKPSLOT",
-        ("head", "SLOT_VERSION"): (1).to_bytes(8, "little"),
+        ("head", "SLOT_VERSION"): slot.SLOT_VERSION.to_bytes(8, "little"),
         ("head", "token"): TOKEN,
         ("head", "slot nbytes"): NBYTES.to_bytes(8, "little"),
         ("tail", "TAIL_MAGIC"): b"ACKPTAIL",
@@ -64,4 +64,4 @@ def test_a_new_slot_holds_the_bytes_of_the_spec() -> None:
     }
     for page, offset, nbytes, word in table(SPEC, "page", "offset", "bytes", "word"):
         begin = int(offset) + (NBYTES - slot.PAGE_NBYTES if page == "tail" else 0)
-        assert memory.raw[begin : begin + int(nbytes)] == wanted.get((page, word), bytes(8))
+        assert memory.raw[begin : begin + int(nbytes)] == wanted.get((page, word), bytes(int(nbytes)))

@@ -628,8 +628,8 @@ def test_contributions_that_precede_the_last_change_are_not_published() -> None:
 
 
 def test_trainers_report_again_when_the_worker_expects_it() -> None:
-    slot_stager = pytest.importorskip("asyncckpt.staging.slot_stager", exc_type=ImportError)
-    assert slot_stager.TELL_AGAIN == TELL_AGAIN
+    requests = pytest.importorskip("asyncckpt.staging.requests", exc_type=ImportError)
+    assert requests.TELL_AGAIN == TELL_AGAIN
 
 
 def test_a_name_is_told_again_if_it_was_found_under_the_change_that_told_it() -> None:

@@ -1,0 +1,103 @@
+"""`asyncckpt report`: one HTML page with pictures of stalls, writing and the recovery point."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from asyncckpt import __version__
+from asyncckpt.cli.output import EXIT_OK, print_json, say
+from asyncckpt.errors import CheckpointNotFoundError, ConfigError
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.paths import absolute_path
+from asyncckpt.reporting.history import History, SaveStory, history_of, recovery_points
+from asyncckpt.reporting.page import page
+from asyncckpt.storage.catalog import scan
+from asyncckpt.storage.event_log import EVENTS_NAME, ROTATED_NAME, read_events
+from asyncckpt.storage.files import Files
+
+HELP = "make a page with pictures of stalls, writing and recovery points"
+DESCRIPTION = (
+    "Make one self-contained HTML page of what happened to the saves below ROOT: step times and stalls, what each rank "
+    "was doing, how old the recovery point was, and a table. It reads events.jsonl in ROOT, which trainers write with "
+    "events=True (ASYNCCKPT_EVENTS=1) and workers with --events, and the manifests; without events less is known."
+)
+EXAMPLES = (
+    "asyncckpt report runs/a",
+    "asyncckpt report runs/a -o /tmp/a.html",
+    "asyncckpt report runs/a --json",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("root", metavar="ROOT", help="directory that holds the checkpoints of a run")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in ROOT)")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON; write no page")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit code 4 when there is neither an event nor a checkpoint."""
+    root = absolute_path(args.root)
+    if args.json and args.output:
+        raise ConfigError("--json writes no page: leave out --output", field="output", value=args.output)
+    history = history_of(read_events(root), _manifests(root))
+    if not history.saves:
+        raise CheckpointNotFoundError(
+            f"{args.root} holds no checkpoints, and no {EVENTS_NAME} or {ROTATED_NAME} that tells of any", path=root
+        )
+    if args.json:
+        print_json(_described(root, history))
+        return EXIT_OK
+    output = absolute_path(args.output or os.path.join(root, "report.html"))
+    text = page(args.root, history, now=time.time(), package=__version__)
+    temporary = f"{output}.tmp-{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, output)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    say(f"{output}: {len(history.saves)} saves, {history.n_events} events")
+    return EXIT_OK
+
+
+def _manifests(root: str) -> Iterator[tuple[str, Manifest]]:
+    for found in scan(root, Files()):
+        if found.manifest is not None:
+            yield os.path.basename(found.path), found.manifest
+
+
+def _described(root: str, history: History) -> dict[str, Any]:
+    return {
+        "root": root,
+        "events": history.n_events,
+        "saves": [_save(save) for save in history.saves],
+        "spans": [
+            {"t": s.at, "step": s.step, "mean_s": s.mean_s, "longest_s": s.longest_s, "waited_s": s.waited_s}
+            for s in history.spans
+        ],
+        "recovery_points": [{"t": t, "taken": at} for t, at in recovery_points(history.saves, memory=False)],
+    }
+
+
+def _save(save: SaveStory) -> dict[str, Any]:
+    return {
+        "save_id": save.save_id,
+        "step": save.step,
+        "name": save.name,
+        "outcome": save.outcome,
+        "begun": save.begun,
+        "sealed": save.sealed,
+        "ended": save.ended,
+        "nbytes": save.nbytes,
+        "stall_s": save.stall_s,
+        "write_s": save.write_s,
+        "seconds": save.seconds,
+        "error": save.error,
+    }

@@ -1,0 +1,200 @@
+"""A report as one HTML file: no script, nothing fetched, light and dark as the reader's system is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import pairwise
+
+from asyncckpt.reporting import pictures
+from asyncckpt.reporting.history import History, SaveStory, recovery_points
+from asyncckpt.sizes import human
+
+MAX_ROWS = 200
+
+_STYLE = """
+:root { color-scheme: light dark; --surface: #ffffff; --raised: #f5f5f3; --ink: #1c1b19; --quiet: #63615c;
+  --rule: #dddbd5; --first: #2a6fc9; --second: #d98a1f; --third: #9aa0a6; --bad: #c93a3a; }
+@media (prefers-color-scheme: dark) { :root { --surface: #191918; --raised: #242422; --ink: #eceae4; --quiet: #a5a29a;
+  --rule: #3a3936; --first: #5b9df0; --second: #e3a44a; --third: #7d8288; --bad: #ea6a6a; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--surface); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 960px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 16px; margin: 36px 0 2px; }
+p { margin: 2px 0 10px; color: var(--quiet); max-width: 75ch; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 10px; margin: 20px 0 0; }
+.tile { background: var(--raised); border-radius: 8px; padding: 10px 14px; }
+.tile b { display: block; font-size: 20px; font-weight: 600; }
+.tile span { color: var(--quiet); font-size: 13px; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font-size: 11.5px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
+svg .grid { stroke: var(--rule); stroke-width: 1; }
+svg .axis { stroke: var(--quiet); stroke-width: 1; }
+ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; margin: 0 0 6px; }
+ul.legend { color: var(--quiet); font-size: 13px; }
+ul.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
+ul.legend i { vertical-align: -1px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; min-width: 100%; }
+th, td { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { color: var(--quiet); font-weight: 500; }
+th:nth-child(2), td:nth-child(2), th:last-child, td:last-child { text-align: left; }
+td:last-child { white-space: normal; min-width: 16em; }
+td.bad { color: var(--bad); font-weight: 600; }
+summary { cursor: pointer; margin-top: 36px; font-weight: 600; font-size: 16px; }
+footer { margin-top: 40px; color: var(--quiet); font-size: 13px; }
+"""
+
+Section = tuple[str, str, tuple[tuple[str, str], ...], Callable[[History], str | None], str]
+_SECTIONS: tuple[Section, ...] = (
+    (
+        "Steps between saves",
+        "Time of a training step, the saves themselves left out. Where the longest step stands far above the mean, "
+        "something held one of them up: a wait for a copy, or somebody else.",
+        (("first", "mean step"), ("second", "longest step")),
+        pictures.step_times,
+        "The trainer writes this with events=True.",
+    ),
+    (
+        "Stall of each save",
+        "What the training loop waited for a save: the call itself, and the step that then waited for the copy.",
+        (("first", "save()"), ("second", "waited before the next change")),
+        pictures.stalls,
+        "The trainer writes this with events=True.",
+    ),
+    (
+        "Lanes of writing",
+        f"The last {pictures.MAX_LANE_SAVES} saves, a lane for each rank. A rank whose blue is longer than the others' "
+        "is the one that they wait for.",
+        (("second", "staging"), ("first", "writing"), ("third", "waiting for the commit"), ("bad", "failed")),
+        pictures.lanes,
+        "The worker writes this with --events.",
+    ),
+    (
+        "Recovery point",
+        "How much training a crash would have cost at each moment: the age of the snapshot that a restart would go on "
+        "from. A worker that lives on has it as soon as all ranks have staged it; on disk it is once committed.",
+        (("first", "machine lost: from disk"), ("second", "trainers killed: from the worker's memory")),
+        pictures.recovery,
+        "No save was committed.",
+    ),
+    (
+        "Speed of writing",
+        "Bytes of all ranks, from the first seal until the last rank is durable.",
+        (),
+        pictures.speeds,
+        "The worker writes this with --events.",
+    ),
+)
+
+
+def page(title: str, history: History, *, now: float, package: str) -> str:
+    """Return the page.
+
+    Args:
+        title: What it is about: the directory.
+        history: What is known.
+        now: Seconds since 1970.
+        package: asyncckpt's version.
+    """
+    body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(_summary(history))}</p>", _tiles(history)]
+    for name, text, legend, draw, missing in _SECTIONS:
+        picture = draw(history)
+        shown = picture if picture is not None else f"<p><em>Nothing is known. {escape(missing)}</em></p>"
+        body.append(f"<section><h2>{escape(name)}</h2><p>{escape(text)}</p>")
+        body.append((_legend(legend) if legend and picture is not None else "") + f"{shown}</section>")
+    body.append(_table(history.saves))
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    body.append(
+        f"<footer>Made {escape(made)} by asyncckpt {escape(package)}, from {history.n_events:,} events.</footer>"
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}: asyncckpt report</title><style>{_STYLE}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _summary(history: History) -> str:
+    times = [t for s in history.saves for t in (s.begun, s.ended) if t is not None]
+    if not times:
+        return "no saves"
+    span = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times)))
+    runs = len({s.save_id[-12:] for s in history.saves})
+    return f"{len(history.saves)} saves, runs: {runs}, since {span}, over {_span(max(times) - min(times))}"
+
+
+def _tiles(history: History) -> str:
+    committed = history.committed
+    stalls = sorted(s.stall_s for s in history.saves if s.stall_s is not None)
+    ages = _ages(history)
+    writes = [s.write_s for s in committed if s.write_s]
+    bad = sum(s.outcome in ("failed", "abandoned", "unknown") for s in history.saves)
+    newest = max(committed, key=lambda s: s.ended or 0.0, default=None)
+    tiles = [
+        (str(len(committed)), "committed"),
+        (str(bad), "failed"),
+        (_ms(statistics.median(stalls)) if stalls else "-", "median stall of a save"),
+        (_ms(stalls[-1]) if stalls else "-", "longest stall"),
+        (_span(statistics.median(writes)) if writes else "-", "median time of writing"),
+        (human(newest.nbytes) if newest else "-", "newest checkpoint"),
+        (_span(max(ages)) if ages else "-", "oldest recovery point"),
+    ]
+    return (
+        '<div class="tiles">'
+        + "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for v, n in tiles)
+        + "</div>"
+    )
+
+
+def _ages(history: History) -> list[float]:
+    points = recovery_points(history.saves, memory=False)
+    return [after[0] - before[1] for before, after in pairwise(points)]
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    items = (f'<li><i style="background: var(--{colour})"></i>{escape(text)}</li>' for colour, text in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _table(saves: Sequence[SaveStory]) -> str:
+    shown = list(saves[-MAX_ROWS:])[::-1]
+    header = ("Step", "State", "Ended", "Size", "Stall", "Staging", "Writing", "Name")
+    head = "".join(f"<th>{name}</th>" for name in header)
+    rows = "".join(_row(save) for save in shown)
+    more = f", the last {MAX_ROWS} of {len(saves):,}" if len(saves) > MAX_ROWS else ""
+    return (
+        f"<details open><summary>Saves, newest first{more}</summary>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>'
+    )
+
+
+def _row(save: SaveStory) -> str:
+    ended = time.strftime("%m-%d %H:%M:%S", time.localtime(save.ended)) if save.ended is not None else "-"
+    staging = save.sealed - save.begun if save.sealed is not None and save.begun is not None else None
+    bad = ' class="bad"' if save.outcome in ("failed", "abandoned", "unknown") else ""
+    notes = " (unchanged)" * save.unchanged + (f": {save.error}" if save.error else "")
+    cells = (
+        ended,
+        human(save.nbytes),
+        "-" if save.stall_s is None else _ms(save.stall_s),
+        "-" if staging is None else _span(staging),
+        "-" if save.write_s is None else _span(save.write_s),
+        save.name + notes,
+    )
+    inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f"<tr><td>{save.step}</td><td{bad}>{escape(save.outcome)}</td>{inside}</tr>"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else _span(seconds)
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

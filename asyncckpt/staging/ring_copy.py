@@ -1,0 +1,121 @@
+"""The copy of a state through a ring: each segment when its cell is free, announced to the worker that writes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asyncckpt.errors import SlotTimeoutError, StagingError
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.ring import Counters
+from asyncckpt.staging.copy_cpu import Share
+from asyncckpt.staging.engine import Engine
+from asyncckpt.staging.moving import FULL, Pace
+from asyncckpt.staging.segmented import SegmentedImage
+
+FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
+"""Between two looks at the worker's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+
+MARGIN_S = 5.0
+"""Beyond its own deadline, who waits for such a copy waits for its end. Chosen."""
+
+
+ALL = Share([], [])
+"""Not looked at: segments follow one another in the files' order."""
+
+
+class RingCopy:
+    """See the module. For one save; does what `SlotImage.copy` does for one that fits.
+
+    Args:
+        image: Of the slot.
+        counters: Of the ring's generation.
+        places: Which device each tensor lies on, or None.
+        engine: Copies from devices.
+        check: Raises when the worker will not write what comes next.
+        save_id, step, path: Of the save.
+        timeout_s: For a cell to become free.
+
+    Attributes:
+        waited_s: How long it has waited for the worker.
+    """
+
+    def __init__(
+        self,
+        image: SegmentedImage,
+        counters: Counters,
+        places: Sequence[int | None],
+        engine: Engine,
+        check: Callable[[], None],
+        *,
+        save_id: SaveId,
+        step: int,
+        path: str,
+        timeout_s: float,
+    ) -> None:
+        self._image, self._counters, self._places, self._engine = image, counters, places, engine
+        self._check, self._save_id, self._step, self._path = check, save_id, step, path
+        self._timeout_s = timeout_s
+        self._dropped = False
+        self._progressed_at = time.monotonic()
+        self.waited_s = 0.0
+
+    def patience(self) -> float:
+        """Return until when the copy ends by itself if nothing becomes free (`time.monotonic()`)."""
+        return self._progressed_at + self._timeout_s + MARGIN_S
+
+    def copy(self, tensors: Sequence[torch.Tensor], share: Share = ALL, pace: Pace = FULL) -> None:
+        """Copy everything.
+
+        Args:
+            tensors: The state's, by number.
+            share: See `ALL`.
+            pace: As for `SlotImage.copy`; the calling thread moves.
+
+        Raises:
+            SlotTimeoutError: The worker has freed nothing for too long.
+            StagingError: The copy was dropped.
+            AsyncCkptError: Whatever `check` raises.
+            RuntimeError: From torch, or a device.
+            OSError: As for `SlotImage.copy`.
+
+        Blocks: for all but the last segments to be written.
+        """
+        self._progressed_at = time.monotonic()
+        for number in range(len(self._image.ring.segments)):
+            self._await_cell(number)
+            left = self._image.fill(number, tensors, self._places, self._save_id, pace)
+            for index, (targets, sources) in left.items():
+                self._engine.copy_here(index, targets, sources)
+            # IMPORTANT: after every byte of it. The worker writes, and never looks again.
+            self._counters.filled = number + 1
+
+    def drop_moves(self) -> None:
+        """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
+        self._dropped = True
+
+    def _await_cell(self, number: int) -> None:
+        began, before, pause_s = time.monotonic(), -1, FIRST_POLL_S
+        while True:
+            if self._dropped:
+                raise StagingError(f"step {self._step}: the copy was given up")
+            self._check()
+            freed, now = self._counters.freed, time.monotonic()
+            if freed > before:
+                before, self._progressed_at = freed, now
+            if freed > number - self._image.ring.n_cells:
+                self.waited_s += now - began
+                return
+            if now - self._progressed_at > self._timeout_s:
+                raise SlotTimeoutError(
+                    f"step {self._step}: the state is larger than its memory, and nothing of it was written for "
+                    f"slot_timeout_s={self._timeout_s:g}; storage hangs, or the worker has too much else to write",
+                    timeout_s=self._timeout_s,
+                    save_id=str(self._save_id),
+                    step=self._step,
+                    path=self._path,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)

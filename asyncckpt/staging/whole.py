@@ -1,0 +1,83 @@
+"""How the copy of a state begins into a slot that has room for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.format.names import SaveId
+from asyncckpt.planning.flattened import Flattened
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.engine import Engine
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.overlap import Overlap
+from asyncckpt.staging.requests import News, seal_with
+from asyncckpt.staging.rings import Begun, Sized
+from asyncckpt.staging.snapshots import Snapshot
+from asyncckpt.staging.torn import SourceWatch
+from asyncckpt.staging.warmth import image_of
+
+
+class Whole:
+    """See the module. One per checkpointer.
+
+    Args:
+        config: For `staging` and `overlap_check`.
+        engine: Copies.
+        overlap: Says what may be copied behind the training.
+    """
+
+    def __init__(self, config: CheckpointerConfig, engine: Engine, overlap: Overlap) -> None:
+        self._config, self._engine, self._overlap = config, engine, overlap
+
+    def begin(
+        self,
+        slot: LentSlot,
+        sized: Sized,
+        plan: SavePlan,
+        flat: Flattened,
+        news: News,
+        *,
+        save_id: SaveId,
+        step: int,
+        path: str,
+    ) -> Begun:
+        """Copy what must be before `save()` returns, into a slot that is open.
+
+        Raises:
+            StagingError, RuntimeError: As `Engine.copy`.
+
+        Blocks: for the copy.
+        """
+        image = image_of(slot, plan)
+        later, owners, snapshot = self._later(image, flat.tensors)
+        watched = later if snapshot is None else later - snapshot.numbers
+        with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
+            for n in later:
+                flat.tensors[n] = flat.tensors[n].detach()
+        now, rest = image.split(later)
+        watch = SourceWatch(flat, watched, owners, save_id=save_id, step=step, path=path)
+        if self._config.overlap_check == "hash":
+            watch.digest([pair for pair in image.pairs(flat.tensors, rest) if pair[0] in watched])
+        windows = [window for _, window in news.samples.apart]
+        left, transfer = self._engine.copy(
+            slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
+        )
+        seal = partial(slot.memory.control.seal, sized.request, image.body_end)
+        if windows and transfer is not None:
+            seal = partial(seal_with, slot, image.body_end, sized.asked, news.samples, transfer)
+        return Begun(image, later, left, flat.tensors, watch, seal, transfer)
+
+    def _later(
+        self, image: SlotImage, tensors: Sequence[torch.Tensor]
+    ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
+        """Return what is copied later and who else owns it, as `Overlap.later`; and room for copies on the devices."""
+        later, owners = self._overlap.later(tensors, self._engine.deferrable(image, tensors))
+        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
+        if snapshot is None:
+            return later, owners, None
+        return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot

@@ -1,0 +1,103 @@
+"""docs/cli.md is what the parsers say, and every command's help is whole."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from asyncckpt import cli
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+LISTING = {
+    "ls",
+    "inspect",
+    "du",
+    "verify",
+    "diff",
+    "convert",
+    "pin",
+    "prune",
+    "gc",
+    "doctor",
+    "top",
+    "report",
+    "worker",
+}
+"""Commands that print data."""
+
+TORCH_FREE = ("ls", "inspect", "du", "verify", "top", "doctor", "pin", "prune", "gc", "report", "worker")
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    """docs/make_cli.py, loaded."""
+    spec = importlib.util.spec_from_file_location("make_cli", REPOSITORY / "docs" / "make_cli.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_up_to_date(maker: ModuleType) -> None:
+    assert (REPOSITORY / "docs" / "cli.md").read_text() == maker.text(), "run python docs/make_cli.py"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_and_examples_that_its_parser_takes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = cli.COMMANDS[name]
+    for example in module.EXAMPLES:
+        program, command, *arguments = shlex.split(example.partition(" >> ")[0])
+        assert (program, command) == ("asyncckpt", name)
+        parsed = cli.parser().parse_args([command, *arguments])
+        assert isinstance(parsed, argparse.Namespace) and parsed.command == name
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(f"\n  {example}" in out for example in module.EXAMPLES), "each on a line of its own"
+
+
+@pytest.mark.parametrize("name", sorted(LISTING))
+def test_commands_that_print_data_have_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [name, "status", "--help"] if name == "worker" else [name, "--help"]
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert "--json" in capsys.readouterr().out
+
+
+def test_quick_commands_run_without_torch_and_numpy(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").mkdir()
+    lines = [
+        f"['ls', {str(tmp_path)!r}]",
+        f"['du', {str(tmp_path)!r}]",
+        f"['inspect', {str(tmp_path / 'a')!r}]",
+        f"['verify', {str(tmp_path / 'a')!r}]",
+        "['top', '--once']",
+        f"['doctor', {str(tmp_path)!r}]",
+        f"['pin', '--list', {str(tmp_path)!r}]",
+        f"['prune', {str(tmp_path)!r}, '--keep', '1']",
+        f"['gc', {str(tmp_path)!r}]",
+        f"['report', {str(tmp_path)!r}]",
+        "['worker', 'status']",
+    ]
+    assert {shlex.split(line.strip("[]").replace(",", " "))[0] for line in lines} == set(TORCH_FREE)
+    code = (
+        "import sys\nfrom asyncckpt.cli import main\n"
+        + "".join(f"main({line})\n" for line in lines)
+        + "loaded = {'torch', 'numpy'} & set(sys.modules)\nassert not loaded, loaded\n"
+    )
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,181 @@
+"""The report: a history put together from events and manifests, and a page that shows it and fetches nothing."""
+
+from __future__ import annotations
+
+import html.parser
+import random
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from asyncckpt.format.manifest import Manifest, RankRecord
+from asyncckpt.format.names import SaveId, index_name
+from asyncckpt.reporting import svg
+from asyncckpt.reporting.history import SaveStory, history_of, recovery_points
+from asyncckpt.reporting.page import page
+
+RUN = "aabbccddeeff"
+HOSTILE = "</style><script>alert(1)</script><img src=http://x/y>'\""
+
+
+def save_id(n: int) -> str:
+    return str(SaveId(1, n, RUN))
+
+
+def events_of(n: int, at: float, *, ranks: int = 2, outcome: str = "committed", **rest: Any) -> list[dict[str, Any]]:
+    known = {"save_id": save_id(n), "step": n * 10, "name": f"step-{n * 10}", **rest}
+    found: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        for name, after in (("begun", 0.0), ("sealed", 1.0), ("durable", 3.0)):
+            found.append({"t": at + after + rank * 0.1, "event": name, "rank": rank, "nbytes": 1000, **known})
+    found.append({"t": at + 4, "event": outcome, "ranks": ranks, "seconds_total": 4.0, **known})
+    found.append({"t": at + 4, "event": "save", "rank": 0, "stall_s": 0.05, "outcome": "written", **known})
+    if n:
+        steps = {"from_step": n * 10 - 10, "steps": 10, "seconds": 5.0, "longest_s": 0.9, "waited_s": 0.02}
+        found.append({"t": at, "event": "steps", "rank": 0, "step": n * 10, **steps})
+    return found
+
+
+def run(n: int = 5, **rest: Any) -> list[dict[str, Any]]:
+    return [event for i in range(n) for event in events_of(i, 1e9 + i * 20, **rest)]
+
+
+def manifest(n: int) -> Manifest:
+    parsed = SaveId(1, n, RUN)
+    record = RankRecord(
+        rank=0,
+        index_name=index_name(parsed, 0),
+        index_nbytes=1,
+        index_checksum="xxh3_128:" + "0" * 32,
+        n_tensors=1,
+        n_files=1,
+        nbytes=5000,
+    )
+    return Manifest(
+        save_id=parsed,
+        step=n * 10,
+        world_size=1,
+        created="2026-01-02T03:04:05.000+00:00",
+        fsync=True,
+        writer="t",
+        ranks=(record,),
+        timings={"write": 2.0},
+    )
+
+
+def test_lines_of_one_save_are_put_together_in_whatever_order_they_come(rng: random.Random) -> None:
+    lines = run(3)
+    rng.shuffle(lines)
+    history = history_of(lines)
+    assert [save.step for save in history.saves] == [0, 10, 20] and len(history.committed) == 3
+    save = history.saves[1]
+    assert (save.begun, save.sealed, save.ended) == (1e9 + 20, 1e9 + 21.1, 1e9 + 24)
+    assert save.write_s == pytest.approx(2.1) and save.stall_s == 0.05 and save.nbytes == 2000
+    assert [(span.mean_s, span.longest_s, span.waited_s) for span in history.spans] == [(0.5, 0.9, 0.02)] * 2
+
+
+def test_a_save_without_an_end_is_open_unless_its_manifest_stands() -> None:
+    lines = [event for event in events_of(1, 1e9) if event["event"] in ("begun", "sealed", "durable")]
+    assert history_of(lines).saves[0].outcome == "open"
+    assert history_of(lines, [("step-10", manifest(1))]).saves[0].outcome == "committed"
+
+
+def test_manifests_alone_tell_of_steps_sizes_and_timings() -> None:
+    (save,) = history_of([], [("a", manifest(4))]).saves
+    assert (save.step, save.nbytes, save.seconds, save.outcome) == (40, 5000, {"write": 2.0}, "committed")
+    assert save.ended == 1767323045.0
+
+
+def test_what_makes_no_sense_is_passed_over(rng: random.Random) -> None:
+    values: list[Any] = [None, "x", -1, 1e300, [], {}, True, float("nan")]
+    for _ in range(200):
+        lines = run(2)
+        for line in lines:
+            name = rng.choice(sorted(set(line) - {"event", "t"}))
+            line[name] = rng.choice(values)
+        page("x", history_of(lines), now=1e9, package="t")
+
+
+def test_the_recovery_point_never_goes_back_and_memory_is_never_older_than_disk(rng: random.Random) -> None:
+    lines = []
+    for n in range(30):
+        lines += events_of(n, 1e9 + n * rng.uniform(1, 10), outcome=rng.choice(["committed", "failed", "abandoned"]))
+    saves = history_of(lines).saves
+    disk, memory = recovery_points(saves, memory=False), recovery_points(saves, memory=True)
+    for points in (disk, memory):
+        assert points == sorted(points) and [p[1] for p in points] == sorted({p[1] for p in points})
+    for since, taken in disk:
+        assert max((t for s, t in memory if s <= since), default=0.0) >= taken
+
+
+class Tags(html.parser.HTMLParser):
+    """Collects what a browser would fetch or run, and checks that tags are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.fetches: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.fetches += [
+            f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "data") or name.startswith("on")
+        ]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("lines", [[], run(1), run(30), run(2, ranks=40)], ids=["none", "one", "many", "ranks"])
+def test_a_page_is_well_formed_and_fetches_and_runs_nothing(lines: list[dict[str, Any]]) -> None:
+    text = page(HOSTILE, history_of(lines), now=1e9, package=HOSTILE)
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open and not tags.fetches and not tags.seen & {"script", "img", "link", "iframe", "object"}
+    assert "url(" not in text and "@import" not in text
+    for picture in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(picture)
+
+
+def test_what_saves_are_called_and_fail_with_is_shown_as_text() -> None:
+    lines = events_of(1, 1e9, outcome="failed", error=HOSTILE)
+    for line in lines:
+        line["name"] = HOSTILE
+    text = page("x", history_of(lines), now=1e9, package="t")
+    assert "<script" not in text and text.count("&lt;script&gt;") >= 2
+
+
+def test_it_is_light_and_dark() -> None:
+    text = page("x", history_of(run(3)), now=1e9, package="t")
+    assert "color-scheme: light dark" in text and "prefers-color-scheme: dark" in text
+    defined = set(re.findall(r"--(\w+):", text))
+    assert set(re.findall(r"var\(--(\w+)\)", text)) <= defined
+
+
+@pytest.mark.parametrize("ends", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-5.0, 7e9), (1e9, 1e9 + 1e-3)])
+def test_ticks_are_few_and_within(ends: tuple[float, float]) -> None:
+    picture = svg.Picture(ends, ends)
+    found = svg.ticks(*picture.x)
+    assert 1 <= len(found) <= 8 and all(picture.x[0] <= t + 1e-6 and t <= picture.x[1] + 1e-6 for t in found)
+    ElementTree.fromstring(picture.svg("x"))
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    points = [(float(n), 0.0) for n in range(10_000)]
+    points[5000], points[7000] = (5000.0, 9.0), (7000.0, -9.0)
+    found = svg.thinned(points, 500)
+    assert len(found) <= 500 and (5000.0, 9.0) in found and (7000.0, -9.0) in found
+
+
+def test_a_story_without_times_has_no_durations() -> None:
+    story = SaveStory("x")
+    assert (story.begun, story.sealed, story.write_s) == (None, None, None)

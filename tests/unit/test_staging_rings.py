@@ -1,0 +1,346 @@
+"""A state that is larger than its memory: what passes through the ring is what lies in a slot that holds all of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import states  # noqa: E402
+from simulated_saves import Saver, bits, two_devices, use_small_pieces  # noqa: E402
+
+from asyncckpt.errors import (  # noqa: E402
+    InsufficientMemoryError,
+    SaveFailedError,
+    SlotTimeoutError,
+    SnapshotTornError,
+    StagingError,
+)
+from asyncckpt.memory.ring import Ring  # noqa: E402
+from asyncckpt.protocol import request  # noqa: E402
+from asyncckpt.staging import rings  # noqa: E402
+from asyncckpt.staging.segmented import _runs  # noqa: E402
+from tests.simulated_device import SimulatedDevice  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+UNIT = 4096
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64)
+SHAPES: list[tuple[int, ...]] = [(), (3,), (5000,), (70, 90), (7, 11, 13), (0, 4), (1, 20_000), (300, 3, 17)]
+
+
+@pytest.fixture
+def device(rng: random.Random) -> Iterator[SimulatedDevice]:
+    with two_devices(rng) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of pages, so that small states have many."""
+    monkeypatch.setattr(request, "RING_UNIT_NBYTES", UNIT)
+    monkeypatch.setattr(rings, "RING_UNIT_NBYTES", UNIT)
+    monkeypatch.setattr(rings, "REQUEST_SLACK_NBYTES", UNIT)
+    use_small_pieces(monkeypatch)
+
+
+def saver_of(device: SimulatedDevice, **fields: Any) -> Saver:
+    return Saver(device, **{"slot_timeout_s": 20.0, **fields})
+
+
+def state_of(rng: random.Random, device: SimulatedDevice | None = None) -> dict[str, Any]:
+    """Return a random state: every dtype, strides, views, some of it on devices."""
+    found: dict[str, Any] = {"step": rng.randrange(100)}
+    for n in range(rng.randrange(3, 12)):
+        dtypes = states.ALL_DTYPES if device is None else DTYPES
+        tensor = states.tensor_of(rng.choice(dtypes), rng.choice(SHAPES), rng.getrandbits(32))
+        if tensor.dim() > 1 and rng.random() < 0.5:
+            tensor = tensor.transpose(0, -1)
+        elif tensor.dim() and rng.random() < 0.2:
+            tensor = tensor[::2]
+        if device is not None and rng.random() < 0.4:
+            tensor = device.put(tensor, rng.randrange(2))
+        found[f"t{n}"] = tensor
+    found["large"] = states.tensor_of(torch.float32, (rng.randrange(20_000, 60_000),), rng.getrandbits(32))
+    return found
+
+
+def needs(saver: Saver, state: dict[str, Any]) -> int:
+    """Return how much memory the whole of a state would take."""
+    saver.know(state)
+    return saver.plan.body_nbytes + 5 * UNIT
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+@pytest.mark.parametrize("staging", ["blocking", "overlap"])
+def test_what_passes_through_a_ring_is_what_a_slot_would_hold(
+    device: SimulatedDevice, rng: random.Random, layout: str, staging: str
+) -> None:
+    for _ in range(4):
+        state = state_of(rng)
+        fields = {"layout": layout, "staging": staging, "files_per_rank": rng.randrange(1, 4)}
+        whole = saver_of(device, **fields)
+        handle = whole.save(state)
+        assert whole.ended(handle) is None
+        wanted = whole.process.written[str(handle.save_id)]
+        body = whole.process.asked[str(handle.save_id)].parts
+        small = saver_of(device, arena_limit_bytes=rng.randrange(8, 24) * UNIT, **fields)
+        for _ in range(2):
+            ringed = small.save(state)
+            assert small.ended(ringed) is None
+            reader = small.process.rings[str(ringed.save_id)]
+            found = small.process.written[str(ringed.save_id)]
+            assert reader.request.parts == body
+            for part in body:
+                one, other = (raw[part.offset : part.offset + part.nbytes] for raw in (found, wanted))
+                assert one.replace(str(ringed.save_id).encode(), b"") == other.replace(
+                    str(handle.save_id).encode(), b""
+                )
+            assert reader.most <= reader.ring.n_cells
+        assert len(small.process.made) == 1, "the slot is used again"
+        assert small.process.made[0].memory.nbytes <= small.config.arena_limit_bytes  # type: ignore[operator]
+        small.close()
+        whole.close()
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlap", "device"])
+def test_tensors_of_devices_are_what_the_kernels_before_the_save_have_made(
+    device: SimulatedDevice, rng: random.Random, staging: str
+) -> None:
+    for _ in range(3):
+        state = state_of(rng, device)
+        placed = [t for t in state.values() if isinstance(t, torch.Tensor) and device.device_of(t) is not None]
+        for tensor in placed:
+            place, value = device.device_of(tensor), rng.randrange(2)
+            assert place is not None
+            device.launch(place, lambda tensor=tensor, value=value: tensor.data.fill_(value))
+        saver = saver_of(device, arena_limit_bytes=16 * UNIT, staging=staging)
+        saver.know(state)
+        handle = saver.save(state)
+        assert saver.ended(handle) is None
+        for tensor in placed:  # a blocking copy: they may be changed now, by whomever
+            tensor.data.zero_()
+        device.drain()
+        found = saver.content(handle)
+        assert str(handle.save_id) in saver.process.rings
+        # What lies on the host was not changed, and what lies on devices is what the kernels made.
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and device.device_of(tensor) is None:
+                assert found[name] == bits(tensor), name
+        saver.close()
+
+
+def test_random_pieces_of_random_strides_are_the_elements_in_their_order(rng: random.Random) -> None:
+    for _ in range(300):
+        shape = [rng.randrange(1, 6) for _ in range(rng.randrange(0, 5))]
+        tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+        if tensor.dim() > 1:
+            tensor = tensor.permute(*rng.sample(range(tensor.dim()), tensor.dim()))
+        flat = tensor.reshape(-1)
+        start = rng.randrange(0, flat.numel() + 1)
+        end = rng.randrange(start, flat.numel() + 1)
+        found = [run.reshape(-1) for run in _runs(tensor, start, end)]
+        assert torch.equal(torch.cat([*found, flat[:0]]), flat[start:end])
+
+
+def test_a_state_that_fits_is_staged_whole(device: SimulatedDevice, rng: random.Random) -> None:
+    state = state_of(rng)
+    saver = saver_of(device)
+    saver = saver_of(device, arena_limit_bytes=needs(saver, state) + 64 * UNIT)
+    assert saver.ended(saver.save(state)) is None
+    assert not saver.process.rings
+    saver.close()
+
+
+def test_a_limit_below_two_segments_is_refused(device: SimulatedDevice, rng: random.Random) -> None:
+    saver = saver_of(device, arena_limit_bytes=4 * UNIT)
+    error = saver.ended(saver.save(state_of(rng)))
+    assert isinstance(error, InsufficientMemoryError)
+    assert error.limit == 4 * UNIT
+    saver.close()
+
+
+def test_the_report_says_that_it_was_a_ring_and_the_log_says_why(
+    device: SimulatedDevice, rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT)
+    state = state_of(rng)
+    handle = saver.save(state)
+    assert saver.ended(handle) is None
+    nbytes = handle.staged.result(0).details["ring_nbytes"]
+    assert 0 < nbytes < 16 * UNIT
+    said = [r for r in caplog.records if "takes as long as writing" in r.getMessage()]
+    assert [r.levelname for r in said] == ["WARNING"]
+    saver.save(state)
+    assert len([r for r in caplog.records if "takes as long as writing" in r.getMessage()]) <= 2
+    saver.close()
+
+
+def test_a_worker_that_frees_nothing_ends_the_save_and_the_slot_is_used_again(
+    device: SimulatedDevice, rng: random.Random
+) -> None:
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT, slot_timeout_s=0.05)
+    stream = saver.process.stream
+
+    def held(*arguments: Any) -> Any:
+        check = stream(*arguments)
+        saver.process.rings[str(arguments[0])].held.set()
+        return check
+
+    saver.process.stream = held  # type: ignore[method-assign]
+    state = state_of(rng)
+    error = saver.ended(saver.save(state))
+    assert isinstance(error, SlotTimeoutError)
+    assert error.timeout_s == 0.05
+    saver.process.stream = stream  # type: ignore[method-assign]
+    saver.stager._rings._config = saver.config.__class__(arena_limit_bytes=16 * UNIT)
+    assert saver.ended(saver.save(state)) is None
+    assert len(saver.process.made) == 1
+    saver.close()
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlap"])
+def test_what_the_worker_says_meanwhile_ends_the_copy(
+    device: SimulatedDevice, rng: random.Random, staging: str
+) -> None:
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT, staging=staging)
+    stream = saver.process.stream
+
+    def failed(*arguments: Any) -> Any:
+        check = stream(*arguments)
+        saver.process.rings[str(arguments[0])].error = SaveFailedError("no room", code="ENOSPC")
+        return check
+
+    saver.process.stream = failed  # type: ignore[method-assign]
+    error = saver.ended(saver.save(state_of(rng)))
+    assert isinstance(error, SaveFailedError)
+    assert error.code == "ENOSPC"
+    assert len(saver.process.withdrawn) == 1
+    saver.close()
+
+
+# ---- behind the training
+
+
+class Owned:
+    """Parameters that an attached optimizer owns, and a statistic that it does not."""
+
+    def __init__(self, saver: Saver, statistic: int = 10) -> None:
+        self.parameters = [torch.nn.Parameter(torch.randn(30_000)) for _ in range(3)]
+        self.statistic = torch.zeros(statistic)
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        saver.stager.overlap.attach(self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        return {**{f"p{n}": p for n, p in enumerate(self.parameters)}, "statistic": self.statistic}
+
+
+def held_saver(device: SimulatedDevice, **fields: Any) -> Saver:
+    """Return a saver whose rings are read only when `held` of their readers is cleared."""
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT, **fields)
+    stream = saver.process.stream
+
+    def held(*arguments: Any) -> Any:
+        check = stream(*arguments)
+        saver.process.rings[str(arguments[0])].held.set()
+        return check
+
+    saver.process.stream = held  # type: ignore[method-assign]
+    return saver
+
+
+def test_what_an_optimizer_owns_goes_through_the_ring_behind_the_training_and_all_else_is_cloned(
+    device: SimulatedDevice,
+) -> None:
+    saver = held_saver(device)
+    owned = Owned(saver)
+    state = owned.state()
+    saver.know(state)
+    wanted = {name: bits(tensor) for name, tensor in state.items()}
+    handle = saver.save(state)
+    assert not handle.staged.done(), "it waits for the worker, and nobody waits for it"
+    owned.statistic.add_(1)
+    saver.process.rings[str(handle.save_id)].held.clear()
+    saver.stager.overlap.fence.wait()
+    assert handle.staged.done()
+    assert saver.ended(handle) is None
+    assert saver.content(handle) == wanted
+    saver.close()
+
+
+def test_much_that_no_optimizer_owns_makes_the_save_blocking(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings, "CLONED_NBYTES", 1000)
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT)
+    owned = Owned(saver, statistic=1000)
+    handle = saver.save(owned.state())
+    assert handle.staged.done()
+    assert saver.ended(handle) is None
+    saver.close()
+
+
+def test_the_fence_waits_beyond_its_time_as_long_as_something_is_written(device: SimulatedDevice) -> None:
+    saver = held_saver(device)
+    owned = Owned(saver)
+    handle = saver.save(owned.state())
+    reader = saver.process.rings[str(handle.save_id)]
+    (copy,) = saver.stager.overlap.copier._copies
+    patience, asked = copy.patience, []
+
+    def asked_for_patience() -> float:
+        asked.append(True)
+        reader.held.clear()
+        return patience()
+
+    copy.patience = asked_for_patience  # type: ignore[method-assign]
+    saver.stager.overlap.fence.wait(0.0)
+    assert asked
+    assert saver.ended(handle) is None
+    saver.close()
+
+
+def test_a_ring_that_was_torn_is_never_sealed(device: SimulatedDevice) -> None:
+    saver = held_saver(device)
+    owned = Owned(saver)
+    handle = saver.save(owned.state())
+    with torch.no_grad():
+        owned.parameters[1].add_(1)
+    saver.process.rings[str(handle.save_id)].held.clear()
+    error = saver.ended(handle)
+    assert isinstance(error, SnapshotTornError)
+    assert error.fqn == "p1"
+    assert not saver.process.written
+    saver.close()
+
+
+def test_hash_checks_the_sources_of_a_ring(device: SimulatedDevice) -> None:
+    saver = held_saver(device, overlap_check="hash")
+    owned = Owned(saver)
+    handle = saver.save(owned.state())
+    owned.parameters[2].data[0] = 1e9  # bumps no counter of the parameter
+    saver.process.rings[str(handle.save_id)].held.clear()
+    assert isinstance(saver.ended(handle), SnapshotTornError)
+    saver.close()
+
+
+def test_closing_gives_a_ring_up_at_once(device: SimulatedDevice) -> None:
+    saver = held_saver(device)
+    owned = Owned(saver)  # its optimizer owns only as long as it lives
+    handle = saver.save(owned.state())
+    saver.close()
+    error = saver.ended(handle)
+    assert isinstance(error, Exception)
+    assert not isinstance(error, StagingError)
+    assert not saver.process.written
+
+
+def test_a_ring_is_like_another_only_if_it_is_cut_alike() -> None:
+    ring = Ring([10_000], UNIT, 2)
+    assert ring.is_like(Ring([10_000], UNIT, 2))
+    assert not ring.is_like(Ring([10_001], UNIT, 2))
+    assert not ring.is_like(Ring([10_000], UNIT, 3))
+    assert not ring.is_like(Ring([10_000], 2 * UNIT, 2))

@@ -1,0 +1,145 @@
+"""What the worker tells of saves: the moves that the brain makes, its report's rows, the lines of `events.jsonl`."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from worker_bench import ERROR, FIRST, SECOND, Bench
+
+from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, pack
+from asyncckpt.protocol.messages import StatusReport
+from asyncckpt.storage.event_log import read_events
+from asyncckpt_worker import events as ev
+from asyncckpt_worker.moves import Moved, with_progress
+from asyncckpt_worker.telling import Teller
+
+
+class Watched(Bench):
+    """A bench that keeps what has moved."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.moves: list[Moved] = []
+        super().__init__()
+        self.hello(**changes)
+
+    def feed(self, kind: Any, **fields: Any) -> list[Any]:
+        found = super().feed(kind, **fields)
+        self.moves += self.brain.moves
+        return found
+
+    def commit(self, slot: int, save_id: str = FIRST, generation: int = 1) -> None:
+        self.at_writing(slot, save_id, generation)
+        self.now += 2
+        report = {"seconds_write": 1.5, "nbytes": 7, "direct": True}
+        self.feed(ev.Written, key=(save_id, 0), result="r", report=report)
+        self.now += 1
+        self.feed(ev.Published, save_id=save_id, report={"seconds_commit": 0.5})
+
+
+@pytest.fixture
+def bench() -> Watched:
+    return Watched()
+
+
+def phases(bench: Watched) -> list[tuple[str, str]]:
+    return [(m.was, m.phase) for m in bench.moves]
+
+
+def test_each_phase_of_a_rank_is_told_once(bench: Watched) -> None:
+    bench.commit(bench.slot())
+    assert phases(bench) == [("", "begun"), ("begun", "writing"), ("writing", "durable"), ("durable", "committed")]
+    *_, durable, committed = bench.moves
+    assert (durable.was_s, durable.nbytes, durable.ends) == (2.0, 7, False)
+    assert (committed.was_s, committed.begun_s, committed.ends) == (1.0, 3.0, True)
+    bench.feed(ev.Tick)
+    assert not bench.brain.moves, "an event that moves nothing tells nothing"
+
+
+def test_the_end_of_a_save_is_told_once_however_many_ranks_it_has() -> None:
+    bench = Watched(world_size=2)
+    bench.hello(b"q", "2" * 16, rank=1, world_size=2, pid=8)
+    first, second = bench.slot(), bench.slot(b"q")
+    bench.at_writing(first)
+    bench.at_writing(second, peer=b"q", rank=1)
+    bench.feed(ev.Written, key=(FIRST, 1), error=ERROR)
+    ended = [m for m in bench.moves if m.phase == "failed"]
+    assert [m.ends for m in ended] == [True, False] and {m.rank for m in ended} == {0, 1}
+    assert "no room" in ended[0].error
+
+
+def test_a_rank_shows_its_last_save_and_its_last_durable_step(bench: Watched) -> None:
+    slot = bench.slot()
+    (row,) = bench.brain.report()["ranks"]
+    assert (row["phase"], row["step"], row["staged"], row["durable_step"], row["slots"]) == (
+        "idle",
+        None,
+        None,
+        None,
+        1,
+    )
+    bench.commit(slot)
+    bench.now += 4
+    bench.begin(slot, SECOND, 2, step=6, path="/ckpt/b", nbytes=100)
+    (row,) = bench.brain.report()["ranks"]
+    assert (row["phase"], row["step"], row["staged"], row["nbytes"]) == ("begun", 6, 0.0, 100)
+    assert (row["durable_step"], row["durable_age_s"], row["slots_nbytes"]) == (5, 5.0, 12288)
+    (run,) = bench.brain.report()["runs"]
+    assert (run["committed_step"], run["committed_path"], run["committed_age_s"]) == (5, "/ckpt/a", 4.0)
+    assert (run["in_flight"], run["ranks"], run["gone"]) == (1, 1, 0)
+
+
+def test_what_is_written_so_far_is_that_of_the_writer_or_all(bench: Watched) -> None:
+    slot = bench.slot()
+    bench.at_writing(slot)
+    rows = bench.brain.report()["ranks"]
+    assert with_progress(rows, {})[0]["written_nbytes"] is None
+    assert with_progress(rows, {(FIRST, 0): 5})[0]["written_nbytes"] == 5
+    bench.feed(ev.Written, key=(FIRST, 0), result="r")
+    assert with_progress(bench.brain.report()["ranks"], {})[0]["written_nbytes"] == 1
+
+
+def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
+    bench = Bench()
+    for rank in range(150):
+        bench.hello(b"%d" % rank, f"{rank:016x}", rank=rank, world_size=150, pid=rank + 1)
+        slot = bench.slot(b"%d" % rank)
+        bench.begin(slot, peer=b"%d" % rank, path="/" + "x" * 900)
+    report = bench.brain.report()
+    assert len(report["ranks"]) == 100 and [row["rank"] for row in report["ranks"]] == list(range(100))
+    assert len(pack(StatusReport(id=1, report=report), MAX_FRAME_NBYTES)) < MAX_FRAME_NBYTES
+
+
+def test_a_committed_save_has_its_lines(bench: Watched, tmp_path: pathlib.Path) -> None:
+    slot = bench.slot()
+    bench.commit(slot)
+    teller = Teller(())
+    teller.tell([_at(m, tmp_path) for m in bench.moves])
+    teller.log.close(60.0)
+    begun, sealed, durable, committed = read_events(str(tmp_path))
+    assert [e["event"] for e in (begun, sealed, durable, committed)] == ["begun", "sealed", "durable", "committed"]
+    assert {(e["save_id"], e["step"], e["name"]) for e in (begun, sealed, durable, committed)} == {(FIRST, 5, "a")}
+    assert durable["seconds"] == {"write": 1.5} and durable["seconds_before"] == 2.0 and durable["direct"] is True
+    assert committed["seconds_total"] == 3.0 and committed["seconds"] == {"commit": 0.5} and committed["ranks"] == 1
+
+
+def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pathlib.Path) -> None:
+    bench.commit(bench.slot())
+    teller = Teller(())
+    teller.tell([_at(m, tmp_path, followed=True) for m in bench.moves])
+    teller.log.close(60.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_told_outside_the_roots(bench: Watched, tmp_path: pathlib.Path) -> None:
+    bench.commit(bench.slot())
+    teller = Teller((str(tmp_path / "elsewhere"),))
+    teller.tell([_at(m, tmp_path) for m in bench.moves])
+    teller.log.close(60.0)
+    assert not list(tmp_path.iterdir()) and teller.log.dropped == 4
+
+
+def _at(moved: Moved, root: pathlib.Path, **changes: Any) -> Moved:
+    return replace(moved, path=str(root / "a"), **changes)

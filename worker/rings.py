@@ -1,0 +1,129 @@
+"""Writes a snapshot that is larger than its slot: segment by segment, while its trainer fills the next ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from asyncckpt.errors import SaveFailedError
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.ring import Counters, Ring
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.resuming import remove_rank_files
+from asyncckpt.storage.ring_files import write_ring_files
+from asyncckpt_worker.actions import Write
+from asyncckpt_worker.slots import SlotStore
+
+FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
+"""Between two looks at the trainer's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+
+PARTING_S = 2.0
+"""A trainer that gives a ring up says why, by a message that the brain gets in milliseconds: it is waited for, so that
+other ranks hear that reason. Chosen."""
+
+
+def write_ring(
+    job: Write, rank_job: RankJob, memory: SlotMemory, slots: SlotStore, *, files: Files, pool: Executor
+) -> RankResult:
+    """Write one rank's files from a ring.
+
+    Raises:
+        SaveFailedError: The trainer has not filled it (`not_sealed`), or had begun to with a worker that is dead
+            (`ring_lost`). Files of this rank are removed.
+        OSError: A call failed; the same.
+
+    Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
+    """
+    request = job.request
+    if job.resumed:
+        remove_rank_files(rank_job, files=files)
+        raise _failed(
+            request,
+            "ring_lost",
+            "the worker that was writing it has died, and only the end of the snapshot is in memory, since it is "
+            "larger than arena_limit_bytes",
+        )
+    feed = _Feed(job, memory, slots)
+    view = memory.mapping.view()
+    try:
+        return write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check)
+    finally:
+        view.release()
+
+
+class _Feed:
+    """What the trainer fills."""
+
+    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore) -> None:
+        request = job.request
+        lengths = [part.nbytes for part in request.parts]
+        self.ring = Ring(lengths, request.ring_segment_nbytes, request.ring_segments)
+        self._job, self._memory, self._slots = job, memory, slots
+        self._counters = Counters(memory, job.generation)
+
+    def check(self) -> None:
+        """Prove that the trainer has not given the ring up.
+
+        Raises:
+            SaveFailedError: It has.
+        """
+        if not self._memory.control.is_written(self._job.generation):
+            deadline = time.monotonic() + PARTING_S
+            while not self._is_cut_off() and time.monotonic() < deadline:
+                time.sleep(LAST_POLL_S)
+            raise self._not_sealed("the trainer gave it up while it was being written")
+
+    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
+        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
+
+        Raises:
+            SaveFailedError: There will be none.
+
+        Blocks: at most `commit_timeout_s`.
+        """
+        deadline, pause_s = time.monotonic() + self._job.request.commit_timeout_s, FIRST_POLL_S
+        while True:
+            self.check()
+            filled = self.filled()
+            if filled > count or not goes_on():
+                return filled
+            if self._is_cut_off():
+                raise self._not_sealed("the trainer is gone, or the save has ended, before all of it was staged")
+            if time.monotonic() >= deadline:
+                timeout_s = self._job.request.commit_timeout_s
+                raise self._not_sealed(f"the trainer has staged nothing for commit_timeout_s={timeout_s:g}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    def filled(self) -> int:
+        """Return how many segments are filled.
+
+        Raises:
+            SaveFailedError: More than there are.
+        """
+        filled = self._counters.filled
+        if filled > len(self.ring.segments):
+            raise self._not_sealed(f"{filled} segments are said to be filled, of {len(self.ring.segments)}")
+        return filled
+
+    def freed(self, count: int) -> None:
+        """So many segments are needed no more."""
+        self._counters.freed = count
+
+    def _is_cut_off(self) -> bool:
+        return self._slots.is_cut_off(self._job.slot, self._job.generation)
+
+    def _not_sealed(self, detail: str) -> SaveFailedError:
+        return _failed(self._job.request, "not_sealed", detail)
+
+
+def _failed(request: SaveRequest, code: str, detail: str) -> SaveFailedError:
+    return SaveFailedError(
+        f"save {request.save_id} (step {request.step}, rank {request.rank}) to {request.path} failed: {detail}; "
+        "nothing was published; save again",
+        code=code,
+        detail=detail,
+    )
