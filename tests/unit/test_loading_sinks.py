@@ -52,9 +52,7 @@ def test_boxes_keep_every_bit_whether_copied_wide_or_narrow(rng: random.Random, 
 @pytest.mark.parametrize("shift", [1, 4, 8])
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
-def test_elements_that_come_from_anywhere_in_memory_are_copied(
-    dtype: torch.dtype, converted: bool, shift: int
-) -> None:
+def test_elements_that_come_from_anywhere_in_memory_are_copied(dtype: torch.dtype, converted: bool, shift: int) -> None:
     values = torch.arange(63).view(9, 7).to(dtype)
     data = values.contiguous().view(-1).view(torch.uint8)
     room = torch.zeros(data.numel() + 32, dtype=torch.uint8)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages
 from asyncckpt.recall import newest
 from asyncckpt.recall.snapshots import snapshots_of
