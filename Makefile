@@ -23,7 +23,7 @@ help:
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types, architecture, contracts"
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
-	@echo "make test-frameworks  what other libraries read of what is written here"
+	@echo "make test-frameworks  training frameworks with our adapters, and what other libraries read of what is written here"
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes, as root; results in tests/fault/results"
 	@echo "make test-nodes    workers in network namespaces, as root"
@@ -78,8 +78,9 @@ test-nonumpy: .venv-core/.stamp
 	touch $@
 
 test-frameworks: .venv-frameworks/.stamp
-	.venv-frameworks/bin/python -c 'import transformers'
-	.venv-frameworks/bin/python -m pytest tests/integration/test_stock_tools.py
+	.venv-frameworks/bin/python -c 'import accelerate, lightning, torchdata, transformers'
+	.venv-frameworks/bin/python -c 'import torch; assert torch.version.cuda is None or torch.cuda.is_available(), torch.__version__'
+	.venv-frameworks/bin/python -m pytest tests/frameworks tests/integration/test_stock_tools.py
 
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py

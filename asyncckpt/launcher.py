@@ -51,7 +51,7 @@ def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequenc
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             cwd="/",
-            env=_environment(),
+            env=worker_environment(),
             start_new_session=True,
             timeout=START_TIMEOUT_S,
             check=False,
@@ -85,15 +85,15 @@ def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) ->
             stdout=log,
             stderr=log,
             cwd="/",
-            env=_environment(),
+            env=worker_environment(),
             start_new_session=True,
         )
     finally:
         os.close(log)
 
 
-def _environment() -> dict[str, str]:
-    """Return our environment, with relative entries of PYTHONPATH made absolute: the worker starts in `/`."""
+def worker_environment() -> dict[str, str]:
+    """Return our environment for a process in `/`: with relative entries of PYTHONPATH made absolute."""
     environment = dict(os.environ)
     if environment.get("PYTHONPATH"):
         entries = environment["PYTHONPATH"].split(os.pathsep)

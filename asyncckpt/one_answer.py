@@ -1,4 +1,4 @@
-"""One checkpoint for all ranks of a checkpointer: rank 0 says what there is, and they take the first that all can."""
+"""One checkpoint, or answer, for all ranks: rank 0 says what there is, and they take the first that all can."""
 
 from __future__ import annotations
 
@@ -57,6 +57,20 @@ def same_choice(
     if any(len(vote) != len(offers) for vote in votes):
         raise SaveFailedError("a rank answered with something else than which checkpoints it can load", code="exchange")
     return next((offer for n, offer in enumerate(offers) if all(vote[n] for vote in votes)), None)
+
+
+def same_answer(ranks: Coordination, ask: Callable[[], str], timeout_s: float, call: str) -> str:
+    """Return rank 0's answer on every rank; a collective.
+
+    Args:
+        ranks: The ranks.
+        ask: Called on rank 0 only.
+        timeout_s, call, Raises, Blocks: As for `same_choice`.
+    """
+    found = same_choice(ranks, lambda: [Offer(ask())], lambda offers: [True] * len(offers), timeout_s, call)
+    if found is None:
+        raise SaveFailedError("rank 0 answered with nothing", code="exchange", rank=0)
+    return found.path
 
 
 def _offers(data: bytes) -> list[Offer]:

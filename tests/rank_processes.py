@@ -11,24 +11,28 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 DEADLINE_S = 60.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",  # every optimizer's first step imports it
-        "asyncckpt.managing.manager",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-    ]
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # every optimizer's first step imports it
+    "asyncckpt.managing.manager",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
 )
+_context.set_forkserver_preload(list(PRELOADED))
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Let the server import further modules; before it is started."""
+    _context.set_forkserver_preload([*PRELOADED, *modules])
 
 
 def start_server() -> None:

@@ -83,7 +83,7 @@ def put_into_place(temporary: str, path: str, files: Files, *, standing: Standin
     """
     if standing is Standing.CHECKPOINT:
         standing_at(path, files, overwrite=True)  # again: what has come into it meanwhile would be lost
-        exchanged = _exchange(temporary, path)
+        exchanged = exchange(temporary, path)
         if not exchanged:
             _replace_by_steps(temporary, path)
     else:
@@ -97,7 +97,7 @@ def put_into_place(temporary: str, path: str, files: Files, *, standing: Standin
         # Nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
         with contextlib.suppress(OSError):
             if exchanged:
-                _exchange(temporary, path)
+                exchange(temporary, path)
             elif standing is not Standing.CHECKPOINT:
                 os.rename(path, temporary)
         raise
@@ -129,8 +129,12 @@ def _put_where_nothing_is(temporary: str, path: str, files: Files) -> None:
         os.rename(temporary, path)
 
 
-def _exchange(temporary: str, path: str) -> bool:
-    """Swap both names in one step; what stood at `path` is at `temporary` then. False where it cannot be done."""
+def exchange(temporary: str, path: str) -> bool:
+    """Swap both names in one step; what stood at `path` is at `temporary` then. False where it cannot be done.
+
+    Raises:
+        OSError: The file system refused for another reason.
+    """
     old, new = os.fsencode(temporary), os.fsencode(path)
     if not _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
         return True

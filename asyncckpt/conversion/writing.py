@@ -10,12 +10,12 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Protocol
 
 from asyncckpt.conversion import windows
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile, Target
-from asyncckpt.conversion.runs import RunReader
-from asyncckpt.conversion.windows import Window, windows_of
+from asyncckpt.conversion.windows import Run, Window, windows_of
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files
@@ -25,10 +25,17 @@ MAX_THREADS = 6
 """With a window and a buffer to read each, they have 192 MiB."""
 
 
+class ReadsRuns(Protocol):
+    """Reads the elements that a window wants, from several threads: `asyncckpt.conversion.runs.RunReader`."""
+
+    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> None:
+        """Read and verify runs; see there."""
+
+
 def write_files(
     directory: str,
     target: Target,
-    reader: RunReader,
+    reader: ReadsRuns,
     files: Files,
     mode: int,
     step: Callable[[int], None],
@@ -123,7 +130,7 @@ class _Stopped(Exception):
 class _Works:
     """All windows of all files, and the threads that work through them."""
 
-    def __init__(self, outputs: Sequence[_Output], reader: RunReader) -> None:
+    def __init__(self, outputs: Sequence[_Output], reader: ReadsRuns) -> None:
         self._reader = reader
         self._todo = ((o, window) for o in outputs for window in windows_of(o.file, windows.WINDOW_NBYTES))
         self._lock = threading.Lock()

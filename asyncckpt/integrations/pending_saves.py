@@ -1,0 +1,110 @@
+"""Saves of a framework's checkpoints that are not published yet, and removals that wait for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+
+from asyncckpt.handle import SaveHandle
+from asyncckpt.integrations.exporter_process import ExporterProcess
+from asyncckpt.integrations.spool import Job
+
+_log = logging.getLogger("asyncckpt.integrations")
+
+
+@dataclass(slots=True, eq=False)
+class PendingSave:
+    """A save under way. `job`, `pid`: of its export, on the rank that has it."""
+
+    target: str
+    handle: SaveHandle
+    job: Job | None
+    pid: int | None
+    is_discarded: bool = False
+    is_published: bool = False
+
+
+class PendingSaves:
+    """See the module.
+
+    Attributes:
+        saves: Oldest first.
+    """
+
+    def __init__(self, exporter: ExporterProcess) -> None:
+        self._exporter = exporter
+        self.saves: list[PendingSave] = []
+        self._removals: dict[str, list[PendingSave]] = {}
+
+    def poll(self) -> list[str]:
+        """Return the targets that were published since the last call; removes what nothing is awaited for any more."""
+        ended = [one for one in self.saves if self._has_ended(one)]
+        for one in ended:
+            self.saves.remove(one)
+            error = one.handle.written.peek()[1]
+            if error is not None:
+                _log.error("%s was not saved: %s", one.target, error)
+            elif one.job is not None and one.job.is_open:
+                _log.error("%s was not published: %s", one.target, _said(one.job))
+            else:
+                one.is_published = True
+        self._remove_discarded()
+        for one in ended:
+            if one.is_published and one.is_discarded:
+                self.discard(one.target)
+        return [one.target for one in ended if one.is_published]
+
+    def discard(self, target: str) -> None:
+        """Remove a target, as `StockSaver.discard` says."""
+        found = [one for one in self.saves if one.target == target]
+        for one in found:
+            one.is_discarded = True
+        if not found and self.saves:
+            self._removals[target] = list(self.saves)
+        elif not found:
+            remove(target)
+
+    def keep(self, target: str) -> None:
+        """Forget that a target was to be removed: it is saved again."""
+        self._removals.pop(target, None)
+        for one in self.saves:
+            one.is_discarded = one.is_discarded and one.target != target
+
+    def _has_ended(self, one: PendingSave) -> bool:
+        if not one.handle.written.done():
+            return False
+        if one.job is None or not one.job.is_open:
+            return True
+        # In this order: it may be done between the two looks.
+        is_alive = self._exporter.is_alive(one.pid)
+        return (not is_alive or os.path.exists(one.job.failure_path)) or not one.job.is_open
+
+    def _remove_discarded(self) -> None:
+        for target, awaited in list(self._removals.items()):
+            if not any(one in self.saves for one in awaited):
+                del self._removals[target]
+                if any(one.is_published for one in awaited):
+                    remove(target)
+
+
+def remove(path: str) -> None:
+    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it."""
+    if not os.path.lexists(path):
+        return
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+        return
+    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(6)}.old")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _said(job: Job | None) -> str:
+    try:
+        with open(f"{job.native}.log" if job else "", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()[-2000:]
+    except OSError:
+        return "its exporter was killed; the next start of the training tries again"

@@ -1,0 +1,190 @@
+"""StockSaver with a real worker and real exporters: published whole or not at all, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+from collections.abc import Iterator
+
+import pytest
+import rank_processes
+import real_worker
+import torch
+
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.integrations.capturing import Captured, captured_torch_save
+from asyncckpt.integrations.exporter_process import ExporterProcess
+from asyncckpt.integrations.spool import Job, jobs_in
+from asyncckpt.integrations.stock_saver import StockSaver
+
+
+@pytest.fixture
+def saver(worker: real_worker.RealWorker) -> Iterator[StockSaver]:
+    """A saver of this test alone."""
+    found = StockSaver(endpoint=worker.endpoint)
+    yield found
+    found.close(real_worker.DEADLINE_S)
+
+
+def files(value: float) -> dict[str, Captured | bytes]:
+    """Return a checkpoint of a framework."""
+    state = {"w": torch.full((1000,), value), "b": torch.full((3,), value, dtype=torch.int64)}
+    return {"state.pt": captured_torch_save(state), "log.json": json.dumps(value).encode(), "sub/empty": b""}
+
+
+def value_at(path: pathlib.Path) -> float:
+    """Return what a checkpoint of `files` was made of; fails unless it is whole."""
+    state = torch.load(path / "state.pt", weights_only=True)
+    found = float(state["w"][0])
+    assert torch.equal(state["w"], torch.full((1000,), found)) and float(state["b"][2]) == found
+    assert json.loads((path / "log.json").read_text()) == found and (path / "sub" / "empty").read_bytes() == b""
+    return found
+
+
+def test_what_was_staged_is_published_with_its_values_of_then(saver: StockSaver, tmp_path: pathlib.Path) -> None:
+    tensor = torch.ones(100_000)
+    saver.save(tmp_path / "one", {"x.pt": captured_torch_save(tensor)}, step=1)
+    tensor.zero_()
+    assert saver.pending() == [str(tmp_path / "one")]
+    assert saver.wait(real_worker.DEADLINE_S) == [str(tmp_path / "one")]
+    assert torch.load(tmp_path / "one" / "x.pt").sum() == 100_000
+    saver.close()
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_a_target_is_replaced_in_one_step_and_by_the_last_save(saver: StockSaver, tmp_path: pathlib.Path) -> None:
+    for value in range(4):
+        saver.save(tmp_path / "same", files(value), step=value)
+    while saver.pending():
+        saver.poll()
+        if (tmp_path / "same").exists():
+            seen = os.open(tmp_path / "same", os.O_RDONLY)  # whatever is published now stays whole while it is open
+            os.close(seen)
+    assert value_at(tmp_path / "same") == 3
+
+
+def test_a_file_is_published_as_a_file(saver: StockSaver, tmp_path: pathlib.Path) -> None:
+    for value in (1.0, 2.0):
+        saver.save(tmp_path / "x.ckpt", {"x": captured_torch_save({"v": value})}, step=1, is_directory=False)
+        saver.wait(real_worker.DEADLINE_S)
+        assert torch.load(tmp_path / "x.ckpt") == {"v": value}
+
+
+def test_a_killed_exporter_leaves_nothing_under_the_name_and_the_next_start_publishes(
+    saver: StockSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = ExporterProcess.submit
+
+    def tell_and_kill(self: ExporterProcess, job: Job) -> int | None:
+        pid = told(self, job)
+        os.kill(pid or 0, signal.SIGKILL)
+        return pid
+
+    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill)
+    real_worker.written(saver.save(tmp_path / "one", files(1.0), step=1))
+    assert saver.wait(real_worker.DEADLINE_S) == []
+    assert "was not published" in caplog.text and not (tmp_path / "one").exists()
+    assert saver.recover(tmp_path / "any") == [str(tmp_path / "one")]
+    assert value_at(tmp_path / "one") == 1.0 and os.listdir(tmp_path) == ["one"]
+
+
+def _saves_and_hangs(rank: int, endpoint: str, target: str) -> None:
+    saver = StockSaver(endpoint=endpoint)
+    saver.save(target, files(5.0), step=5)
+    rank_processes.talk().say("staged")
+    rank_processes.talk().hear()
+
+
+def test_a_trainer_that_is_killed_right_after_staging_has_its_checkpoint_published(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    with rank_processes.running(1, _saves_and_hangs, worker.endpoint, str(tmp_path / "one"), group=False) as ranks:
+        assert ranks.receive(0) == "staged"
+        ranks.kill()
+    real_worker.wait_until((tmp_path / "one").exists, "the exporter publishes")
+    assert value_at(tmp_path / "one") == 5.0
+    real_worker.wait_until(lambda: not jobs_in(str(tmp_path / ".asyncckpt")), "the job is closed")
+
+
+def test_a_save_that_fails_leaves_no_job_and_the_next_one_works(
+    saver: StockSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=r"."):
+        saver.save("/proc/nowhere/one", files(1.0), step=1)
+    saver.save(tmp_path / "two", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "two") == 2.0
+
+
+def test_discarded_is_what_was_published_before_and_only_after_the_next_one_is(
+    saver: StockSaver, tmp_path: pathlib.Path
+) -> None:
+    saver.save(tmp_path / "one", files(1.0), step=1)
+    saver.wait(real_worker.DEADLINE_S)
+    saver.save(tmp_path / "two", files(2.0), step=2)
+    saver.discard(tmp_path / "one")
+    assert (tmp_path / "one").exists() or (tmp_path / "two").exists()
+    saver.wait(real_worker.DEADLINE_S)
+    assert not (tmp_path / "one").exists() and value_at(tmp_path / "two") == 2.0
+    saver.save(tmp_path / "three", files(3.0), step=3)
+    saver.discard(tmp_path / "three")
+    saver.wait(real_worker.DEADLINE_S)
+    saver.poll()
+    assert not (tmp_path / "three").exists() and (tmp_path / "two").exists()
+
+
+def test_discarded_before_it_is_saved_again_it_stays(saver: StockSaver, tmp_path: pathlib.Path) -> None:
+    saver.save(tmp_path / "last", files(1.0), step=1)
+    saver.discard(tmp_path / "last")
+    saver.save(tmp_path / "last", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    saver.poll()
+    assert value_at(tmp_path / "last") == 2.0
+
+
+def _both_save(rank: int, endpoint: str, target: str) -> list[str]:
+    saver = StockSaver(endpoint=endpoint)
+    content = {f"rng_{rank}.json": str(rank).encode()} | (dict(files(4.0)) if rank == 0 else {})
+    saver.save(target, content, step=4)
+    saver.close()
+    return sorted(os.listdir(target)) if rank == 0 else []
+
+
+def test_each_rank_adds_its_own_files(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:
+    found = rank_processes.run(2, _both_save, worker.endpoint, str(tmp_path / "one"))
+    assert found[0] == ["log.json", "rng_0.json", "rng_1.json", "state.pt", "sub"]
+    assert value_at(tmp_path / "one") == 4.0 and (tmp_path / "one" / "rng_1.json").read_text() == "1"
+
+
+def test_an_older_save_that_could_not_be_published_is_never_put_over_a_newer_one(
+    saver: StockSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, killed = ExporterProcess.submit, list[int]()
+
+    def tell_and_kill_the_first(self: ExporterProcess, job: Job) -> int | None:
+        pid = told(self, job) or 0
+        if not killed:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            real_worker.wait_until(lambda: not self.is_alive(pid), "the exporter is gone")
+        return pid
+
+    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill_the_first)
+    saver.save(tmp_path / "same", files(1.0), step=1)
+    saver.save(tmp_path / "same", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "same") == 2.0
+    saver.recover(tmp_path / "any")
+    assert value_at(tmp_path / "same") == 2.0 and os.listdir(tmp_path) == ["same"]
+
+
+def test_a_state_that_cannot_be_stored_leaves_no_job(saver: StockSaver, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedLeafError):
+        saver.save_moved(tmp_path / "one", {"x": object()}, {}, step=1)
+    assert not jobs_in(str(tmp_path / ".asyncckpt"))
+    saver.save(tmp_path / "two", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "two") == 2.0

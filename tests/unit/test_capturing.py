@@ -1,0 +1,138 @@
+"""Files of tensors without reading the tensors: byte for byte what torch and safetensors write."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import threading
+import zipfile
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.format.archive import Payload
+from asyncckpt.integrations.capturing import Captured, captured_safetensors, captured_torch_save
+from asyncckpt.integrations.recording import recording
+from asyncckpt.integrations.stock_files import crc_places
+
+
+def whole(captured: Captured) -> bytes:
+    """Return the file, as the exporter makes it: elements, and their checksums."""
+    parts = [bytes(p.tolist()) if isinstance(p, torch.Tensor) else p for p in captured.pieces]
+    pieces = [Payload(n, len(parts[n])) if isinstance(p, torch.Tensor) else p for n, p in enumerate(captured.pieces)]
+    found = bytearray(b"".join(parts))
+    for piece, offset in crc_places(pieces):
+        found[offset : offset + 4] = zlib.crc32(parts[piece]).to_bytes(4, "little")
+    return bytes(found)
+
+
+def saved(value: Any) -> bytes:
+    """Return what `torch.save` writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _trained() -> dict[str, Any]:
+    model = torch.nn.Linear(40, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 40)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "weight": model.weight, "module": model}
+
+
+def entries(file: bytes) -> dict[str, bytes]:
+    """Return an archive's entries, but for torch's number of it, which it derives from checksums of elements."""
+    archive = zipfile.ZipFile(io.BytesIO(file))
+    assert archive.testzip() is None
+    return {name: archive.read(name) for name in archive.namelist() if not name.endswith("serialization_id")}
+
+
+_BASE = torch.arange(100.0)
+
+VALUES = {
+    "a training": _trained(),
+    "views of one storage": {"a": _BASE[10:20], "b": _BASE[::3], "c": _BASE.view(10, 10).t()},
+    "no elements": {"e": torch.zeros(0, 3), "f": torch.zeros(2, 0)},
+    "no tensors": [1, "two", {3: None}],
+    "dtypes": [torch.ones(5).to(d) for d in (torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn)],
+    "one tensor": torch.randn(70_000),
+    "many tensors": [torch.full((n,), float(n)) for n in range(300)],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_captured_file_is_the_one_that_torch_saves(name: str) -> None:
+    captured = captured_torch_save(VALUES[name])
+    assert list(entries(whole(captured)).items()) == list(entries(saved(VALUES[name])).items())
+    assert captured.nbytes == len(whole(captured)) == len(saved(VALUES[name]))
+
+
+def test_pieces_share_memory_with_what_was_saved() -> None:
+    tensor = torch.zeros(1000)
+    captured = captured_torch_save({"x": tensor})
+    tensor.fill_(7.0)
+    assert entries(whole(captured)) == entries(saved({"x": tensor}))
+
+
+def test_saves_of_other_threads_are_none_of_ours() -> None:
+    done: list[bytes] = []
+    other = threading.Thread(target=lambda: done.append(saved({"y": torch.ones(9)})))
+    captured = []
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            other.start()
+            other.join()
+            return list, ()
+
+    captured.append(captured_torch_save({"slow": Slow(), "x": torch.zeros(5)}))
+    assert whole(captured[0]) and done == [saved({"y": torch.ones(9)})]
+    assert sum(isinstance(p, torch.Tensor) for p in captured[0].pieces) == 1
+
+
+def test_captured_safetensors_are_those_of_the_library(tmp_path: pathlib.Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    dtypes = [
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+        *(torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ]
+    tensors = {f"{letter}.{n}": torch.ones(n, 3).to(d) for letter in "bca" for n, d in enumerate(dtypes)}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "ünïcode": torch.ones(2)}
+    for metadata in (None, {"format": "pt"}):
+        library.save_file(tensors, tmp_path / "x", metadata)
+        assert whole(captured_safetensors(tensors, metadata)) == (tmp_path / "x").read_bytes()
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.complex128), torch.zeros(3).to_sparse()])
+def test_what_safetensors_lack_is_refused_by_name(tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedLeafError, match="wrong"):
+        captured_safetensors({"wrong": tensor})
+
+
+def test_recording_takes_what_is_saved_below_its_directory_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    original = torch.save
+    with recording(str(tmp_path / "inside")) as found:
+        torch.save({"x": torch.ones(3)}, tmp_path / "inside" / "a.pt")
+        torch.save({"x": torch.ones(3)}, tmp_path / "outside.pt")
+        other = threading.Thread(target=torch.save, args=(torch.ones(1), tmp_path / "inside" / "other.pt"))
+        other.start()
+        other.join()
+        os.makedirs(tmp_path / "inside" / "deep")
+        (tmp_path / "inside" / "deep" / "b.json").write_text("{}")
+    assert torch.save is original and not (tmp_path / "inside").exists()
+    assert isinstance(found.files["a.pt"], Captured) and found.files[os.path.join("deep", "b.json")] == b"{}"
+    assert isinstance(found.files["other.pt"], bytes)
+    assert torch.load(tmp_path / "outside.pt")["x"].sum() == 3
+
+
+def test_recording_puts_everything_back_when_the_framework_fails(tmp_path: pathlib.Path) -> None:
+    original = torch.save
+    with pytest.raises(ValueError, match="full"), recording(str(tmp_path / "inside")):
+        raise ValueError("full")
+    assert torch.save is original and not (tmp_path / "inside").exists()
