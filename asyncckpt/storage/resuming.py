@@ -23,7 +23,6 @@ from asyncckpt.format.names import (
     index_name,
     items_name,
     objects_name,
-    shard_name,
     temporary_dcp_metadata_name,
     temporary_manifest_name,
 )
