@@ -46,10 +46,10 @@ class RingWorld(World):
 
     # ---- the trainers
 
-    def hand_over(self, peer: bytes, trainer: Trainer, number: int, request: SaveRequest, *, dies: bool) -> None:
+    def seal_or_stream(self, peer: bytes, trainer: Trainer, number: int, request: SaveRequest, *, dies: bool) -> None:
         self.rings.pop(number, None)
         if not self.luck(0.7):
-            return super().hand_over(peer, trainer, number, request, dies=dies)
+            return super().seal_or_stream(peer, trainer, number, request, dies=dies)
         request = replace(request, ring_segments=4, ring_segment_nbytes=262_144)
         ring = self.rings[number] = Ring(request, trainer.slots[number].generation, peer, number, dies)
         self.ring_the_bell(trainer, ring)

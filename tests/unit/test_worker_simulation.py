@@ -410,9 +410,9 @@ class World:
             samples=samples,
             contribution=self.random.choice((b"", b"", b"news", self.random.randbytes(2))),
         )
-        self.hand_over(peer, trainer, number, request, dies=fate < 0.16 * (self.chaos > 0))
+        self.seal_or_stream(peer, trainer, number, request, dies=fate < 0.16 * (self.chaos > 0))
 
-    def hand_over(self, peer: bytes, trainer: Trainer, number: int, request: SaveRequest, *, dies: bool) -> None:
+    def seal_or_stream(self, peer: bytes, trainer: Trainer, number: int, request: SaveRequest, *, dies: bool) -> None:
         """Seal a slot, and ring its doorbell."""
         memory = trainer.slots[number]
         memory.sealed = request
