@@ -12,6 +12,9 @@ from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.exporter_process import ExporterProcess
 from asyncckpt.integrations.spool import Job
 
+MAX_TRIES = 3
+"""Exporters for one save, each of which was killed before the next one started. Chosen."""
+
 _log = logging.getLogger("asyncckpt.integrations")
 
 
@@ -25,6 +28,7 @@ class PendingSave:
     pid: int | None
     is_discarded: bool = False
     is_published: bool = False
+    tries: int = 1
 
 
 class PendingSaves:
@@ -80,7 +84,21 @@ class PendingSaves:
             return True
         # In this order: it may be done between the two looks.
         is_alive = self._exporter.is_alive(one.pid)
-        return (not is_alive or os.path.exists(one.job.failure_path)) or not one.job.is_open
+        if os.path.exists(one.job.failure_path) or not one.job.is_open:
+            return True
+        return not is_alive and not self._tried_again(one)
+
+    def _tried_again(self, one: PendingSave) -> bool:
+        """Give a save whose exporter was killed to another one; False where that is of no use."""
+        if one.tries >= MAX_TRIES or one.job is None:
+            return False
+        one.tries += 1
+        try:
+            one.pid = self._exporter.submit(one.job)
+        except OSError as error:
+            _log.warning("%s: no process can be started: %s", one.target, error)
+            return False
+        return True
 
     def _remove_discarded(self) -> None:
         for target, awaited in list(self._removals.items()):
