@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.exporter_process import ExporterProcess
-from asyncckpt.integrations.spool import Job
+from asyncckpt.integrations.spool import Job, spool_of
 
 MAX_TRIES = 3
 """Exporters for one save, each of which was killed before the next one started. Chosen."""
@@ -109,15 +110,22 @@ class PendingSaves:
 
 
 def remove(path: str) -> None:
-    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it."""
+    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it.
+
+    What a kill leaves of it lies among the jobs, and goes at the next start.
+    """
     if not os.path.lexists(path):
         return
     if os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
         return
-    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(6)}.old")
+    spool = spool_of(path)
+    os.makedirs(spool, exist_ok=True)
+    aside = os.path.join(spool, f"{os.path.basename(path)}.{secrets.token_hex(6)}.old")
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # something else is there
+        os.rmdir(spool)
 
 
 def _said(job: Job | None) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.integrations.exporter import finish_exports
+from asyncckpt.integrations.pending_saves import remove
 from asyncckpt.integrations.spool import SPOOL_NAME, Job, job_for, jobs_in, read_job
 
 
@@ -96,4 +97,26 @@ def test_one_that_fails_stays_and_the_start_goes_on(
 def test_one_that_was_never_committed_is_removed(tmp_path: pathlib.Path) -> None:
     job = staged(tmp_path, committed=False)
     assert finish_exports(os.path.dirname(job.path), timeout_s=1.0) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_kill_leaves_of_a_removal_has_no_name_and_goes_at_the_next_start(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "one"
+    (target / "sub").mkdir(parents=True)
+    with monkeypatch.context() as killed:
+        killed.setattr("asyncckpt.integrations.pending_saves.shutil.rmtree", lambda *_, **__: None)
+        remove(str(target))
+    assert os.listdir(tmp_path) == [SPOOL_NAME]
+    assert finish_exports(str(tmp_path / SPOOL_NAME), timeout_s=1.0) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_removal_leaves_nothing_whatever_it_removes(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "directory" / "sub").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("directory", "file", "link", "nothing"):
+        remove(str(tmp_path / name))
     assert os.listdir(tmp_path) == []
