@@ -15,7 +15,7 @@ TOGETHER := -n $(JOBS) --dist worksteal
 # The tests start hundreds of interpreters: whatever the environment says, each module is compiled once.
 test test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants wheel-check bench bench-quick bench-gpu \
+.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants wheel-check docs bench bench-quick bench-gpu \
 	bench-compare clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make fuzz          readers of strange bytes, for minutes; FUZZ_SECONDS for each"
 	@echo "make mutants       known bugs put in on purpose, and the tests that catch them"
 	@echo "make wheel-check   build a wheel and import from it"
+	@echo "make docs          the site, in build/site: open its index.html"
 	@echo "make bench         the measurements"
 	@echo "make bench-quick   the main ratios beside those of the last result file"
 	@echo "make bench-compare ours and the peers, side by side"
@@ -65,7 +66,8 @@ check: .venv/.dev
 	.venv/bin/python docs/check_parity.py
 	.venv/bin/python docs/check_formats.py
 	.venv/bin/python docs/check_promises.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py
+	.venv/bin/python docs/check_docs.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py
 
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
@@ -80,7 +82,7 @@ test-nonumpy: .venv-core/.stamp
 test-frameworks: .venv-frameworks/.stamp
 	.venv-frameworks/bin/python -c 'import accelerate, lightning, torchdata, transformers'
 	.venv-frameworks/bin/python -c 'import torch; assert torch.version.cuda is None or torch.cuda.is_available(), torch.__version__'
-	.venv-frameworks/bin/python -m pytest tests/frameworks tests/integration/test_stock_tools.py
+	.venv-frameworks/bin/python -m pytest tests/frameworks tests/integration/test_stock_tools.py tests/integration/test_docs_code.py
 
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py
@@ -113,6 +115,16 @@ wheel-check: .venv/.dev
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/asyncckpt-*.whl
 	cd build/wheel && PYTHONPATH=. ../../.venv/bin/python ../../tests/wheel_check.py .
 
+# Reads the sources and imports nothing of them, so it needs no torch: only the requirements of the extra.
+.venv-docs/.stamp: $(INPUTS)
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/$(PIP) $$(sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
+	touch $@
+
+docs: .venv-docs/.stamp
+	PATH="$$PWD/.venv-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	.venv-docs/bin/python docs/check_docs.py build/site
+
 bench: .venv/.dev
 	.venv/bin/python -m benchmarks
 
@@ -129,4 +141,4 @@ bench-gpu: .venv/.dev
 	.venv/bin/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-core .venv-frameworks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-core .venv-frameworks .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

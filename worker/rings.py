@@ -12,8 +12,8 @@ from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob, RankResult
-from asyncckpt.storage.resuming import remove_rank_files
-from asyncckpt.storage.ring_files import write_ring_files
+from asyncckpt.storage.resuming import keep_ring_files
+from asyncckpt.storage.ring_files import RingImage, write_ring_files
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.slots import SlotStore
 
@@ -27,31 +27,37 @@ other ranks hear that reason. Chosen."""
 
 def write_ring(
     job: Write, rank_job: RankJob, memory: SlotMemory, slots: SlotStore, *, files: Files, pool: Executor
-) -> RankResult:
-    """Write one rank's files from a ring.
+) -> tuple[RankResult, bool]:
+    """Write one rank's files from a ring; those that the worker before has finished are kept.
+
+    Returns:
+        The result, and whether the shards were kept.
 
     Raises:
-        SaveFailedError: The trainer has not filled it (`not_sealed`), or had begun to with a worker that is dead
-            (`ring_lost`). Files of this rank are removed.
-        OSError: A call failed; the same.
+        SaveFailedError: The trainer has not filled it (`not_sealed`), or a worker that is dead had not written it to
+            its end (`ring_lost`). Files of this rank are removed.
+        OSError: A call failed; the same, unless it was to find out whether a dead worker's files are whole.
 
     Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
     """
-    request = job.request
-    if job.resumed:
-        remove_rank_files(rank_job, files=files)
+    feed = _Feed(job, memory, slots)
+    view = memory.mapping.view()
+    try:
+        if not job.resumed:
+            return write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check), False
+        # IMPORTANT: never removed where they are whole: a leader on another node may be committing them right now.
+        image = RingImage(view, feed.ring, rank_job.parts)
+        kept = keep_ring_files(rank_job, image, files=files, check=feed.check)
+    finally:
+        view.release()
+    if kept is None:
         raise _failed(
-            request,
+            job.request,
             "ring_lost",
             "the worker that was writing it has died, and only the end of the snapshot is in memory, since it is "
             "larger than arena_limit_bytes",
         )
-    feed = _Feed(job, memory, slots)
-    view = memory.mapping.view()
-    try:
-        return write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check)
-    finally:
-        view.release()
+    return kept, True
 
 
 class _Feed:

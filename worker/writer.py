@@ -136,8 +136,8 @@ class Writer:
             with self._slots.use(job.slot) as memory:
                 if request.ring_segments:
                     rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
-                    found = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
-                    return replace(found, rest_print=rest_print(request)), False
+                    found, kept = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
+                    return replace(found, rest_print=rest_print(request)), kept
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):

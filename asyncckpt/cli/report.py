@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     text = page(args.root, history, now=time.time(), package=__version__)
     temporary = f"{output}.tmp-{os.getpid()}"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         os.replace(temporary, output)
     except BaseException:

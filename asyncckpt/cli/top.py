@@ -31,7 +31,7 @@ EXAMPLES = (
     "asyncckpt top --json --interval 10 >> top.jsonl",
     "asyncckpt top --endpoint ipc:///run/user/1000/asyncckpt/job7.sock",
 )
-MIN_INTERVAL_S = 0.1
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 86400.0
 PATIENCE_S = 30.0
 """How long a worker may be silent, while another one takes its place say, before this command gives up."""
 
@@ -47,7 +47,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    return max(MIN_INTERVAL_S, float(text))
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= MAX_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, up to {MAX_INTERVAL_S:g}")
+    return max(MIN_INTERVAL_S, found)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from asyncckpt.integrations.pending_saves import remove
 from asyncckpt.integrations.recording import recording
 from asyncckpt.integrations.stock_saver import StockSaver
 
@@ -108,7 +108,7 @@ class AsyncAccelerator(Accelerator):
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None:
             for _, path in self._numbered()[: -max(limit, 1)]:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def _numbered(self) -> list[tuple[int, str]]:
         """Return (number, path) of the published checkpoints with automatic names, oldest first."""

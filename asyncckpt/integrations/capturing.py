@@ -6,9 +6,10 @@ it met their storages. So any object, on any device, becomes the very file that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,14 @@ _FIRST = -1
 _HEADER_ALIGNMENT = 8
 """Of what safetensors itself writes."""
 
-TorchSave = Callable[[Any, Any], None]
+TorchSave = Callable[..., None]
 _torch_save: TorchSave = torch.save
 """The real one, whatever stands in its place while an adapter records."""
 
 _local = threading.local()
+
+patching = threading.RLock()
+"""Held while something stands in the place of `torch.save`, so that of two threads each puts back what it found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,8 @@ def captured_torch_save(value: Any, **options: Any) -> Captured:
     met: dict[int, Any] = {}
     _local.met = met
     try:
-        with skip_data():
+        skipping = skip_data()
+        with skipping, _whole_inside(skipping):
             _torch_save(value, sink, **options)
     finally:
         _local.met = None
@@ -103,6 +108,32 @@ def captured_torch_save(value: Any, **options: Any) -> Captured:
     return Captured(
         tuple(bytes(part) if isinstance(part, bytearray) else _bytes_of(next(found)) for part in sink.parts)
     )
+
+
+@contextlib.contextmanager
+def _whole_inside(skipping: Any) -> Iterator[None]:
+    """Let what an object saves while it is pickled itself, into bytes of its own say, have its elements."""
+    with patching:
+        outer = torch.save
+
+        def save(*arguments: Any, **options: Any) -> None:
+            met = getattr(_local, "met", None)
+            if met is None:  # another thread, or inside such a save
+                outer(*arguments, **options)
+                return
+            _local.met = None
+            skipping.__exit__(None, None, None)
+            try:
+                _torch_save(*arguments, **options)
+            finally:
+                skipping.__enter__()
+                _local.met = met
+
+        torch.save = save
+        try:
+            yield
+        finally:
+            torch.save = outer
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:

@@ -17,9 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from asyncckpt.errors import AsyncCkptError
 from asyncckpt.integrations.exporting import export
-from asyncckpt.integrations.spool import Job, await_commit, jobs_in, locked, read_job
+from asyncckpt.integrations.spool import Job, await_commit, holds_staged, jobs_in, locked, read_job
 from asyncckpt.staging.umask import current_umask
 
 NICENESS = 10
@@ -64,9 +63,11 @@ def finish_exports(spool: str, *, timeout_s: float) -> list[str]:
                 with locked(job, 0.0) as is_ours:
                     if is_ours and not job.is_committed:  # nobody waits for it, and no worker writes it any more
                         job.close()
-        except (AsyncCkptError, OSError) as error:
+        except Exception as error:  # it must not keep the training from its start
             _log.error("%s cannot be published, its snapshot stays at %s: %s", job.target, job.native, error)
-    if not jobs_in(spool):  # what has no job is left of exports that were killed, and of saves that failed
+    if not jobs_in(spool) and not holds_staged(
+        spool
+    ):  # what has no job is left of exports that were killed, and of saves that failed
         shutil.rmtree(spool, ignore_errors=True)
     return done
 
@@ -114,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             job.flush()
             work(job, timeout_s=options.timeout_s, umask=options.umask)
-        except (AsyncCkptError, OSError) as error:
+        except Exception as error:  # whatever it is, those that were told after it are done all the same
             is_well = False
-            with contextlib.suppress(OSError), open(job.failure_path, "w", encoding="utf-8") as file:
-                file.write(f"{error}; its snapshot stays at {job.native}")
+            with contextlib.suppress(OSError), open(job.failure_path, "w", encoding="utf-8", errors="replace") as file:
+                file.write(f"{type(error).__name__}: {error}; its snapshot stays at {job.native}")
     return 0 if is_well else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.exporter_process import ExporterProcess
-from asyncckpt.integrations.spool import Job
+from asyncckpt.integrations.spool import Job, spool_of
+
+MAX_TRIES = 3
+"""Exporters for one save, each of which was killed before the next one started. Chosen."""
 
 _log = logging.getLogger("asyncckpt.integrations")
 
@@ -25,6 +29,7 @@ class PendingSave:
     pid: int | None
     is_discarded: bool = False
     is_published: bool = False
+    tries: int = 1
 
 
 class PendingSaves:
@@ -80,7 +85,21 @@ class PendingSaves:
             return True
         # In this order: it may be done between the two looks.
         is_alive = self._exporter.is_alive(one.pid)
-        return (not is_alive or os.path.exists(one.job.failure_path)) or not one.job.is_open
+        if os.path.exists(one.job.failure_path) or not one.job.is_open:
+            return True
+        return not is_alive and not self._tried_again(one)
+
+    def _tried_again(self, one: PendingSave) -> bool:
+        """Give a save whose exporter was killed to another one; False where that is of no use."""
+        if one.tries >= MAX_TRIES or one.job is None:
+            return False
+        one.tries += 1
+        try:
+            one.pid = self._exporter.submit(one.job)
+        except OSError as error:
+            _log.warning("%s: no process can be started: %s", one.target, error)
+            return False
+        return True
 
     def _remove_discarded(self) -> None:
         for target, awaited in list(self._removals.items()):
@@ -91,15 +110,22 @@ class PendingSaves:
 
 
 def remove(path: str) -> None:
-    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it."""
+    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it.
+
+    What a kill leaves of it lies among the jobs, and goes at the next start.
+    """
     if not os.path.lexists(path):
         return
     if os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
         return
-    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(6)}.old")
+    spool = spool_of(path)
+    os.makedirs(spool, exist_ok=True)
+    aside = os.path.join(spool, f"{os.path.basename(path)}.{secrets.token_hex(6)}.old")
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # something else is there
+        os.rmdir(spool)
 
 
 def _said(job: Job | None) -> str:

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.integrations.capturing import Captured, captured_safetensors, captured_torch_save
-
-_lock = threading.RLock()
+from asyncckpt.integrations.capturing import Captured, captured_safetensors, captured_torch_save, patching
 
 
 class Recording:
@@ -64,7 +62,7 @@ def recording(directory: str, *, modules: Sequence[str] = ()) -> Iterator[Record
     found = Recording(directory)
     os.makedirs(found.directory, exist_ok=True)
     try:
-        with _lock, contextlib.ExitStack() as stack:
+        with patching, contextlib.ExitStack() as stack:
             stack.enter_context(_in_place_of(torch, "save", _torch_save(found)))
             for module, name, original in _save_file_names(modules):
                 stack.enter_context(_in_place_of(module, name, _save_file(found, original)))

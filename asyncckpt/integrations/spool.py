@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +21,9 @@ from asyncckpt.format.names import MANIFEST_NAME
 
 SPOOL_NAME = ".asyncckpt"
 _JOB_SUFFIX = ".job"
+MAX_JOB_NBYTES = 64 << 10
+"""Of a job file: some paths."""
+
 _POLL_S = 0.05
 """How often a lock is tried and a manifest looked for. Chosen: an export takes longer."""
 
@@ -95,22 +99,60 @@ def spool_of(target: str) -> str:
 
 
 def read_job(path: str) -> Job | None:
-    """Return the job at `path`; None if it is gone, or no job."""
+    """Return the job at `path`; None if it is gone, or no job.
+
+    Places are taken from where the job lies: a directory that was copied, moved, or made by somebody else leads nowhere
+    outside of it.
+    """
+    path = os.path.abspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            return Job(**{**json.load(file), "path": path})
-    except (OSError, ValueError, TypeError):
+        found = json.loads(_text_of(path))
+        name = os.path.basename(found["target"])
+        if name in ("", ".", "..", SPOOL_NAME) or not path.endswith(_JOB_SUFFIX):
+            return None
+        return Job(
+            path=path,
+            native=path.removesuffix(_JOB_SUFFIX),
+            target=os.path.join(os.path.dirname(os.path.dirname(path)), name),
+            is_directory=bool(found["is_directory"]),
+            moved=bool(found["moved"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def _text_of(path: str) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return os.read(fd, MAX_JOB_NBYTES).decode()
+    finally:
+        os.close(fd)
 
 
 def jobs_in(spool: str) -> list[Job]:
     """Return the jobs of a directory, the oldest first."""
+    return [job for path in _job_paths(spool) if (job := read_job(path)) is not None]
+
+
+def holds_staged(spool: str) -> bool:
+    """Whether something that is committed waits there, also for who understands its job better than we do."""
+    natives = (path.removesuffix(_JOB_SUFFIX) for path in _job_paths(spool))
+    return any(os.path.exists(os.path.join(native, MANIFEST_NAME)) for native in natives)
+
+
+def _job_paths(spool: str) -> list[str]:
+    found = []
     try:
-        paths = [entry.path for entry in os.scandir(spool) if entry.name.endswith(_JOB_SUFFIX)]
+        with os.scandir(spool) as entries:
+            paths = [entry.path for entry in entries if entry.name.endswith(_JOB_SUFFIX)]
     except FileNotFoundError:
         return []
-    found = [(os.path.getmtime(path), path) for path in paths if os.path.exists(path)]
-    return [job for _, path in sorted(found) if (job := read_job(path)) is not None]
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # it may be done meanwhile
+            found.append((os.stat(path, follow_symlinks=False).st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ _GRAIN = 32768
 """From so many elements on, torch would call its own threads for a copy (at::internal::GRAIN_SIZE)."""
 
 _WIDE, _WIDE_NBYTES = torch.complex128, 16
-"""The widest elements; their copies keep every bit. IMPORTANT: only where they are aligned, or the process dies."""
+"""The widest elements; their copies keep every bit. IMPORTANT: only where they are aligned, or the process dies: also
+those that were saved as such."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -120,7 +121,12 @@ class BoxSink:
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
             box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
-            _take(box, position // box.dtype.itemsize, elements_at(address, nbytes, box.dtype))
+            itemsize = box.dtype.itemsize
+            if address % itemsize:  # behind another range, of narrower elements, that was read from its own first byte
+                moved = torch.empty(nbytes, dtype=torch.uint8)
+                copy_bytes(moved.data_ptr(), address, nbytes)
+                return _take(box, position // itemsize, moved.view(box.dtype))
+            _take(box, position // itemsize, elements_at(address, nbytes, box.dtype))
             return
         with self._lock:
             if self._gathered is None:

@@ -126,7 +126,8 @@ def _nowhere_else(snapshots: Iterable[HeldSnapshot], files: Files, *, asked: boo
         )
         if not unfinished or snapshot.committed:
             continue
-        if asked or is_at_home(snapshot.path, snapshot.home, files):
+        homes = snapshot.homes
+        if asked or not homes or any(is_at_home(snapshot.path, home, files) for home in homes):
             yield snapshot
         else:
             _log.warning(_GONE, snapshot.step, snapshot.path)

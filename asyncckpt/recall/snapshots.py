@@ -44,7 +44,8 @@ class HeldSnapshot:
         world_size: Ranks that staged it.
         ranks: Those whose parts this worker holds.
         committed: Whether the worker has committed it to disk.
-        home: The directory that it was saved to, or the one that was to hold that.
+        homes: The directory that it was saved to, or the one that was to hold that, as its ranks found it: two, if one
+            of them made it and took it away again, since there was no room.
     """
 
     path: str
@@ -54,7 +55,7 @@ class HeldSnapshot:
     ranks: tuple[int, ...]
     committed: bool
     parts: Mapping[int, Part]
-    home: Home = NO_HOME
+    homes: tuple[Home, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -82,7 +83,7 @@ def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
             ranks=tuple(sorted({row["rank"] for row in of})),
             committed=of[0]["committed"],
             parts={row["rank"]: _part(row) for row in of},
-            home=next((home for row in of if (home := Home(row["inode"], row["birth_ns"])) != NO_HOME), NO_HOME),
+            homes=tuple({home: None for row in of if (home := Home(row["inode"], row["birth_ns"])) != NO_HOME}),
         )
         for (path, save_id), of in by_save.items()
         if len({row["world_size"] for row in of}) == 1

@@ -9,6 +9,8 @@ from html import escape
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 880, 64, 16, 24, 36
 N_TICKS = 5
+FINEST, TINIEST = 1e-15, 1e-300
+"""Of a range, by its largest end and absolutely: what is smaller has no ticks in floats."""
 
 
 @dataclass(slots=True)
@@ -143,4 +145,8 @@ def thinned(values: Sequence[tuple[float, float]], limit: int) -> list[tuple[flo
 
 def _widened(ends: tuple[float, float]) -> tuple[float, float]:
     low, high = ends
-    return (low, high) if high > low else (low - 0.5, high + 0.5) if low else (0.0, 1.0)
+    largest = max(abs(low), abs(high))
+    if high - low > max(TINIEST, largest * FINEST):
+        return low, high
+    half = max(0.5, largest * 1e-9)  # so that it is more than what a float of that size can tell apart
+    return (low - half, high + half) if low else (0.0, 1.0)

@@ -69,6 +69,7 @@ class SlotImage:
         self.plan = plan
         self._moves = Moves()
         self._movers: list[threading.Thread] = []
+        self._half: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # that a second thread is to copy
         self._headers: list[int] = []
         ranges = plan.part_ranges()
         bases: list[torch.Tensor] = []
@@ -190,6 +191,9 @@ class SlotImage:
                 for mover in self._movers:
                     mover.join()
             move_all(self._moves, FULL._replace(careful=pace.careful))
+        except BaseException:
+            self._half.clear()  # IMPORTANT: a thread that an interrupt hides from `settle` must find nothing to do
+            raise
         finally:
             self.settle()
         if self._moves.fault is not None:
@@ -247,15 +251,24 @@ class SlotImage:
         half = 0
         if pace is FULL and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
             half = len(boxes) // 2
-            arguments = (self._moves, targets[:half], sources[:half])
-            mover = threading.Thread(target=_copy_for, args=arguments, name="asyncckpt-copy", daemon=True)
+            self._half.append((targets[:half], sources[:half]))
+            mover = threading.Thread(target=self._copy_half, name="asyncckpt-copy", daemon=True)
             self._movers.append(mover)
             try:
                 mover.start()
             except RuntimeError:  # can't start new thread
                 self._movers.remove(mover)
+                self._half.clear()
                 half = 0
         _copy_batch(targets[half:], sources[half:])
+
+    def _copy_half(self) -> None:
+        """As `_copy_batch`, of what is still wanted, in a thread that has nobody to raise to."""
+        try:
+            while self._half:
+                _copy_batch(*self._half.pop())
+        except Exception as error:
+            self._moves.fault = error
 
 
 def _copy_batch(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -263,14 +276,6 @@ def _copy_batch(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Non
     # the slot's views that grows with every save.
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
-
-
-def _copy_for(moves: Moves, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """As `_copy_batch`, in a thread that has nobody to raise to."""
-    try:
-        _copy_batch(targets, sources)
-    except Exception as error:
-        moves.fault = error
 
 
 def _skipped_nbytes(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -146,9 +146,9 @@ class _Reader:
         room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
-        if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
-            threads = min(threads, max(1, (os.cpu_count() or 1) // 2))  # short calls: more wait for the interpreter
         try:
+            if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
+                threads = min(threads, max(1, (os.cpu_count() or 1) // 2))  # short calls: more wait for the interpreter
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
             else:

@@ -21,8 +21,15 @@ _MASK_OFFSET, _BIRTH_OFFSET = 0, 80
 """statx(2), `struct statx` of linux/stat.h: `stx_mask`, and `stx_btime`: seconds, nanoseconds."""
 
 
+_SHORT = (1 << 63) - 1
+"""What the worker's messages hold of a number. Overlays and network file systems give inodes that use all 64 bits."""
+
+
 class Home(NamedTuple):
-    """A directory, by its inode's number and birth in nanoseconds since 1970 (0: the file system does not tell)."""
+    """A directory, by its inode's number and birth in nanoseconds since 1970 (0: the file system does not tell).
+
+    Of both the lowest 63 bits.
+    """
 
     inode: int = 0
     birth_ns: int = 0
@@ -54,7 +61,7 @@ def _is_same(one: Home, other: Home) -> bool:
 
 def _home_at(directory: str, files: Files) -> Home:
     try:
-        return Home(files.stat(directory).st_ino, birth_ns(directory))
+        return Home(files.stat(directory).st_ino & _SHORT, birth_ns(directory) & _SHORT)
     except OSError:
         return NO_HOME
 

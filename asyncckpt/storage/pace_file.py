@@ -52,7 +52,7 @@ class DevicePaces:
         device = _device_of(path)
         if self._directory is None or device is None or not _is_own_directory(self._directory):
             return []
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return self._checked(json.loads(_read_own(self._file(device))), device)
         return []
 

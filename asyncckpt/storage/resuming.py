@@ -14,15 +14,15 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
-from asyncckpt.format.index import MAX_INDEX_NBYTES
+from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.names import (
     DCP,
     SaveId,
     index_name,
     items_name,
     objects_name,
-    shard_name,
     temporary_dcp_metadata_name,
     temporary_manifest_name,
 )
@@ -70,28 +70,67 @@ def resume_rank_files(
     """
     writer = RankWriter(job, image, files, check)
     kept = _finds_shards(writer)
-    small = [index_name(job.save_id, job.rank), objects_name(job.save_id, job.rank)]
-    small += [items_name(job.save_id, job.rank)] if job.layout == DCP else []
-    doomed = [os.path.join(job.path, name) for name in small]  # the index first: it says that the others are whole
-    _remove(doomed + ([] if kept else [s.path for s in writer.shards]), files)
+    _remove(_small_files(job) + ([] if kept else [s.path for s in writer.shards]), files)
     if not kept:
         writer.write_shards(pool)
         return writer.finish(job), False
-    _logger.info("files of rank %d stand already, and are kept", job.rank, extra={"save_id": str(job.save_id)})
-    writer.keep_shards(lambda shard: _flush(shard, job, files))
-    return writer.finish(job), True
+    return _keep(writer), True
 
 
-def remove_rank_files(job: RankJob, *, files: Files) -> None:
-    """Remove what a dead process has left of one rank's files, the index first, where they cannot be written again.
+def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable[[], None]) -> RankResult | None:
+    """Keep one rank's files that a dead process has written from a ring, whose bytes are in memory no more.
+
+    Whether the shards are whole says the index alone: it must be, but for their checksums, what the request leads to.
+
+    Returns:
+        The result; None where they are not whole: then they are removed.
 
     Raises:
-        OSError: One resists.
+        OSError: Whether they are cannot be found out, and they stay: another node's worker may be committing them. Or
+            they cannot be made durable, or one resists.
+        Exception: Whatever `check` raises.
+
+    Blocks: for the flush.
     """
+    writer = RankWriter(job, image, files, check)
+    if not _finds_stated_shards(writer):
+        _remove(_small_files(job) + [s.path for s in writer.shards], files)
+        return None
+    _remove(_small_files(job), files)
+    return _keep(writer)
+
+
+def _keep(writer: RankWriter) -> RankResult:
+    job = writer.job
+    _logger.info("files of rank %d stand already, and are kept", job.rank, extra={"save_id": str(job.save_id)})
+    writer.keep_shards(lambda shard: _flush(shard, job, writer.files))
+    return writer.finish(job)
+
+
+def _small_files(job: RankJob) -> list[str]:
+    """Return their paths, the index first: it says that the others are whole."""
     names = [index_name(job.save_id, job.rank), objects_name(job.save_id, job.rank)]
     names += [items_name(job.save_id, job.rank)] if job.layout == DCP else []
-    names += [shard_name(job.save_id, job.rank, part, job.layout) for part in range(len(job.parts))]
-    _remove([os.path.join(job.path, name) for name in names], files)
+    return [os.path.join(job.path, name) for name in names]
+
+
+def _finds_stated_shards(writer: RankWriter) -> bool:
+    """As `_finds_shards`, but that the checksums are taken from the index."""
+    job, files = writer.job, writer.files
+    try:
+        found = read_small_file(files, os.path.join(job.path, index_name(job.save_id, job.rank)), MAX_INDEX_NBYTES)
+        stated = [shard.digests for shard in decode_index(found).shards]
+        for shard in writer.shards:
+            status = files.lstat(shard.path)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != shard.nbytes:
+                return False
+    except (FileNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+        return False
+    if [len(digests) for digests in stated] != [len(shard.digests) for shard in writer.shards]:
+        return False
+    for shard, digests in zip(writer.shards, stated, strict=True):
+        shard.digests[:] = digests
+    return writer.index() == found
 
 
 def _finds_shards(writer: RankWriter) -> bool:

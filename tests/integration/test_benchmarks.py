@@ -14,7 +14,7 @@ from real_worker import RealWorker
 from benchmarks import compare, contest, quick, table, training
 from benchmarks.contenders import CONTENDERS
 
-HERE = ["asyncckpt", "asyncckpt, blocking", "torch.save", "torch.save, mmap", "safetensors"]
+HERE = ["asyncckpt", "asyncckpt, overlap", "torch.save", "safetensors"]
 """Those that need no process group of their own and no other package."""
 
 
@@ -60,10 +60,17 @@ def test_a_contest_measures_everything_that_the_table_shows(
     machine = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())["machine"]
     broken = {"error": "OSError: it does not work here\nTraceback"}
     contenders = {"asyncckpt": one, "torch.save": one | {"fsyncs": False}, "safetensors": broken}
-    result = {"state": "gpt", "machine": machine, "rounds": [{"limits": limits, "contenders": contenders}]}
+    result = {
+        "state": "gpt",
+        "machine": machine,
+        "saves": 2,
+        "rounds_asked": 1,
+        "budget_s": 9,
+        "rounds": [{"limits": limits, "contenders": contenders}],
+    }
     assert compare.limits(result) == limits and compare.names(result) == ["asyncckpt", "torch.save", "safetensors"]
     shown = table.compare_table(result)
-    assert "| safetensors | fails: OSError: it does not work here |" in shown
+    assert "| safetensors | *fails: OSError: it does not work here* |" in shown
     assert "does not fsync; the benchmark did" in shown and "O_DIRECT write 0.50 s" in shown
     (mine,) = [line for line in shown.splitlines() if line.startswith("| torch.save |")]
     assert f"{one['cold']['durable_s']:.2f}*" in mine

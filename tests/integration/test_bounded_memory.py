@@ -286,21 +286,30 @@ def test_a_worker_that_dies_in_the_middle_fails_that_save_and_the_next_works(
     states.assert_same(asyncckpt.load(tmp_path / "c"), state_of(2))
 
 
-def test_a_worker_that_dies_with_a_sealed_ring_fails_that_save_by_the_word_of_the_next_one(
-    endpoint_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_worker_that_dies_with_a_sealed_ring_costs_the_save_only_if_its_files_are_not_whole(
+    endpoint_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *, whole: bool
 ) -> None:
     fields: dict[str, Any] = {"staging": "overlap", "commit_hook": _Hook()}
     with own_worker(endpoint_dir, monkeypatch, **fields) as checkpointer:
         _Hook.held.clear()
         handle = checkpointer.save(state_of(0), tmp_path / "a")
         handle.durable.result(DEADLINE_S)  # all is written; the commit waits for the hook
+        if not whole:  # as if it had died a moment before
+            next((tmp_path / "a").glob("*index*")).unlink()
         RealWorker(checkpointer._process.endpoint).kill()  # type: ignore[attr-defined]
         _Hook.held.set()
         error = handle.written.exception(DEADLINE_S)
-        assert isinstance(error, SaveFailedError)
-        assert error.code == "ring_lost"
+        if whole:
+            assert error is None
+        else:
+            assert isinstance(error, SaveFailedError)
+            assert error.code == "ring_lost"
         written(checkpointer.save(state_of(1), tmp_path / "b"))
-    assert not is_left(tmp_path / "a")
+    if whole:
+        states.assert_same(asyncckpt.load(tmp_path / "a"), state_of(0))
+    else:
+        assert not is_left(tmp_path / "a")
     states.assert_same(asyncckpt.load(tmp_path / "b"), state_of(1))
 
 

@@ -90,7 +90,10 @@ def test_a_transposed_tensor_takes_its_own_size_and_no_more(tmp_path: pathlib.Pa
 def test_ctrl_c_and_a_scheduler_s_end_leave_nothing_behind(
     number: int, to: str, large: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    # Whoever runs the tests in the background of a shell has Ctrl-C ignored, and what is ignored stays so.
+    default = "default_int_handler" if number == signal.SIGINT else "SIG_DFL"
+    heard = f"import signal, sys; signal.signal({int(number)}, signal.{default})"
+    command = f"{heard}; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "convert", str(large), str(tmp_path / "out"), "--to", to],
         stderr=subprocess.DEVNULL,

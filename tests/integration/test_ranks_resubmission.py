@@ -71,8 +71,11 @@ def test_both_ranks_go_on_with_the_next_worker(
     with dying_worker(endpoint_dir, kill) as environ:
         results = rank_processes.run(2, saves, str(tmp_path), environ=environ)
     for rank in results:
-        assert [resubmitted for resubmitted, _ in rank] == [1, 0, 0]
+        # Where the manifest stands the other rank's memory may be enough for the next worker to tell both of it.
+        assert rank[0][0] in ({0, 1} if kept == {None} else {1})
+        assert [resubmitted for resubmitted, _ in rank[1:]] == [0, 0]
         assert rank[0][1] in kept
+    assert any(rank[0][0] for rank in results)
     for step in range(3):
         states.assert_same(asyncckpt.load(tmp_path / str(step)), state_of(step))
         assert manifest_of(tmp_path / str(step))["world_size"] == 2

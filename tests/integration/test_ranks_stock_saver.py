@@ -90,6 +90,36 @@ def test_a_killed_exporter_leaves_nothing_under_the_name_and_the_next_start_publ
     assert value_at(tmp_path / "one") == 1.0 and os.listdir(tmp_path) == ["one"]
 
 
+def test_an_exporter_that_is_killed_is_followed_by_another_that_publishes_what_it_was_told(
+    saver: StockSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, pids = ExporterProcess.submit, list[int | None]()
+
+    def tell_and_kill_the_first(self: ExporterProcess, job: Job) -> int | None:
+        pids.append(told(self, job))
+        if len(pids) == 1:
+            os.kill(pids[0] or 0, signal.SIGKILL)
+        return pids[-1]
+
+    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill_the_first)
+    saver.save(tmp_path / "one", files(1.0), step=1)
+    assert saver.wait(real_worker.DEADLINE_S) == [str(tmp_path / "one")]
+    assert value_at(tmp_path / "one") == 1.0 and len(set(pids)) == 2
+    assert not any(record.levelname == "ERROR" for record in caplog.records)
+
+
+def test_a_checkpoint_that_cannot_be_published_is_said_and_those_after_it_are_published(
+    saver: StockSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver.save(tmp_path / "one", {"a": b"1", "a/b": b"2"}, step=1)  # a file, and a directory of its name
+    saver.save(tmp_path / "two", files(2.0), step=2)
+    assert saver.wait(real_worker.DEADLINE_S) == [str(tmp_path / "two")]
+    assert value_at(tmp_path / "two") == 2.0 and not (tmp_path / "one").exists()
+    assert f"{tmp_path / 'one'} was not published" in caplog.text
+    for job in jobs_in(str(tmp_path / ".asyncckpt")):
+        job.close()
+
+
 def _saves_and_hangs(rank: int, endpoint: str, target: str) -> None:
     saver = StockSaver(endpoint=endpoint)
     saver.save(target, files(5.0), step=5)

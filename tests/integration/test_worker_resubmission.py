@@ -116,7 +116,7 @@ def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         worker = worker_of(checkpointer)
 
-        def refuse(endpoint: str) -> None:
+        def refuse(endpoint: str, **_: object) -> None:
             raise WorkerUnavailableError("no more processes", endpoint=endpoint)
 
         with monkeypatch.context() as patch, worker.frozen():
@@ -298,9 +298,9 @@ def test_a_checkpointer_that_leaves_before_another_worker_was_found_still_hands_
 ) -> None:
     found, start = threading.Event(), launcher.start_worker
 
-    def late(endpoint: str) -> None:
+    def late(endpoint: str, **options: Any) -> None:
         assert found.wait(DEADLINE_S)
-        start(endpoint)
+        start(endpoint, **options)
 
     with own_worker() as other:
         checkpointer = AsyncCheckpointer()

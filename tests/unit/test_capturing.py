@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
+import pickle
 import threading
 import zipfile
 import zlib
@@ -136,3 +137,46 @@ def test_recording_puts_everything_back_when_the_framework_fails(tmp_path: pathl
     with pytest.raises(ValueError, match="full"), recording(str(tmp_path / "inside")):
         raise ValueError("full")
     assert torch.save is original and not (tmp_path / "inside").exists()
+
+
+class _Packed:
+    """Pickles itself as bytes that `torch.save` makes, or pickle, as some libraries' objects do."""
+
+    def __init__(self, tensor: torch.Tensor, how: str) -> None:
+        self.tensor, self.how = tensor, how
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.how == "pickled":
+            return {"how": self.how, "bytes": pickle.dumps(self.tensor)}
+        return {"how": self.how, "bytes": saved(self.tensor)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        data, self.how = state["bytes"], state["how"]
+        self.tensor = pickle.loads(data) if self.how == "pickled" else torch.load(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("how", ["saved", "pickled"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_an_object_that_saves_tensors_into_its_own_bytes_keeps_their_values(
+    how: str, recorded: bool, tmp_path: pathlib.Path
+) -> None:
+    tensor, torch_save = torch.arange(5.0), torch.save
+    value = {"tensor": tensor, "packed": _Packed(tensor, how)}
+    if recorded:
+        with recording(str(tmp_path / "run")) as found:
+            torch.save(value, tmp_path / "run" / "x.pt")
+        captured = found.files["x.pt"]
+        assert isinstance(captured, Captured)
+    else:
+        captured = captured_torch_save(value)
+    assert torch.save is torch_save
+    loaded = torch.load(io.BytesIO(whole(captured)), weights_only=False)
+    assert torch.equal(loaded["packed"].tensor, tensor) and torch.equal(loaded["tensor"], tensor)
+
+
+def test_after_a_value_that_cannot_be_pickled_torch_saves_as_before() -> None:
+    torch_save = torch.save
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        captured_torch_save({"t": torch.ones(3), "lock": threading.Lock()})
+    assert torch.save is torch_save
+    assert torch.equal(torch.load(io.BytesIO(saved(torch.ones(3)))), torch.ones(3))

@@ -718,7 +718,7 @@ def test_overwriting_works_where_names_cannot_be_exchanged(
     to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, keys=["zero_dim"])
-    monkeypatch.setattr(publishing, "_exchange", lambda *_: False)
+    monkeypatch.setattr(publishing, "exchange", lambda *_: False)
     asyncckpt.convert(sources["safetensors"], tmp_path / "x", to=to, keys=["large"], overwrite=True)
     assert list(asyncckpt.load(tmp_path / "x")) == ["large"]
     assert os.listdir(tmp_path) == ["x"]

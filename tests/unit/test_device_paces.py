@@ -142,6 +142,7 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], bytes]:
         changed(samples=[[4, 16 << 20, -1.0, NOW]]),
         changed(samples=[[4, 16 << 20, float("inf"), NOW]]),
         changed(samples=[[4, 16 << 20, float("nan"), NOW]]),
+        changed(samples=[[4, 16 << 20, 10**400, NOW]]),
         changed(samples=[[4, 16 << 20, 1.0, None]]),
         changed(samples=[[1_000_000, 1 << 60, 1e12, NOW]]),
         changed(samples=[[[], {}, 1e12, NOW]]),

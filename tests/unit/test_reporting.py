@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html.parser
+import json
+import pathlib
 import random
 import re
 from typing import Any
@@ -10,13 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from asyncckpt.cli import main
+from asyncckpt.cli.output import EXIT_NOT_FOUND, EXIT_OK
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.reporting import svg
 from asyncckpt.reporting.history import SaveStory, history_of, recovery_points
 from asyncckpt.reporting.page import page
+from asyncckpt.storage.event_log import EVENTS_NAME
 
 RUN = "aabbccddeeff"
+HUGE = [(1e17, 1e17), (-1e17, 1e17), (1e17 - 0.5, 1e17 + 0.5), (0.0, 5e-324), (0.0, 1e308)]
 HOSTILE = "</style><script>alert(1)</script><img src=http://x/y>'\""
 
 
@@ -154,6 +160,38 @@ def test_what_saves_are_called_and_fail_with_is_shown_as_text() -> None:
     assert "<script" not in text and text.count("&lt;script&gt;") >= 2
 
 
+_STRANGE = ("\ud800", "</script>", None, True, -1, 1.5, 1e308, 10**17, 5e-324, float("nan"), [[1, 2]], {"a": 1}, "\x1b")
+
+
+def test_whatever_lines_say_there_is_a_page_or_nothing_to_show(
+    rng: random.Random, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(20):
+        lines = run(rng.randint(1, 4))
+        for line in lines:
+            for key in rng.sample(sorted(line), rng.randint(0, 2)):
+                line[key] = rng.choice(_STRANGE)
+        (tmp_path / EVENTS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["report", str(tmp_path)]) in (EXIT_OK, EXIT_NOT_FOUND)
+        assert main(["report", str(tmp_path), "--json"]) in (EXIT_OK, EXIT_NOT_FOUND)
+    capsys.readouterr()
+
+
+def test_a_text_that_utf_8_has_no_form_for_costs_no_page(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = events_of(1, 1e9, outcome="failed", error="disk \ud800")
+    (tmp_path / EVENTS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(tmp_path)]) == EXIT_OK
+    assert "disk ?" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+
+
+def test_a_size_and_a_step_beyond_all_others_are_drawn() -> None:
+    text = page("x", history_of([{**line, "step": 10**17} for line in run(2)]), now=1e9, package="t")
+    assert "How fast each save was written" in text
+
+
 def test_it_is_light_and_dark() -> None:
     text = page("x", history_of(run(3)), now=1e9, package="t")
     assert "color-scheme: light dark" in text and "prefers-color-scheme: dark" in text
@@ -161,7 +199,7 @@ def test_it_is_light_and_dark() -> None:
     assert set(re.findall(r"var\(--(\w+)\)", text)) <= defined
 
 
-@pytest.mark.parametrize("ends", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-5.0, 7e9), (1e9, 1e9 + 1e-3)])
+@pytest.mark.parametrize("ends", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-5.0, 7e9), (1e9, 1e9 + 1e-3), *HUGE])
 def test_ticks_are_few_and_within(ends: tuple[float, float]) -> None:
     picture = svg.Picture(ends, ends)
     found = svg.ticks(*picture.x)

@@ -163,6 +163,31 @@ def test_an_error_of_the_thread_that_helps_is_raised_and_the_next_copy_works(
     assert staged.stage(state) == [bits(t) for t in state.values()]
 
 
+def test_a_helper_that_ctrl_c_hid_while_it_started_copies_nothing_any_more(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_cpu, "HELPED_FROM", 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    old = {str(n): torch.full((100,), float(n)) for n in range(7)}
+    staged.stage(old)
+    hidden: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        hidden.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            staged.stage({name: value + 1 for name, value in old.items()})
+    tensors = staged.image.targets(range(7))
+    before = [bits(tensor) for tensor in tensors]
+    (late,) = hidden
+    late.run()
+    assert [bits(tensor) for tensor in tensors] == before
+    assert staged.stage(old) == [bits(t) for t in old.values()]
+
+
 def test_only_tensors_that_are_large_enough_may_be_copied_later(staged: Staged) -> None:
     few = copy_cpu.DEFERRED_FROM_NBYTES // 4
     staged.stage({"small": torch.zeros(few - 1), "large": torch.zeros(few), "more": torch.zeros(2 * few)})

@@ -22,7 +22,7 @@ from asyncckpt.errors import (  # noqa: E402
 )
 from asyncckpt.memory.ring import Ring  # noqa: E402
 from asyncckpt.protocol import request  # noqa: E402
-from asyncckpt.staging import rings  # noqa: E402
+from asyncckpt.staging import overlap, rings  # noqa: E402
 from asyncckpt.staging.segmented import _runs  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
@@ -268,6 +268,22 @@ def test_what_an_optimizer_owns_goes_through_the_ring_behind_the_training_and_al
     assert handle.staged.done()
     assert saver.ended(handle) is None
     assert saver.content(handle) == wanted
+    saver.close()
+
+
+@pytest.mark.parametrize("limit", [16 * UNIT, None])
+def test_while_every_core_is_busy_a_ring_is_filled_behind_the_training_and_a_whole_slot_is_not(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    monkeypatch.setattr(overlap, "cores_to_spare", lambda: False)
+    saver = held_saver(device) if limit else saver_of(device)
+    assert saver.config.staging == "auto"
+    owned = Owned(saver)
+    handle = saver.save(owned.state())
+    assert handle.staged.done() is (limit is None)
+    if limit:  # it waits for storage most of its time
+        saver.process.rings[str(handle.save_id)].held.clear()
+    assert saver.ended(handle) is None
     saver.close()
 
 

@@ -466,3 +466,26 @@ def test_short_runs_keep_their_own_ends_and_long_ones_are_rounded() -> None:
     request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
     extents = plan_extents(request, 1, unit=4096, exact_below=128 << 10)
     assert [(e[0].start, e[-1].end) for e in extents] == [(5000, 7050), (16_384, 221_184)]
+
+
+def test_a_file_that_goes_before_its_batches_are_read_leaves_no_other_open(own: str) -> None:
+    contents = read_contents(own, Files())
+    index, memories = contents.ranks[0].index, [ctypes.create_string_buffer(200) for _ in range(2)]
+    requests = [
+        ShardRequest(
+            shard=index.shards[part],
+            block_nbytes=index.block_nbytes,
+            wanted=[Wanted(4096, 10, "t", ctypes.addressof(memory), times=20, every=100)],
+        )
+        for part, memory in enumerate(memories)
+    ]
+    last = os.path.join(own, requests[1].shard.name)
+
+    class Vanishing(RecordingFiles):
+        def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+            if path == last and ("open", path) in self.calls:  # it was there when all were looked at
+                raise OSError(errno.EIO, "simulated", path)
+            return super().open(path, flags, mode)
+
+    with pytest.raises(OSError, match="simulated"):
+        read_shards(own, SAVE_ID, requests, files=Vanishing(), threads=2, verify=False)

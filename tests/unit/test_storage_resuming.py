@@ -17,7 +17,7 @@ from asyncckpt.storage.commit import check_rank_files
 from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankResult
-from asyncckpt.storage.resuming import is_committed, resume_rank_files
+from asyncckpt.storage.resuming import is_committed, keep_ring_files, resume_rank_files
 
 LENGTHS = {"a": 700_000, "b": 5}
 INDEX, OBJECTS = index_name(SAVE_ID, 0), objects_name(SAVE_ID, 0)
@@ -162,3 +162,68 @@ def test_the_directory_of_a_resumed_save_may_hold_its_own_manifest(tmp_path: Pat
         snapshot.save(path)
     made = prepare_directory(path, save_id=SAVE_ID, files=Files(), umask=0o022, fsync=True, resumed=True)
     assert made == []
+
+
+# ---- of a ring: nothing is in memory to compare with
+
+
+class Nowhere:
+    """The image of a ring that is over: nobody may read it."""
+
+    is_page_aligned = True
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, piece: slice) -> memoryview:
+        raise AssertionError("its bytes are in memory no more")
+
+
+def keep(snapshot: Snapshot, path: Path, files: Files | None = None, **changes: Any) -> RankResult | None:
+    image = Nowhere(len(snapshot.image))
+    job = snapshot.job(str(path), **changes)
+    return keep_ring_files(job, image, files=files or Files(), check=lambda: None)
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_of_a_ring_what_its_index_says_is_whole_is_flushed_and_kept(tmp_path: Path, fsync: bool) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        first = snapshot.write(str(tmp_path), fsync=fsync)
+        before, files = inodes(tmp_path), RecordingFiles()
+        result = keep(snapshot, tmp_path, files, fsync=fsync)
+        assert result is not None
+        assert result.record == first.record
+        assert inodes(tmp_path) == before
+        assert [name for name, _ in files.calls].count("fsync") == (5 if fsync else 0)  # shards, small files, directory
+        assert_whole(tmp_path, result, snapshot)
+
+
+@pytest.mark.parametrize("how", ["no index", "half an index", "no shard", "a short shard", "another request"])
+def test_of_a_ring_what_is_not_whole_is_removed(tmp_path: Path, how: str) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        snapshot.write(str(tmp_path))
+        (tmp_path / "another's").touch()
+        index, shard = tmp_path / INDEX, Path(shard_paths(str(tmp_path))[1])
+        if how == "no index":
+            index.unlink()
+        elif how == "half an index":
+            index.write_bytes(index.read_bytes()[:-9])
+        elif how == "no shard":
+            shard.unlink()
+        elif how == "a short shard":
+            os.truncate(shard, shard.stat().st_size - 1)
+        changes = {"objects": b"others"} if how == "another request" else {}
+        assert keep(snapshot, tmp_path, **changes) is None
+        assert os.listdir(tmp_path) == ["another's"]
+
+
+def test_of_a_ring_nothing_is_removed_where_its_index_cannot_be_read(tmp_path: Path) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        snapshot.write(str(tmp_path))
+        before = sorted(os.listdir(tmp_path))
+        with pytest.raises(OSError, match="reading bytes"):
+            keep(snapshot, tmp_path, failing("preadv", errno.EIO))
+        assert sorted(os.listdir(tmp_path)) == before

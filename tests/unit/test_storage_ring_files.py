@@ -181,6 +181,39 @@ def test_without_direct_writes_a_segment_is_flushed_before_it_is_free(
     assert all(flushes >= count if fsync else flushes == 0 for count, flushes in seen)
 
 
+class Reluctant(Files):
+    """Refuses O_DIRECT from some write on, and takes less than it is given."""
+
+    def __init__(self, refuses_at: int) -> None:
+        self._refuses_at, self._lock, self._writes = refuses_at, threading.Lock(), 0
+        self.direct: set[int] = set()
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        super().set_direct(fd, direct)
+        self.direct.add(fd) if direct else self.direct.discard(fd)
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            self._writes += 1
+            late = self._writes > self._refuses_at
+        if late and fd in self.direct:
+            raise OSError(errno.EINVAL, "no O_DIRECT any more")
+        return super().pwrite(fd, buffer[: max(4096, len(buffer) // 8192 * 4096)], offset)
+
+
+@pytest.mark.parametrize("refuses_at", [0, 1, 5, 12])
+def test_a_ring_whose_direct_writes_are_short_and_then_refused_is_written_whole(
+    tmp_path: Path, snapshot: Snapshot, trainer: Trainer, refuses_at: int
+) -> None:
+    ringed, whole = tmp_path / "ring", tmp_path / "whole"
+    ringed.mkdir()
+    whole.mkdir()
+    trainer.write(ringed, Reluctant(refuses_at), threads=3)
+    snapshot.write(str(whole))
+    assert contents(ringed) == contents(whole)
+    assert trainer.counts == sorted(trainer.counts)
+
+
 def test_an_error_in_any_call_removes_every_file_and_is_raised(tmp_path: Path) -> None:
     for call in ("open", "fallocate", "pwrite", "ftruncate", "fsync", "close", "fstat"):
         path = tmp_path / call

@@ -134,7 +134,7 @@ def test_a_sealed_ring_is_fed_to_its_end(trainer: Trainer) -> None:
     trainer.feed.check()
 
 
-def test_of_a_ring_that_a_dead_worker_had_the_files_are_removed(trainer: Trainer, tmp_path: Any) -> None:
+def test_of_a_ring_that_a_dead_worker_had_not_finished_the_files_are_removed(trainer: Trainer, tmp_path: Any) -> None:
     save_id = SaveId.parse(FIRST)
     job = RankJob(
         path=str(tmp_path),
@@ -150,7 +150,9 @@ def test_of_a_ring_that_a_dead_worker_had_the_files_are_removed(trainer: Trainer
     others = [shard_name(save_id, 1, 0, "safetensors"), "manifest.json"]
     for name in mine + others:
         (tmp_path / name).write_bytes(b"x")
-    write = replace(trainer.feed._job, resumed=True)
+    request = replace(trainer.feed._job.request, parts=tuple(PartRange(offset=o, nbytes=n) for o, n in job.parts))
+    write = replace(trainer.feed._job, request=request, resumed=True)
+    trainer.memory.control.finish()
     with ThreadPoolExecutor(1) as pool, pytest.raises(SaveFailedError) as caught:
         rings.write_ring(write, job, trainer.memory, trainer.slots, files=Files(), pool=pool)
     assert caught.value.code == "ring_lost"

@@ -388,7 +388,7 @@ class World:
             self.withdrawn.add(save_id)
             return
         plan, samples = self.views(save_id, trainer)
-        memory.sealed = SaveRequest(
+        request = SaveRequest(
             save_id=save_id,
             step=trainer.sequence,
             path=path,
@@ -410,11 +410,17 @@ class World:
             samples=samples,
             contribution=self.random.choice((b"", b"", b"news", self.random.randbytes(2))),
         )
-        self.sealed.add((save_id, trainer.rank))
-        if fate < 0.16 * (self.chaos > 0):
+        self.seal_or_stream(peer, trainer, number, request, dies=fate < 0.16 * (self.chaos > 0))
+
+    def seal_or_stream(self, peer: bytes, trainer: Trainer, number: int, request: SaveRequest, *, dies: bool) -> None:
+        """Seal a slot, and ring its doorbell."""
+        memory = trainer.slots[number]
+        memory.sealed = request
+        self.sealed.add((request.save_id, trainer.rank))
+        if dies:
             trainer.alive = False
             return
-        submit = m.Submit(id=trainer.id(), save_id=save_id, slot=number, generation=memory.generation)
+        submit = m.Submit(id=trainer.id(), save_id=request.save_id, slot=number, generation=memory.generation)
         self.post(peer, trainer.ask(submit))
 
     def views(self, save_id: str, trainer: Trainer) -> tuple[str, bytes]:

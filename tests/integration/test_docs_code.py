@@ -1,0 +1,119 @@
+"""The code in docs/ runs: quickstart and concepts, and each migration page from what there was to what is there now."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+
+import pytest
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+
+LIGHTNING = """
+import lightning, torch
+
+class Network(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, number):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+network, loader = Network(), torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+"""
+TRANSFORMERS = """
+import torch, transformers
+
+model = transformers.GPT2LMHeadModel(
+    transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8, bos_token_id=0, eos_token_id=0)
+)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+"""
+
+
+def blocks(page: str, kind: str = "python") -> list[str]:
+    text = (DOCS / f"{page}.md").read_text()
+    return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def environment(_leak_guard: object) -> Iterator[dict[str, str]]:
+    """A job of its own, whose worker ends with the test."""
+    scripts = [str(pathlib.Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ["PATH"]]
+    given = {"ASYNCCKPT_JOB": "docs", "CUDA_VISIBLE_DEVICES": "", "PATH": os.pathsep.join(scripts)}
+    environment = {**os.environ, **given}
+    yield environment
+    drain = [sys.executable, "-m", "asyncckpt", "worker", "drain"]
+    subprocess.run(drain, env=environment, capture_output=True, timeout=60, check=False)
+
+
+def run(command: list[str], directory: pathlib.Path, environment: dict[str, str], timeout_s: float = 120) -> str:
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
+    first, *others = blocks("quickstart")
+    pages = ("concepts", "migration/dcp", "migration/torch_checkpointing")
+    code = [first, first, "assert step == 30", *others, *(block for page in pages for block in blocks(page))]
+    assert len(code) == 9  # the first one twice: the second time it resumes, and has nothing left to do
+    said = run([sys.executable, "-c", "\n".join(code)], tmp_path, environment)
+    assert said.count("on disk:") == 3
+    made = {str(path.parent.relative_to(tmp_path / "runs")) for path in tmp_path.glob("runs/*/*/manifest.json")}
+    quick = {"quick/step-10", "quick/step-20", "quick/step-30"}
+    managed = {"managed/step-00000020", "managed/step-00000030"}
+    assert made == quick | managed | {"concepts/step-1", "new/step-200", "both/step-200", "here/step-100"}
+    if shutil.which("asyncckpt", path=environment["PATH"]) is None:
+        pytest.skip("the package is not installed, so there are no commands")
+    for line in "".join(blocks("quickstart", "console")).splitlines():
+        run(line.removeprefix("$ ").split(), tmp_path, environment)
+
+
+def test_what_comes_from_torch_checkpointing_is_what_its_page_says(
+    tmp_path: pathlib.Path, environment: dict[str, str]
+) -> None:
+    pytest.importorskip("torch_checkpointing", reason="`make bench-compare` installs torch_checkpointing")
+    (before,) = blocks("migration/torch_checkpointing", 'python title="before"')
+    body = "".join(f"    {line}\n" for line in f"model = torch.nn.Linear(16, 4)\n{before}".splitlines())
+    (tmp_path / "before.py").write_text(
+        f"import torch\n\nif __name__ == '__main__':\n{body}    assert loaded['step'] == 100\n"
+    )
+    run([sys.executable, "before.py"], tmp_path, environment)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("page", "needs", "prelude", "made"),
+    [
+        ("lightning", ("lightning",), LIGHTNING, "runs/a/last.ckpt"),
+        ("transformers", ("transformers", "accelerate"), TRANSFORMERS, "runs/hf/checkpoint-20"),
+    ],
+)
+def test_a_training_begun_with_the_frameworks_own_checkpoints_goes_on_with_ours(
+    page: str, needs: tuple[str, ...], prelude: str, made: str, tmp_path: pathlib.Path, environment: dict[str, str]
+) -> None:
+    for module in needs:
+        pytest.importorskip(module, reason=f"`make test-frameworks` installs {module}")
+    code = [*blocks(f"migration/{page}", 'python title="before"'), *blocks(f"migration/{page}", 'python title="after"')]
+    assert len(code) == 2
+    code[0] = code[0].replace("resume_from_checkpoint=True", "resume_from_checkpoint=False")
+    check = "global_step = trainer.global_step if hasattr(trainer, 'global_step') else trainer.state.global_step\n"
+    code = [re.sub(r"\b(\d+)00\b", r"\1", block) for block in code]  # in a hundredth of the steps
+    text = f"{prelude}\n{code[0]}\n{check}assert global_step == 10\n{code[1]}\n{check}assert global_step == 20\n"
+    run([sys.executable, "-c", text], tmp_path, environment, timeout_s=300)
+    assert (tmp_path / made).exists()
