@@ -221,12 +221,13 @@ class PendingSaves:
             if not future.done():
                 future.set_result(report)
 
-    def unended(self, save_id: SaveId | None, *, handed_over: bool = False) -> Unended | None:
+    def unended(self, save_id: SaveId | None, *, handed_over: bool = False, told: bool = False) -> Unended | None:
         """Return what another worker must know of a save; None: nothing, since it has ended.
 
         Args:
             save_id: Of the save, or None.
-            handed_over: It is being told.
+            handed_over: Its memory is being given to that worker, which may end it by what it finds there.
+            told: That worker is being told of it.
         """
         with self._lock:
             row = self._rows.get(str(save_id))
@@ -234,7 +235,7 @@ class PendingSaves:
                 return None
             if handed_over and row.snapshot is not None:
                 row.snapshot.resubmitted += 1
-                row.is_asked = False
+            row.is_asked = row.is_asked and not (told and row.snapshot is not None)
             return Unended(str(save_id), row.generation, row.announcement, row.snapshot)
 
     def lose_all(self, error: AsyncCkptError) -> None:

@@ -83,7 +83,8 @@ class Takeover:
             )
         slot.handovers += 1
         with self._lock:
-            found, last = self._pending.unended(slot.user), slot.memory.control.generation
+            found = self._pending.unended(slot.user, handed_over=True)
+            last = slot.memory.control.generation
         generation = max(last, found.generation if found is not None else 0)
         ended = min(last, found.generation - 1) if found is not None else last
         committed = slot.committed_of(ended)
@@ -114,7 +115,7 @@ class Takeover:
             if not self._pool.adopted(slot, reply.slot, session.name):
                 session.request(lambda n: messages.Release(id=n, slot=reply.slot), self._timeout_s)
                 return None
-            found = self._pending.unended(slot.user, handed_over=True)
+            found = self._pending.unended(slot.user, told=True)
             if found is not None:
                 self._announce(session, found, slot)
             else:

@@ -11,6 +11,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from storage_samples import FailingFiles, RecordingFiles, Snapshot
@@ -72,13 +74,22 @@ def check_after(path: pathlib.Path, following: Snapshot) -> SaveId:
     return found
 
 
-def number_of_calls(tmp_path: pathlib.Path) -> int:
-    files = RecordingFiles()
+class CountingFiles(RecordingFiles):
+    """Counts the calls that went well, too: some ask for what is not there."""
+
+    well = 0
+
+    def after(self, name: str, args: Sequence[Any]) -> None:
+        self.well += 1
+
+
+def number_of_calls(tmp_path: pathlib.Path, *, late: bool = False) -> int:
+    files = CountingFiles()
     old_at(tmp_path / "rehearsal")
     with Snapshot(LENGTHS, save_id=NEW) as snapshot:
         overwrite(tmp_path / "rehearsal", snapshot, files)
     assert {"rename", "flock"} <= set(files.names())
-    return len(files.calls)
+    return files.well if late else len(files.calls)
 
 
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE, errno.EINTR, errno.EINVAL]
@@ -117,7 +128,7 @@ def test_a_failure_of_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_kill_at_any_call_of_an_overwrite_leaves_one_complete_checkpoint(tmp_path: pathlib.Path, late: bool) -> None:
-    total, found = number_of_calls(tmp_path), []
+    total, found = number_of_calls(tmp_path, late=late), []
     with Snapshot(LENGTHS, save_id=NEXT, seed=2) as following:
         for nth in range(1, total + 1):
             path = tmp_path / f"try-{nth}"

@@ -17,7 +17,12 @@ from worker_here import DEADLINE_S, Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, ShardedSlice
-from asyncckpt.errors import CheckpointNotCommittedError, SaveFailedError, SnapshotUnavailableError
+from asyncckpt.errors import (
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    SaveFailedError,
+    SnapshotUnavailableError,
+)
 from tests.torch_free_client import Client, Snapshot, new_save_id
 
 ROWS = 600
@@ -138,7 +143,7 @@ def test_step_that_one_rank_had_not_staged_is_not_offered_and_the_one_before_is_
     wait_until(lambda: not status_of(here.endpoint)["jobs"], "the save has ended")
     held = {s.path[-1]: s.ranks for s in asyncckpt.held_snapshots(tmp_path)}
     assert held == {"0": (1,)}, "rank 0 has used its memory for the step that is lost"
-    with pytest.raises(CheckpointNotCommittedError):
+    with pytest.raises((CheckpointNotCommittedError, CheckpointNotFoundError)):  # its directory may not have come to be
         asyncckpt.load(tmp_path / "step-1")
     with pytest.raises(SnapshotUnavailableError, match=r"it lacks ranks \[0\]") as caught:
         asyncckpt.load(tmp_path / "step-0", source="memory")

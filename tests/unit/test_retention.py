@@ -520,15 +520,23 @@ class Training:
         metrics = {"loss": self.rng.random()} if self.rng.random() < 0.6 else None
         save_id = SaveId(self.epoch, self.sequence, self.run)
         self.sequence += 1
-        self.flying.append(
-            (self.step, begin(self.root, self.step, save_id, metadata=ancestry.told(self.line, metrics)))
-        )
+        told = ancestry.told(self.line, metrics)
+        if f"step-{self.step}" in self.pinned:  # it went back: that one is not replaced
+            with pytest.raises(CheckpointExistsError):
+                begin(self.root, self.step, save_id, metadata=told)
+            return
+        self.flying.append((self.step, begin(self.root, self.step, save_id, metadata=told)))
         self.unsettled += 1
 
     def commit(self) -> None:
         if self.flying:
             step, manifest = self.flying.pop(self.rng.randrange(len(self.flying)))
-            publish(str(self.root / f"step-{step}"), manifest, files=Mortal(), umask=0o022, overwrite=True)
+            options: dict[str, Any] = {"files": Mortal(), "umask": 0o022, "overwrite": True}
+            if f"step-{step}" in self.pinned:  # while it was under way
+                with pytest.raises(CheckpointExistsError):
+                    publish(str(self.root / f"step-{step}"), manifest, **options)
+                return
+            publish(str(self.root / f"step-{step}"), manifest, **options)
             metrics = ancestry.metrics_in(manifest.metadata)
             score = None if metrics is None else metrics["loss"]
             self.there[f"step-{step}"] = Stored(name=f"step-{step}", step=step, save_id=manifest.save_id, score=score)
