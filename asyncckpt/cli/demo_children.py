@@ -9,16 +9,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 import psutil
+
+from asyncckpt.protocol.identity import start_ticks
 
 RUN_TIMEOUT_S = 300.0
 """For one training, and for one look at the checkpoints; on two cores they take 20 s and 1 s."""
 
 END_TIMEOUT_S = 20.0
 """How long a training that is ended has for that, before it and all its descendants are killed."""
+
+KILL_TIMEOUT_S = 60.0
+"""How long the kernel has to end what was killed: a moment, unless it waits for a disk."""
 
 RANKS = 2
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
@@ -90,7 +96,10 @@ def _show(said: IO[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process and all its descendants: in order, and after `END_TIMEOUT_S` by SIGKILL."""
+    """End a process and all its descendants: in order, and after `END_TIMEOUT_S` by SIGKILL.
+
+    Blocks: Until they are gone, for at most `END_TIMEOUT_S` and `KILL_TIMEOUT_S`.
+    """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(process.pid)
         family = [parent, *parent.children(recursive=True)]
@@ -100,6 +109,10 @@ def end(process: subprocess.Popen[str]) -> None:
         for one in alive:
             with contextlib.suppress(psutil.Error):
                 one.kill()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        # Not psutil's wait: a zombie that nobody reaps has ended, too.
+        while any(start_ticks(one.pid) is not None for one in alive) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def thaw(*pids: int) -> None:
