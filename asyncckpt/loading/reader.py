@@ -200,7 +200,7 @@ class _Load:
         self._report_converted(matches)
         self._report_differences(matches.found.items())
         fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
-        self._filler.fill(matches.tensors, fresh.fillings)
+        self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
             if place.holder is None:
