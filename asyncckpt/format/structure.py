@@ -156,7 +156,12 @@ def _plain_tensors(raw: Any, parts: tuple[int, ...]) -> tuple[TensorEntry, ...] 
     nbytes = {kind: _whole_nbytes(*kind) for kind in set(zip(dtypes, shapes, strict=True))}
     if -1 in nbytes.values() or lengths != list(map(nbytes.__getitem__, zip(dtypes, shapes, strict=True))):
         return None
-    if min(numbers) < 0 or max(numbers) >= len(parts) or min(starts) < 0 or not _are_apart(numbers, starts, lengths, parts):
+    if (
+        min(numbers) < 0
+        or max(numbers) >= len(parts)
+        or min(starts) < 0
+        or not _are_apart(numbers, starts, lengths, parts)
+    ):
         return None
     origins = {shape: (0,) * len(shape) for _, shape in nbytes}
     offsets = map(origins.__getitem__, shapes)

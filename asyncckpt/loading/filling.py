@@ -20,6 +20,7 @@ from asyncckpt.loading.target_tensors import Filling, placements_of, tell_types
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_ahead import ReadAhead
 
 _ALIGN_NBYTES = 64
 
@@ -34,6 +35,7 @@ class Filler:
         verify: As `storage.block_reader.read_shards` has it.
         low_memory: See the module.
         shared: The ranks that read once what several of them want; None: each reads for itself.
+        ahead: What has read so far, and ends when reading begins here.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Filler:
         verify: bool,
         low_memory: bool,
         shared: SharedReads | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
-        self._contents, self._files, self._shared = contents, files, shared
+        self._contents, self._files, self._shared, self._ahead = contents, files, shared, ahead
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
     def fill(self, existing: Sequence[Filling], new: Sequence[Filling], plain: Sequence[Placement] = ()) -> None:
@@ -87,6 +90,8 @@ class Filler:
 
     def _read_files(self, placements: Sequence[Placement]) -> None:
         ranges = ranges_by_file(self._contents, placements, self._verify)
+        if self._ahead is not None:
+            self._ahead.stop()
         read_files(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
 
 

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ class RankContents:
 
     index: RankIndex
     structure: Structure
+
+
+OnIndex = Callable[[str, RankIndex], None]
+"""Told a checkpoint's path and the index of one of its ranks, as soon as that is known."""
 
 
 class SavedTensor(NamedTuple):
@@ -62,8 +67,13 @@ def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)
 
 
-def read_contents(path: str, files: Files) -> Contents:
+def read_contents(path: str, files: Files, on_index: OnIndex | None = None) -> Contents:
     """Read and check everything about the checkpoint at `path` but its data.
+
+    Args:
+        path: The checkpoint's directory.
+        files: The storage seam.
+        on_index: Told about each rank's index before its structure is decoded, which may take a while.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
@@ -75,7 +85,7 @@ def read_contents(path: str, files: Files) -> Contents:
     """
     manifest = read_newest_manifest(path, files)
     reach("load: manifest read")
-    ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
+    ranks = tuple(_read_rank(path, manifest, record, files, on_index) for record in manifest.ranks)
     return Contents(path=path, manifest=manifest, ranks=ranks, tensors=join(path, ranks))
 
 
@@ -99,7 +109,9 @@ def read_named_file(path: str, name: str, *, nbytes: int, max_nbytes: int, check
     return data
 
 
-def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) -> RankContents:
+def _read_rank(
+    path: str, manifest: Manifest, record: RankRecord, files: Files, on_index: OnIndex | None
+) -> RankContents:
     name = record.index_name
     data = read_named_file(
         path,
@@ -111,7 +123,6 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
     )
     try:
         index = decode_index(data)
-        structure = decode_structure(index.structure)
     except CorruptCheckpointError as error:
         raise corrupt(path, name, error.message) from error
     expected = (manifest.save_id, record.rank, manifest.world_size)
@@ -119,6 +130,12 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
         raise corrupt(path, name, f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}")
     if index.layout != manifest.layout:
         raise corrupt(path, name, f"it is of layout {index.layout}, the manifest of {manifest.layout}")
+    if on_index is not None:
+        on_index(path, index)
+    try:
+        structure = decode_structure(index.structure)
+    except CorruptCheckpointError as error:
+        raise corrupt(path, name, error.message) from error
     if structure.part_nbytes != tuple(shard.nbytes for shard in index.shards):
         raise corrupt(path, name, "its shards have other lengths than its structure says")
     reach("load: index read")
