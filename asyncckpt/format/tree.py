@@ -172,7 +172,7 @@ def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:
         return False
     if set(map(type, keys)) != {str} or len(set(keys)) != len(keys) or max(map(len, keys)) > MAX_KEY_CHARS:
         return False
-    return min(numbers) >= 0 and max(numbers) < n_tensors
+    return bool(min(numbers) >= 0 and max(numbers) < n_tensors)
 
 
 def _checked_number(raw: Any, limit: int) -> int:
