@@ -78,9 +78,9 @@ class SlotImage:
             self._headers.append(start + SAVE_ID_OFFSET)
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
-        self._targets = [
-            copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
-            for c, b in zip(chunks, plan.boxes, strict=True)
+        self._targets = [  # detached, they forget whose views they are: half of the memory of a tensor
+            copyable(bases[c.part].narrow(0, c.offset_bytes, c.nbytes).view(shapes[n][0]).view(c.sizes)).detach()
+            for c, (n, _, _) in zip(chunks, plan.boxes, strict=True)
         ]
         self._numbers = [b.number for b in plan.boxes]
         self._partial = {n: b for n, b in enumerate(plan.boxes) if b.sizes != shapes[b.number][1]}
