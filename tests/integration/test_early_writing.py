@@ -50,7 +50,7 @@ class Middle:
 
         def held(target: int, source: int, nbytes: int) -> None:
             self.moved += nbytes
-            if self.moved > 40 << 20 and not self.open.is_set():
+            if self.moved > 20 << 20 and not self.open.is_set():
                 self.reached.set()
                 assert self.open.wait(DEADLINE_S)
             move(target, source, nbytes)
@@ -74,10 +74,10 @@ def middle(monkeypatch: pytest.MonkeyPatch) -> Middle:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return a state of 72 MB: five writes of the worker."""
+    """Return a state of 50 MB: four writes of the worker."""
     generator = torch.Generator().manual_seed(step)
     return {
-        **{f"w{n}": torch.randn(ROWS, generator=generator) for n in range(6)},
+        **{f"w{n}": torch.randn(ROWS, generator=generator) for n in range(4)},
         "columns": torch.randn(900, 700, generator=generator).t(),
         "small": [torch.randn(5, generator=generator) for _ in range(9)],
         "step": step,
@@ -112,7 +112,7 @@ def test_files_are_written_while_the_state_is_still_being_copied(
     shared_worker: RealWorker, tmp_path: pathlib.Path, middle: Middle, fields: dict[str, Any]
 ) -> None:
     with AsyncCheckpointer(endpoint=shared_worker.endpoint, staging="overlap", **fields) as checkpointer:
-        for step in range(3):
+        for step in range(2):
             middle.close()
             handle = checkpointer.save(state_of(step), tmp_path / str(step), step=step)
             middle.wait()
@@ -123,7 +123,7 @@ def test_files_are_written_while_the_state_is_still_being_copied(
                 asyncckpt.load(tmp_path / str(step), source="disk")
             middle.open.set()
             written(handle)
-    for step in range(3):
+    for step in range(2):
         states.assert_same(asyncckpt.load(tmp_path / str(step), source="disk"), state_of(step))
 
 
@@ -185,7 +185,7 @@ def test_storage_that_refuses_before_the_seal_leaves_the_snapshot_in_memory(
 
 
 TRAINER = """
-import sys, threading, time
+import os, sys, time
 import torch
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.staging import early, moving
@@ -195,13 +195,13 @@ early.EARLY_FROM_NBYTES = 1
 move, moved = moving.careful_move, []
 def held(target, source, nbytes):
     moved.append(nbytes)
-    if sum(moved) > 40 << 20:
-        print("middle", flush=True)
+    if sum(moved) > 20 << 20:
+        os.write(1, b"middle\n")
         time.sleep(600)
     move(target, source, nbytes)
 moving.careful_move = held
 checkpointer = AsyncCheckpointer(endpoint=sys.argv[1], staging="overlap")
-checkpointer.save({f"w{n}": torch.zeros(3_000_000) for n in range(6)}, sys.argv[2])
+checkpointer.save({f"w{n}": torch.zeros(3_000_000) for n in range(4)}, sys.argv[2])
 time.sleep(600)
 """
 
