@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -70,7 +70,7 @@ class Whole:
         left, transfer = self._engine.copy(
             slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
         )
-        seal = partial(slot.memory.control.seal, sized.request, image.body_end)
+        seal: Callable[[], None] = partial(slot.memory.control.seal, sized.request, image.body_end)
         if windows and transfer is not None:
             seal = partial(seal_with, slot, image.body_end, sized.asked, news.samples, transfer)
         copies: Copies = image

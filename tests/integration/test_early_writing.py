@@ -196,7 +196,7 @@ move, moved = moving.careful_move, []
 def held(target, source, nbytes):
     moved.append(nbytes)
     if sum(moved) > 20 << 20:
-        os.write(1, b"middle\n")
+        os.write(1, b"middle\\n")
         time.sleep(600)
     move(target, source, nbytes)
 moving.careful_move = held
