@@ -150,8 +150,6 @@ class _Reader:
         try:
             if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
                 threads = min(threads, max(1, (os.cpu_count() or 1) // 2))  # short calls: more wait for the interpreter
-            elif all(is_through(e.steps) for e in todo):
-                threads = min(threads, max(2, os.cpu_count() or 1))  # the kernel reads ahead: they hardly wait for it
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
             else:

@@ -24,10 +24,6 @@ THROUGH_STEP_NBYTES = 2 << 20
 """One read of what is read through, and the piece that is handed on at once. On two cores 1 MiB takes 9 % more time
 of the processor, 256 KiB a third more: each piece costs some calls into torch (ADR 0026)."""
 
-THROUGH_EXTENT_NBYTES = 64 << 20
-"""What one thread reads through at a time: the kernel takes larger pages the further it has read ahead of a descriptor,
-and begins anew with each. Extents of 16 MiB took 8 % more time of the processor, from the disk (ADR 0034)."""
-
 EXACT_BELOW_NBYTES = 128 << 10
 """Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
 
@@ -137,7 +133,7 @@ def plan_extents(
     in_rows = sorted((w for w in request.wanted if w.times == 1 and w.every and w.nbytes), key=itemgetter(0))
     dense = [w for w in in_rows if not _is_through(w)]
     through = [w for w in in_rows if _is_through(w)]
-    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(through, threads, THROUGH_EXTENT_NBYTES)
+    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(through, threads, EXTENT_NBYTES)
 
 
 def is_through(steps: Sequence[Step]) -> bool:

@@ -468,9 +468,9 @@ def test_short_runs_keep_their_own_ends_and_long_ones_are_rounded() -> None:
     assert [(e[0].start, e[-1].end) for e in extents] == [(5000, 7050), (16_384, 221_184)]
 
 
-@pytest.mark.parametrize(("dense", "limit"), [(True, EXTENT_NBYTES), (False, read_plan.THROUGH_EXTENT_NBYTES)])
-def test_what_comes_in_rows_is_covered_once_by_extents_of_their_own_length(dense: bool, limit: int) -> None:
-    rows, apart = 300 * MIB, 310 * MIB
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_comes_in_rows_is_covered_once_and_between_dense_ranges_nothing_is_read(dense: bool) -> None:
+    rows, apart = 300 * MIB, 301 * MIB
     wanted = [Wanted(5 + n * apart, rows, "x", None, 1, 16_384, dense) for n in range(2)]
     shard = ShardRecord(name="x", nbytes=700 * MIB, digests=b"")
     request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
@@ -482,10 +482,9 @@ def test_what_comes_in_rows_is_covered_once_by_extents_of_their_own_length(dense
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(own))
         assert all((start - w.offset) % 16_384 == 0 for start, _ in own)
     lengths = [extent[-1].end - extent[0].start for extent in extents]
-    assert limit - 2 * MIB <= max(lengths) <= limit
+    assert EXTENT_NBYTES - 2 * MIB <= max(lengths) <= EXTENT_NBYTES
     assert all(read_plan.is_through(extent) != dense for extent in extents)
-    gaps = any(extent[0].wanted != extent[-1].wanted for extent in extents)
-    assert not gaps or not dense  # nothing between dense ranges is read
+    assert not dense or all(a.end == b.start for extent in extents for a, b in itertools.pairwise(extent))
 
 
 def test_a_file_that_goes_before_its_batches_are_read_leaves_no_other_open(own: str) -> None:
