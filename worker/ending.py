@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from asyncckpt.protocol.lifecycle import BEGUN
 from asyncckpt_worker.actions import Exit
 from asyncckpt_worker.lending import Lending
+from asyncckpt_worker.starting import stop_early
 from asyncckpt_worker.tables import Tables
 
 
@@ -79,7 +80,10 @@ class Ending:
         idle = not self.kept and not t.sessions and not unfinished and not reading and not t.lineage_scans
         self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
-            working = bool(unfinished) or self._staging(self._drain_deadline) or self._is_telling()
+            staging = self._staging(self._drain_deadline)
+            if not staging:
+                stop_early(t)
+            working = bool(unfinished) or staging or self._is_telling()
             at_rest = not working and not reading
             self._looked_again = self._looked_again and not working
             if at_rest and not self._looked_again and t.now < self._drain_deadline and self._lending.read_all_lent():

@@ -36,7 +36,7 @@ from asyncckpt_worker.order import has_elder, rival
 from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
-from asyncckpt_worker.starting import start_writing, stop_streams
+from asyncckpt_worker.starting import start_writing, stop_streams, write_again
 from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import OUTCOME_EVENTS, count, failed, path_in_use, timed_out
 
@@ -82,10 +82,8 @@ class SaveBook:
             entry.result = event.result
         if save.outcome is not None:
             self._clean_up(save)
-        elif event.error is not None and entry.phase == BEGUN and not entry.ring:
-            # IMPORTANT: it ends nothing. What is sealed can be loaded from memory even if the disk refuses it; the seal
-            # leads to another attempt, whose error counts.
-            entry.streaming = False
+        elif event.error is not None and entry.streaming and not entry.ring:
+            write_again(self._t, save, entry)
         elif event.error is not None:
             self.end(save, FAILED, event.error)
         elif entry.phase == WRITING:  # else its seal was not seen yet

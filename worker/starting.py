@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.protocol.lifecycle import BEGUN
+from asyncckpt.protocol.lifecycle import BEGUN, WRITING
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import CutOff, Write
 from asyncckpt_worker.records import RankSave, Save
@@ -25,6 +25,26 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
             early=early,
         )
     )
+
+
+def write_again(t: Tables, save: Save, entry: RankSave) -> None:
+    """What began before the seal has failed.
+
+    IMPORTANT: it ends nothing, also when the seal was seen meanwhile: it may have failed since nothing was staged for
+    so long. Once sealed it is written as ever, and the error of that counts. What is sealed can be loaded from memory
+    even if the disk refuses it.
+    """
+    entry.streaming = False
+    if entry.phase == WRITING and not save.given_up:
+        assert entry.request is not None
+        start_writing(t, save, entry, entry.request)
+
+
+def stop_early(t: Tables) -> None:
+    """Nobody waits any longer for those who stage: what is written beside that, and is no ring, ends."""
+    for _, entry in t.entries():
+        if entry.phase == BEGUN and entry.streaming and entry.writing and not entry.ring:
+            t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
 
 
 def stop_streams(t: Tables, save: Save) -> None:

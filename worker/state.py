@@ -8,6 +8,7 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
                                                                    the ranks disagree or their replicas differ
     begun      a streamed slot is read, Prepared            -> begun        Write, while the trainer goes on staging
     begun      Written with an error, of no ring            -> begun        the seal leads to another Write
+    writing    the same, of a Write from before the seal    -> writing      another Write
     begun      Prepared with an error                       -> failed
     begun      Withdraw, slot closing and not sealed        -> abandoned    on all ranks; also when a rank is gone
                                                                    (`runs`) that has not sealed

@@ -170,22 +170,22 @@ class SlotImage:
         """
         self._moves.fault, self._moves.moved = None, None
         others = list(share.small)
-        for n, target, nbytes, skipped in share.large:
-            tensor = tensors[self._numbers[n]]
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
-                source = tensor.data_ptr() + skipped
-                for at in range(0, nbytes, pace.piece_nbytes):
-                    self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
-            else:
-                others.append(n)
-        late = [target.data_ptr() for target in self.targets(others) if target.numel()] if mark is not None else []
-        if mark is not None:
-            in_order = sorted(self._moves)
-            self._moves.clear()
-            self._moves.extend(in_order)
-            mark.expect([*(target for target, _, _ in in_order), *late])
-            self._moves.moved = mark.done
         try:
+            for n, target, nbytes, skipped in share.large:
+                tensor = tensors[self._numbers[n]]
+                if tensor.device.type == "cpu" and tensor.is_contiguous():
+                    source = tensor.data_ptr() + skipped
+                    for at in range(0, nbytes, pace.piece_nbytes):
+                        self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
+                else:
+                    others.append(n)
+            late = [target.data_ptr() for target in self.targets(others) if target.numel()] if mark is not None else []
+            if mark is not None:
+                in_order = sorted(self._moves)
+                self._moves.clear()
+                self._moves.extend(in_order)
+                mark.expect([*(target for target, _, _ in in_order), *late])
+                self._moves.moved = mark.done
             self._start_movers(pace)
             self._copy_by_torch(tensors, others, shared=pace is FULL and mark is None)
             for address in late:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from worker_bench import ERROR, FIRST, PATH, REQUEST, SECOND, Bench
+from worker_bench import CONFIG, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker import actions as ac
@@ -108,11 +108,45 @@ def test_an_error_before_the_seal_ends_nothing_and_the_seal_leads_to_another_att
     assert [part["path"] for part in bench.say(m.Recall, path=PATH, hold=False).parts] == [PATH]
 
 
-def test_an_error_after_the_seal_ends_the_save(bench: Early) -> None:
+def test_an_error_that_is_heard_of_after_the_seal_leads_to_another_attempt_too(bench: Early) -> None:
     bench.at_streaming()
     bench.seal()
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    (write,) = bench.of(ac.Write)
+    assert (bench.phase(), write.early, write.slot, write.generation) == ("writing", False, bench.number, 1)
+    bench.feed(ev.Died, session="1" * 16)  # it is sealed, and its slot is not freed under the second writing either
+    bench.read_slot(streamed=False)
+    assert (bench.phase(), bench.of(ac.FreeSlot)) == ("writing", [])
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     assert bench.phase() == "failed"
+    assert not bench.of(ac.Write)
+
+
+def test_a_drain_does_not_wait_for_a_stopped_trainer_longer_because_its_state_is_being_written(bench: Early) -> None:
+    bench.at_streaming()
+    bench.feed(ev.StopRequested)
+    bench.read_slot(streamed=True)
+    assert not bench.of(ac.CutOff)
+    bench.now = CONFIG.staging_grace_s
+    bench.feed(ev.Tick)
+    assert bench.of(ac.CutOff) == [ac.CutOff(slot=bench.number, generation=1)]
+    assert not bench.of(ac.Exit), "the job removes its files first"
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    bench.read_slot(streamed=True)
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
+
+
+def test_what_is_sealed_just_when_a_drain_has_cut_its_writing_off_is_written_anew(bench: Early) -> None:
+    bench.at_streaming()
+    bench.feed(ev.StopRequested)
+    bench.read_slot(streamed=True)
+    bench.now = CONFIG.staging_grace_s
+    bench.feed(ev.Tick)
+    bench.seal()
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert [write.early for write in bench.of(ac.Write)] == [False]
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    assert len(bench.of(ac.Commit)) == 1
 
 
 @pytest.mark.parametrize("ends", ["error", "result"])

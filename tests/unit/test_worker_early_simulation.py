@@ -42,7 +42,8 @@ class EarlyWorld(CrashingWorld):
         self.standing: set[tuple[str, int]] = set()
         """Ranks of saves of which files were left by a worker that is dead."""
 
-        self.counts = {"written first": 0, "failed early": 0, "taken over": 0, "given up": 0, "swept": 0}
+        names = ("written first", "failed early", "failed, sealed", "taken over", "given up", "swept")
+        self.counts = dict.fromkeys(names, 0)
 
     # ---- the trainers
 
@@ -154,11 +155,12 @@ class EarlyWorld(CrashingWorld):
         mine = stream is not None and stream.request is job.request
         memory = self.memory[job.slot]  # KeyError: it was freed while it was written
         sealed = memory.sealed is job.request and memory.generation == job.generation
-        if sealed or (mine and stream is not None and stream.full and not self.luck(0.2)):
+        # It may fail at any time, and that is heard of before the seal or after it.
+        if (sealed or (mine and stream is not None and stream.full)) and not self.luck(0.2):
             self.counts["written first"] += not sealed
             self.written.setdefault(job.key[0], set()).add(job.key[1])
             return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
-        self.counts["failed early"] += 1
+        self.counts["failed early" if not sealed else "failed, sealed"] += 1
         return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
 
     def check_end(self) -> None:
