@@ -21,6 +21,7 @@ from asyncckpt.planning.planner import PlanCache  # noqa: E402
 from asyncckpt.staging import copy_cpu, moving  # noqa: E402
 from asyncckpt.staging.copy_cpu import LARGE_NBYTES, SlotImage  # noqa: E402
 from asyncckpt.staging.moving import PIECE_NBYTES, Pace  # noqa: E402
+from asyncckpt.staging.watermark import Watermark  # noqa: E402
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -294,6 +295,19 @@ def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPat
         del image
         gc.collect()
         memory.close()
+
+
+def test_a_copy_whose_watermark_cannot_be_told_leaves_no_move_for_the_next_one(staged: Staged) -> None:
+    image, tensors = prepared(staged, {"a": torch.arange(100_000.0), "small": torch.arange(5)})
+
+    def tell(nbytes: int) -> None:
+        raise OSError(errno.EIO, "nobody is told")
+
+    with pytest.raises(OSError, match="nobody is told"):
+        image.copy(tensors, image._all, Pace(careful=True), Watermark(0, 1 << 62, tell))
+    assert not image._moves and image._moves.moved is None
+    image.copy(tensors, image._all)
+    assert torch.equal(image._targets[0], tensors[image._numbers[0]])
 
 
 # ---- how hard a copy works
