@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import psutil
 
-GRACE_S = 2.0
-"""A closed thing may need a moment: threads to return, the kernel to drop a process."""
+GRACE_S = 20.0
+"""A closed thing may need a moment: threads to return, the kernel to drop a process. More, on a busy machine."""
 
 _IGNORED_FDS = ("/dev/urandom", "/dev/nvidia", "/dev/null", "/proc/")
 _IGNORED_CHILDREN = ("resource_tracker", "forkserver")

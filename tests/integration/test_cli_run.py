@@ -92,7 +92,7 @@ def begun(environment: dict[str, str], *words: str, options: Sequence[str] = ())
         finally:
             run.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(5)
+                run.wait(60)
             run.kill()
 
 
@@ -383,5 +383,5 @@ def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], t
 
 def test_worker_start_takes_the_options_of_the_command(environment: dict[str, str], endpoint: str) -> None:
     command = [sys.executable, "-m", "asyncckpt", "worker", "start", "--endpoint", endpoint, "--idle-exit-s", "0.05"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "idle" in done.stderr, done.stderr

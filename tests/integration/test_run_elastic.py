@@ -23,7 +23,7 @@ from asyncckpt.cli.worker import status_of
 root, rank, restart = sys.argv[1], int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 with asyncckpt.AsyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
     state = {"w": torch.full((1000,), 10 * restart + rank), "step": restart}
-    checkpointer.save(state, f"{root}/rank{rank}/restart{restart}").staged.result(30)
+    checkpointer.save(state, f"{root}/rank{rank}/restart{restart}").staged.result(60)
     with open(f"{root}/workers", "a") as file:
         file.write(f"{status_of(os.environ['ASYNCCKPT_ENDPOINT'])['pid']}\\n")
     if restart == 0:

@@ -50,7 +50,7 @@ def test_waiting_ends_when_the_last_save_ends() -> None:
     waiting = threading.Thread(target=tracker.wait, args=(30.0,))
     waiting.start()
     finish(handle)
-    waiting.join(10.0)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 
