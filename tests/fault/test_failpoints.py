@@ -35,10 +35,12 @@ from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    WorkerUnavailableError,
 )
 from asyncckpt.failpoints import POINTS, observed
 from asyncckpt.format.names import SaveId, owner_of
 from asyncckpt.hooks import HookRunner
+from asyncckpt.protocol import messages
 from asyncckpt.storage.catalog import look
 from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
@@ -482,15 +484,27 @@ def test_an_error_or_a_wait_in_trainer_or_worker_costs_one_save_at_most(
             assert is_state(asyncckpt.load(tmp_path / f"{n}-next"), n)
 
 
+class Bereaved(Client):
+    """A client that waits for a worker as long as that lives."""
+
+    def __init__(self, endpoint: str, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(endpoint)
+        self._process = process
+
+    def receive(self, timeout_s: float) -> messages.Message | None:
+        """As `Client.receive`, or raise once the worker is dead."""
+        if self._process.poll() is not None:
+            raise WorkerUnavailableError("it is dead", endpoint=self.endpoint)
+        return super().receive(min(timeout_s, 0.05))
+
+
 def killed_worker(endpoint: str, path: pathlib.Path, point: str, visit: int = 1) -> None:
     """Save by a torch-free client through a worker that dies at `point`, and then through one that does not."""
     snapshot, save_id = Snapshot(nbytes=300_000), SaveId(1, 0, "0123456789ab")
     command = [sys.executable, "-m", "tests.failing_process", "worker", endpoint, "kill", str(visit), point]
     with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        with Client(endpoint, timeout_s=0.5) as client, contextlib.suppress(AsyncCkptError):
-            client.timeout_s = 10.0
+        with Bereaved(endpoint, process) as client, contextlib.suppress(AsyncCkptError):
             client.hello()
-            client.timeout_s = 0.5
             slot = client.allocate(snapshot.slot_nbytes())
             client.stage(slot, snapshot, save_id, str(path))
             client.submit(slot, save_id)

@@ -87,7 +87,7 @@ def nursery(record_property: Callable[[str, object], None]) -> Iterator[Nursery]
     nursery.close()
 
 
-def settled_status(client: Client, timeout_s: float = 30.0) -> dict[str, Any]:
+def settled_status(client: Client, timeout_s: float = 60.0) -> dict[str, Any]:
     """Wait until the worker has no session, slot or job left, and return its status."""
     deadline = time.monotonic() + timeout_s
     while True:

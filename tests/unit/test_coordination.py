@@ -227,6 +227,7 @@ def test_a_change_that_holds_early_makes_those_before_it_hold_as_early() -> None
 def test_a_save_waits_for_a_change_that_was_announced_and_not_for_one_that_never_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(taken_changes, "EXPECT_S", 60.0)
     taken = TakenChanges()
     taken.expect(WORKER, 1)
     late = threading.Timer(0.05, taken.take, (WORKER, 1, 1, b"change"))
@@ -238,7 +239,8 @@ def test_a_save_waits_for_a_change_that_was_announced_and_not_for_one_that_never
     monkeypatch.setattr(taken_changes, "EXPECT_S", 0.1)
     taken.expect(WORKER, 2)
     begun = time.monotonic()
-    assert taken.due(2) == [] and taken_changes.EXPECT_S <= time.monotonic() - begun < 10
+    assert taken.due(2) == [] and taken_changes.EXPECT_S <= time.monotonic() - begun < 60
+    monkeypatch.setattr(taken_changes, "EXPECT_S", 600.0)
     taken.expect(WORKER, 2)
     begun = time.monotonic()
     assert taken.due(3) == [] and time.monotonic() - begun < taken_changes.EXPECT_S, "once for each"
@@ -269,7 +271,7 @@ def test_a_rank_that_took_a_save_too_early_does_not_let_the_others_wait_for_it()
         ranks.each[1].take_change(WORKER, 1, 1, change)
         with pytest.raises(SaveFailedError, match="before it heard"):
             waits.result(60)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     for thread in threading.enumerate():
         if thread.name == "asyncckpt-late":
             thread.join(60)
