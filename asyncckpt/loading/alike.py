@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncckpt.format.tree import Node, Path
 from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.target_tensors import Filling, TargetTensor
+from asyncckpt.loading.target_tensors import Filling, TargetTensor, shares_own_memory
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.sharding.shards import LocalShard
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS
@@ -40,7 +40,7 @@ def alike_fillings(state_dict: Any, flat: Flattened, saved: SavedTree) -> list[F
     found: list[Filling] = []
     for tensor, value in zip(saved.tensors, flat.tensors, strict=True):
         shape = tuple(value.shape)
-        if shape != tensor.global_shape or value.dtype != dtypes[tensor.dtype] or 0 in value.stride():
+        if shape != tensor.global_shape or value.dtype != dtypes[tensor.dtype] or shares_own_memory(value):
             return None
         found.append((tensor, TargetTensor(value, value.dtype, shape, (LocalShard(value, (0,) * len(shape)),))))
     return found

@@ -120,3 +120,10 @@ def test_a_save_that_has_ended_is_not_pending_although_its_callbacks_have_not_ru
     tracker.wait(0.0)
     with pytest.raises(PendingSavesError):
         tracker.raise_errors()
+
+
+def test_a_result_of_an_own_process_that_is_no_report_ends_the_save() -> None:
+    tracker = SaveTracker(on_error="warn")
+    (handle,) = handles(tracker, 1)
+    handle.written.set_result("done")  # type: ignore[arg-type]
+    assert tracker._pending == [], "close() would wait for it"
