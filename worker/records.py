@@ -179,6 +179,9 @@ class RankSave:
     streaming: bool = False
     """Its ring is being written, or was, since before it is sealed."""
 
+    written_at: float = 0.0
+    """When its files were written; of a ring, that may be before it is sealed."""
+
     home: Home = NO_HOME
     """Its directory, once that was made or could not be."""
 
