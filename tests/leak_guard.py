@@ -81,6 +81,15 @@ def open_fds() -> set[object]:
     return found
 
 
+def fds_of(pid: int) -> dict[str, str]:
+    """Return the targets of another process's file descriptors by number; without those that it closes meanwhile."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = os.readlink(f"/proc/{pid}/fd/{name}")
+    return found
+
+
 def child_processes() -> set[object]:
     """Return (pid, start, name) of every child, zombies included."""
     found: set[object] = set()

@@ -22,6 +22,7 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
+from tests.leak_guard import fds_of
 from tests.torch_free_client import Client, Snapshot, new_save_id
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -262,7 +263,7 @@ def test_launched_worker_inherits_no_fd(endpoint: str, tmp_path: pathlib.Path) -
     finally:
         os.close(fd)
     pid = status(endpoint)["pid"]
-    held = {os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
+    held = set(fds_of(pid).values())
     assert str(secret) not in held
     os.kill(pid, signal.SIGTERM)
     wait_gone(pid)
