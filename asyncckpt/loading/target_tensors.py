@@ -104,9 +104,9 @@ def shares_own_memory(tensor: torch.Tensor) -> bool:
 
 def _has_doubles(tensor: torch.Tensor) -> bool:
     """Whether two elements have one place; in a view whose dimensions are interleaved they need not."""
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     ordered = places.flatten().sort().values
     return bool((ordered[1:] == ordered[:-1]).any())
 
