@@ -188,7 +188,7 @@ def test_shards_that_nobody_wants_are_not_opened(saved: tuple[str, dict[str, byt
 
 
 def test_several_threads_read_one_file(tmp_path: Path) -> None:
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
     readers: set[int] = set()
 
     class Meeting(Uncached):
