@@ -17,8 +17,11 @@ import torch
 
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import STAGED_OFFSET
 from asyncckpt.planning.plan import Box, SavePlan
+from asyncckpt.staging.copyable import copyable, is_special
 from asyncckpt.staging.moving import FULL, Moves, Pace, move_all
+from asyncckpt.staging.progress import MARK_NBYTES, Progress
 
 LARGE_NBYTES = 64 * 1024
 """From here on a tensor is moved by a thread; below, torch does not use several threads either (its grain size)."""
@@ -32,17 +35,6 @@ thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long 
 
 HELPED_FROM = 2000
 """So many tensors that torch copies are shared with a second thread: 4 ms. Chosen, not measured."""
-
-_AS_INTEGERS = {
-    name: integer
-    for names, integer in (
-        (("float8_e8m0fnu", "float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz"), torch.uint8),
-        (("complex32",), torch.int32),
-    )
-    for name in names
-}
-_COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
-"""Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
 class Share(NamedTuple):
@@ -68,6 +60,7 @@ class SlotImage:
     def __init__(self, address: int, plan: SavePlan) -> None:
         self.plan = plan
         self._moves = Moves()
+        self._progress = Progress(address + STAGED_OFFSET)
         self._movers: list[threading.Thread] = []
         self._half: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # that a second thread is to copy
         self._headers: list[int] = []
@@ -95,7 +88,7 @@ class SlotImage:
         for c, b in zip(chunks, plan.boxes, strict=True):
             sizes[b.number] = sizes.get(b.number, 0) + c.nbytes
         self.deferrable = [number for number, nbytes in sizes.items() if nbytes >= DEFERRED_FROM_NBYTES]
-        self._has_special = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
+        self._has_special = any(is_special(dtype) for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
         self._address = address
         self.lay_out()
@@ -176,12 +169,18 @@ class SlotImage:
         """
         self._moves.fault = None
         others = list(share.small)
+        self._progress.begin()
+        unmarked = 0
         for n, target, nbytes, skipped in share.large:
             tensor = tensors[self._numbers[n]]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 source = tensor.data_ptr() + skipped
                 for at in range(0, nbytes, pace.piece_nbytes):
-                    self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
+                    size = min(pace.piece_nbytes, nbytes - at)
+                    self._moves.append((target + at, source + at, size))
+                    unmarked += size
+                    if unmarked >= MARK_NBYTES:
+                        unmarked = self._progress.mark(self._moves, unmarked)
             else:
                 others.append(n)
         try:
@@ -198,6 +197,7 @@ class SlotImage:
             self.settle()
         if self._moves.fault is not None:
             raise self._moves.fault
+        self._progress.end(unmarked)
 
     def drop_moves(self) -> None:
         """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
@@ -291,9 +291,3 @@ def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if size != tensor.shape[dimension]:
             tensor = tensor.narrow(dimension, offset, size)
     return tensor
-
-
-def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
-    integer = _COPIED_AS.get(tensor.dtype)
-    return tensor if integer is None else tensor.view(integer)

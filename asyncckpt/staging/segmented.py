@@ -12,7 +12,7 @@ from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET,
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.ring import Ring
 from asyncckpt.planning.plan import Box, SavePlan
-from asyncckpt.staging.copy_cpu import copyable
+from asyncckpt.staging.copyable import copyable
 from asyncckpt.staging.moving import FULL, Pace, careful_move
 
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
