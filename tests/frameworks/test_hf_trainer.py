@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import random
+import re
 from typing import Any
 
 import pytest
@@ -69,10 +70,13 @@ def test_of_two_ranks_one_is_told_to_stop_and_both_save_the_same_step(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path, rng: random.Random
 ) -> None:
     ours = str(tmp_path / "ours")
-    log = trainings.interrupt_one_of_two("hf_trainer", ["--dir", ours, "--steps", "60"], worker.endpoint, tmp_path, rng)
-    assert "at step 60" not in log and "told to stop: all ranks do so" in log
-    found = trainings.result("hf_trainer", ["--dir", ours, "--steps", "60"], worker.endpoint, world_size=2)
-    stock = ["--dir", str(tmp_path / "stock"), "--steps", "60", "--stock"]
+    arguments = ["--dir", ours, "--steps", "5000"]  # far more than it will do
+    log = trainings.interrupt_one_of_two("hf_trainer", arguments, worker.endpoint, tmp_path, rng)
+    first, second = (int(step) for step in re.findall(r"at step (\d+) the weights", log))
+    assert first == second < 5000 and "told to stop: all ranks do so" in log
+    steps = ["--steps", str(first + 10)]
+    found = trainings.result("hf_trainer", ["--dir", ours, *steps], worker.endpoint, world_size=2)
+    stock = ["--dir", str(tmp_path / "stock"), *steps, "--stock"]
     assert found == trainings.result("hf_trainer", stock, worker.endpoint, world_size=2)
 
 
