@@ -33,8 +33,8 @@ class _Held(NamedTuple):
 
 
 class PassingChecksums:
-    """The checksums of one file. For each window `sums`, then, in order and by one thread at a time, `released` and, of a
-    window that it `concerns`, `put`.
+    """The checksums of one file. For each window `sums`; then, in order and by one thread at a time, `released`, and
+    `put` where it `concerns` the window: where a place of one lies in it.
 
     Args:
         file: The file.

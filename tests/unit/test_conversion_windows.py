@@ -19,11 +19,13 @@ from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.conversion import proof, windows
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile
+from asyncckpt.conversion.runs import RunReader
 from asyncckpt.foreign.verification import verify_any
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.crc import joined
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.shard_writer import ShardWriter
 
 pytest.importorskip("numpy")
 
@@ -140,7 +142,10 @@ def test_checksums_before_and_behind_their_elements_are_put_whatever_the_windows
         for start, data in checksums.released(checksums.sums(window, view)):
             found[start : start + len(data)] = data
             n_written += len(data)
-        for start, end in checksums.put(window, view):
+        before, extents = bytes(room), checksums.put(window, view)
+        if not checksums.concerns(window):
+            assert (extents, bytes(room)) == ([(window.start, -(-window.end // 4096) * 4096)], before)
+        for start, end in extents:
             found[start:end] = view[start - window.start : end - window.start]
             n_written += end - start
     checksums.close()
@@ -209,6 +214,33 @@ def test_a_window_of_one_tensor_is_read_in_one_call(
     asyncckpt.convert(tmp_path / source, tmp_path / "x", to="hf", read_back=False)
     assert len(reads) <= 7, f"six windows and the rest of the last: {reads}"
     assert sum(nbytes >= window - BLOCK_NBYTES for _, nbytes in reads) == 6
+
+
+def test_windows_without_a_checksums_place_wait_for_no_earlier_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
+    state = {"t": torch.arange(6 * BLOCK_NBYTES // 4, dtype=torch.int32)}
+    torch.save(state, tmp_path / "a")
+    first_may_go, written = threading.Event(), set()
+
+    def read(reader: RunReader, runs: Any, address: int, origin: int, buffer: memoryview) -> None:
+        if origin == 0:
+            assert first_may_go.wait(60), "the second and the third window wait for the first"
+        real_read(reader, runs, address, origin, buffer)
+
+    def write_extent(writer: ShardWriter, start: int, end: int) -> None:
+        real_write(writer, start, end)
+        written.add(start)
+        if {BLOCK_NBYTES, 2 * BLOCK_NBYTES} <= written:
+            first_may_go.set()
+
+    real_read, real_write = RunReader.read, ShardWriter.write_extent
+    monkeypatch.setattr(RunReader, "read", read)
+    monkeypatch.setattr(ShardWriter, "write_extent", write_extent)
+    asyncckpt.convert(tmp_path / "a", tmp_path / "x", to="torch")
+    states.assert_same(asyncckpt.load(tmp_path / "x"), state)
+    assert not verify_any(str(tmp_path / "x"), Files()).faults, "every CRC-32 is right"
 
 
 class Columns:
