@@ -89,9 +89,8 @@ def read_shards(
     for request in requests:
         ShardReader(path, request.shard, save_id, files).close()
     reader = _Reader(path, save_id, files, verify, on_corrupt)
-    if threads == 1 and buffer is not None:
-        extent_nbytes = len(buffer)
-    todo = [extent for request in requests for extent in reader.plan(request, threads, extent_nbytes)]
+    limit = len(buffer) if threads == 1 and buffer is not None else extent_nbytes
+    todo = [extent for request in requests for extent in reader.plan(request, threads, limit)]
     if todo:
         reader.run(todo, threads, buffer)
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
