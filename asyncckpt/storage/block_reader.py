@@ -76,7 +76,7 @@ def read_shards(
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
         buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
             the kernel's fresh pages cost as much as a copy. None, or more threads: new memory.
-        extent_nbytes: What one thread reads at a time, at most.
+        extent_nbytes: What one thread reads at a time, at most. A `buffer` that is used is filled in one read.
 
     Raises:
         CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
@@ -90,7 +90,8 @@ def read_shards(
     for request in requests:
         ShardReader(path, request.shard, save_id, files).close()
     reader = _Reader(path, save_id, files, verify, on_corrupt)
-    todo = [extent for request in requests for extent in reader.plan(request, threads, extent_nbytes)]
+    limit = len(buffer) if threads == 1 and buffer is not None else extent_nbytes
+    todo = [extent for request in requests for extent in reader.plan(request, threads, limit)]
     if todo:
         reader.run(todo, threads, buffer)
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)

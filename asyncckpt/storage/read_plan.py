@@ -110,7 +110,8 @@ def plan_extents(
 
     Args:
         request: The ranges that are wanted.
-        threads: How many readers there are: small requests are cut finer, so that each has something to do.
+        threads: How many readers there are: for several, small requests are cut finer, so that each has something to
+            do.
         unit: Every step begins at a multiple of it, and ends there or at the end of the file. In bytes.
         exact_below: A run of wanted bytes that is shorter, and a unit or more from others, keeps its own ends.
         extent_nbytes: No extent is longer, unless a step is.
@@ -121,8 +122,10 @@ def plan_extents(
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
     steps = _steps(request, unit, step_nbytes, exact_below)
-    share = sum(step.end - step.start for step in steps) // (2 * threads)
-    limit = max(step_nbytes, min(extent_nbytes, share))
+    limit = extent_nbytes
+    if threads > 1:
+        limit = min(limit, sum(step.end - step.start for step in steps) // (2 * threads))
+    limit = max(step_nbytes, limit)
     extents: list[list[Step]] = []
     for step in steps:
         last = extents[-1] if extents else []

@@ -349,6 +349,15 @@ def test_random_plans_hold_every_wanted_byte_once_and_no_unit_that_nobody_wants(
         assert sum(s.end - s.start for s in steps) <= len(units) * unit
 
 
+@pytest.mark.parametrize("unit", [4096, 256 * 1024])
+def test_one_reader_with_a_buffer_reads_what_fits_into_it_at_once(unit: int) -> None:
+    nbytes = 5 * MIB
+    shard = ShardRecord(name="x", nbytes=64 * MIB, digests=b"")
+    request = ShardRequest(shard=shard, block_nbytes=unit, wanted=[Wanted(3 * MIB + 77, nbytes, "x", None)])
+    assert len(plan_extents(request, 1, unit=unit, extent_nbytes=nbytes + 2 * unit)) == 1
+    assert len(plan_extents(request, 4, unit=unit, extent_nbytes=nbytes + 2 * unit)) > 1
+
+
 # ---- short ranges at equal distances --------------------------------------------------------------------------------
 
 
