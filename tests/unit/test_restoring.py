@@ -324,4 +324,4 @@ def test_a_checkpointer_restores_too(root: Path) -> None:
 
 def test_the_readers_word_for_map_location_is_refused_and_not_ignored(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="default_map_location"):
-        restore_latest(tmp_path, map_location="cpu")
+        asyncckpt.restore_latest(tmp_path, map_location="cpu")
