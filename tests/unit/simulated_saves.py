@@ -58,6 +58,9 @@ class Process(CheckpointProcess):
         self.rings[str(save_id)] = reader = RingReader(slot, self.rng)
         return reader.check
 
+    def announce(self, save_id: SaveId, slot: LentSlot) -> None:
+        """Nobody writes before the seal."""
+
     def _allocate(self, nbytes: int, _within_s: float | None) -> LentSlot:
         slot = LentSlot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
         slot.memory.mapping.view()[4096 : nbytes - 4096] = b"\xa5" * (nbytes - 8192)
