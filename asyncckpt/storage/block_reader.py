@@ -31,6 +31,7 @@ from asyncckpt.storage.read_plan import (
     Step,
     buffer_nbytes,
     fqns_of,
+    in_flight,
     is_through,
     plan_batches,
     plan_extents,
@@ -124,7 +125,7 @@ class _Reader:
     ) -> None:
         self._path, self._save_id, self._files = path, save_id, files
         self._verify, self._on_corrupt = verify, on_corrupt
-        self._lock = threading.Lock()
+        self._lock, self._disk = threading.Lock(), threading.Semaphore()
         self._todo: list[_Extent] = []
         self._sources: list[_Source] = []
         self._error: BaseException | None = None
@@ -146,9 +147,10 @@ class _Reader:
         room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
         threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
+        self._disk = threading.Semaphore(in_flight(threads))
         try:
             if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
-                threads = min(threads, max(1, (os.cpu_count() or 1) // 2))  # short calls: more wait for the interpreter
+                threads = min(threads, os.cpu_count() or 1)  # nothing waits for a disk
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
             else:
@@ -199,9 +201,7 @@ class _Reader:
             self._error = self._error or error
 
     def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
-        reader = self._open(source)
-        reader.fetch_ranges(batch)
-        reader.read_batch(batch, buffer, address)
+        self._open(source).read_batch(batch, buffer, address)
         with self._lock:
             self.cached_nbytes += batch.nbytes
         self._release(source)
@@ -238,7 +238,8 @@ class _Reader:
         if at < len(steps):
             start = steps[at].start
             try:
-                reader.read(buffer, start, end - start)
+                with self._disk:
+                    reader.read(buffer, start, end - start)
             except OSError as error:
                 wanted = [w for step in steps[at:] for w in step.wanted]
                 raise named(error, str(error.filename), f"tensor {fqns_of(wanted)}") from error
