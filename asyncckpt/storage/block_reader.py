@@ -71,7 +71,7 @@ def read_shards(
         save_id: Whose files they must be; None: files of another format, which have no digests to verify.
         requests: One per file.
         files: The storage seam.
-        threads: Readers, the calling thread among them.
+        threads: Readers, the calling thread among them; half of them read from the disk at a time.
         verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
         buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
