@@ -395,6 +395,27 @@ def test_ranges_that_cannot_be_copied_together_are_read_one_by_one(
     assert sum(n == 100 for _, n in files.read_ranges) == 5 - gathered
 
 
+@pytest.mark.parametrize("cut", [1, 3000, 5000])
+def test_ranges_of_a_file_that_was_cut_short_are_not_taken_for_zeros(own: str, cut: int) -> None:
+    """What lies between a file's end and its page's end is mapped as zeros."""
+    contents = read_contents(own, Files())
+    ((_, chunk),) = contents.tensors["t29"].chunks
+    index = contents.ranks[0].index
+    shard = index.shards[chunk.part]
+
+    class Cutting(Files):
+        def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+            os.truncate(os.path.join(own, shard.name), shard.nbytes - cut)
+            return super().gather(fd, target, offset, nbytes, every, times)
+
+    first = shard.nbytes - 4 * 1000 - 100
+    request = ShardRequest(
+        shard=shard, block_nbytes=index.block_nbytes, wanted=[Wanted(first, 100, "t29", Gathered(500), 5, 1000)]
+    )
+    with pytest.raises(CorruptCheckpointError, match="ends early"):
+        read_shards(own, SAVE_ID, [request], files=Cutting(), verify=False)
+
+
 @pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (4, 2), (6, 3)])
 def test_no_more_than_half_of_the_readers_read_from_the_disk_at_once(
     tmp_path: Path, threads: int, expected: int
