@@ -31,10 +31,10 @@ from asyncckpt.storage.read_plan import (
     Step,
     buffer_nbytes,
     fqns_of,
-    in_flight,
     is_through,
     plan_batches,
     plan_extents,
+    with_verifiers,
 )
 from asyncckpt.storage.shard_reader import ShardReader, damaged
 
@@ -71,7 +71,7 @@ def read_shards(
         save_id: Whose files they must be; None: files of another format, which have no digests to verify.
         requests: One per file.
         files: The storage seam.
-        threads: Readers, the calling thread among them; half of them read from the disk at a time.
+        threads: Readers, the calling thread among them; half as many more verify meanwhile.
         verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
         buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
@@ -133,7 +133,7 @@ class _Reader:
 
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
-        limit = min(extent_nbytes, BUFFERS_NBYTES // threads)
+        limit = min(extent_nbytes, BUFFERS_NBYTES // with_verifiers(threads))
         unit, exact_below = (request.block_nbytes, 0) if self._verify else (PAGE_NBYTES, EXACT_BELOW_NBYTES)
         groups = plan_extents(request, threads, unit=unit, exact_below=exact_below, extent_nbytes=limit)
         batches = plan_batches(request)
@@ -146,8 +146,8 @@ class _Reader:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
         room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
-        threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
-        self._disk = threading.Semaphore(in_flight(threads))
+        self._disk = threading.Semaphore(max(1, threads))
+        threads = max(1, min(with_verifiers(threads), len(todo), BUFFERS_NBYTES // room))
         try:
             if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
                 threads = min(threads, os.cpu_count() or 1)  # nothing waits for a disk

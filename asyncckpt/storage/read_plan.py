@@ -16,9 +16,6 @@ EXTENT_NBYTES = 16 << 20
 processor's cache, take 0.52 s on an idle machine and 1.0 s on a busy one, where every read that is done waits for a
 core; four threads of 16 MiB keep the disk supplied meanwhile and take 0.70 and 0.76 s. The disk alone: 0.42 s."""
 
-MIN_IN_FLIGHT = 2
-"""See `in_flight`. Three are as fast as two, and so is half of six threads (1.5 GB, two cores; ADR 0038)."""
-
 STEP_NBYTES = 1 << 20
 """One read from the page cache, and the piece that is verified and copied at once: half of a usual L2 cache."""
 
@@ -31,13 +28,13 @@ EXACT_BELOW_NBYTES = 128 << 10
 """Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
 
 
-def in_flight(threads: int) -> int:
-    """Return how many of the readers may read from the disk at once.
+def with_verifiers(readers: int) -> int:
+    """Return how many threads it takes so that `readers` of them read from the disk at any time (ADR 0038).
 
-    If all may, their reads share the disk and end together, and it idles while all verify and copy: 78 ms of a load of
-    480 (1.5 GB, two cores). With half of them it idles for one.
+    If there are no others, their reads share the disk and end together, and it idles while all verify and copy: 78 ms
+    of a load of 480 (1.5 GB, two cores). With half as many more it idles for none.
     """
-    return max(MIN_IN_FLIGHT, threads // 2)
+    return readers + readers // 2 if readers > 1 else 1
 
 
 class Sink(Protocol):

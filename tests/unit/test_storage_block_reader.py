@@ -416,8 +416,8 @@ def test_ranges_of_a_file_that_was_cut_short_are_not_taken_for_zeros(own: str, c
         read_shards(own, SAVE_ID, [request], files=Cutting(), verify=False)
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (4, 2), (6, 3)])
-def test_no_more_than_half_of_the_readers_read_from_the_disk_at_once(
+@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (4, 4), (6, 6)])
+def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_more(
     tmp_path: Path, threads: int, expected: int
 ) -> None:
     class Slow(Uncached):
