@@ -6,6 +6,7 @@ then is remembered in the table of pending saves, and `takeover` says it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -129,6 +130,16 @@ class Submitting(CheckpointProcess):
         elif save.announcement is not None and slot.memory.control.state != STATE_SEALED:
             # What was sealed when the worker before died, that one may have committed: the new one looks by itself.
             self._say_begin(session, save.save_id, save.announcement, slot)
+
+    def announce(self, save_id: SaveId, slot: LentSlot) -> None:
+        """Ring the doorbell for a slot that is being filled and has room for everything. Does not wait.
+
+        Whether anybody hears it makes no difference but to time: what is sealed is written from its beginning.
+        """
+        with self._handing, contextlib.suppress(WorkerUnavailableError):  # `write` sees to that
+            session = self._speaker(slot)
+            if session is not None:
+                session.request(partial(_submit, str(save_id), slot.number, slot.generation), SUBMIT_TIMEOUT_S)
 
     def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], None]:
         """Ring the doorbell for a ring that is about to be filled. Does not wait.

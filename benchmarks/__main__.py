@@ -11,6 +11,7 @@ if __name__ == "__main__":
         runpy.run_module("benchmarks.save_load", run_name="__main__")
     for name in (
         "benchmarks.overlap",
+        "benchmarks.ranks",
         "benchmarks.cpu",
         "benchmarks.trace",
         "benchmarks.reshard",

@@ -121,7 +121,7 @@ class Run:
 
     def _round(self, names: list[str], before: list[Any]) -> dict[str, Any] | None:
         """Return one round; None for one that the budget ends, unless it is the first."""
-        row: dict[str, Any] = {"limits": self._limits(), "contenders": {}}
+        row: dict[str, Any] = {"limits": self.limits(), "contenders": {}}
         for name in names:
             failed = [r["contenders"][name] for r in before if "error" in r["contenders"][name]]
             left_s = self.budget_s - self.elapsed_s() - LEFT_ROOM_S
@@ -137,7 +137,7 @@ class Run:
                 return None
         return row
 
-    def _limits(self) -> dict[str, float]:
+    def limits(self) -> dict[str, float]:
         """Return the machine's limits, measured in a process that gives its memory back."""
         code = (
             "import json, pathlib, sys; from benchmarks.limits import Limits;"

@@ -127,7 +127,7 @@ class Safetensors(Contender):
 
 
 class Dcp(Contender):
-    """`torch.distributed.checkpoint.save`."""
+    """`torch.distributed.checkpoint.save`, in the process group that is there, or else in one of its own."""
 
     fsyncs = True
 
@@ -136,7 +136,9 @@ class Dcp(Contender):
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore
 
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self.alone = not dist.is_initialized()
+        if self.alone:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def save(self, path: Path) -> Saved:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -155,7 +157,8 @@ class Dcp(Contender):
     def close(self) -> None:
         import torch.distributed as dist
 
-        dist.destroy_process_group()
+        if self.alone:
+            dist.destroy_process_group()
 
 
 class DcpAsync(Dcp):

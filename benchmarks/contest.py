@@ -66,7 +66,7 @@ def measure(name: str, state: str, saves: int, directory: Path) -> dict[str, Any
     for number in range(saves):
         _say(f"save {number + 1}")
         path = directory / f"{number}"
-        rows.append(_save(contender, path))
+        rows.append(save(contender, path))
         remove(path)
     quiet += [loop.step() for _ in range(QUIET_STEPS)]
     _say("a save whose memory is measured")
@@ -99,17 +99,17 @@ def _say(where: str) -> None:
     print(where, flush=True)
 
 
-def _save(contender: Contender, path: Path) -> dict[str, Any]:
-    """Save, and train until everything is on the disk."""
+def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bool) -> dict[str, Any]:
+    """Save, and train until everything is on the disk; `all_done` says of ranks whether it is for every one of them."""
     loop = contender.loop
     loop.waited_s, steps = 0.0, 0
     began = time.perf_counter()
     saved = contender.save(path)
     stall_s = time.perf_counter() - began
-    on_disk = _on_disk(contender, saved, path, began)
+    flushed = _on_disk(contender, saved, path, began)
     loop.before_step = lambda: _wait(saved.staged)
     try:
-        while not on_disk.done():
+        while not all_done(flushed.done()):
             loop.step()
             steps += 1
             if time.perf_counter() - began > SAVE_S:
@@ -117,7 +117,7 @@ def _save(contender: Contender, path: Path) -> dict[str, Any]:
     finally:
         loop.before_step = lambda: None
     until_s = time.perf_counter() - began
-    return {"stall_s": stall_s + loop.waited_s, "durable_s": on_disk.result(), "until_s": until_s, "steps": steps}
+    return {"stall_s": stall_s + loop.waited_s, "durable_s": flushed.result(), "until_s": until_s, "steps": steps}
 
 
 def _wait(staged: Future[Any]) -> None:
@@ -199,7 +199,7 @@ def _peak_of_a_save(contender: Contender, path: Path) -> int:
 def _pss() -> int:
     """Return what this process, its children and our worker hold: memory that is shared counts once."""
     me = psutil.Process()
-    others = [*me.children(recursive=True), *_workers()]
+    others = [*me.children(recursive=True), *workers()]
     total = 0
     for process in {p.pid: p for p in (me, *others)}.values():
         try:
@@ -216,7 +216,8 @@ def _pss_of(pid: int) -> int:
     return 0
 
 
-def _workers() -> list[psutil.Process]:
+def workers() -> list[psutil.Process]:
+    """Return the workers of this run."""
     job = os.environ.get("ASYNCCKPT_JOB", "")
     found = []
     for process in psutil.process_iter(["cmdline"]):

@@ -34,7 +34,7 @@ TARGETS = {
     "memory over the state": 1.02,
     "load cold / read limit": 1.1,
 }
-"""For `gpt`, with nothing else running; design/PERFORMANCE.md."""
+"""For `gpt`, with nothing else running."""
 
 
 def main() -> None:

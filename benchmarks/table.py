@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chart, compare, cpu, overlap, trace
+from benchmarks import chart, compare, cpu, overlap, ranks, targets, trace
+from benchmarks.on_rank import ARRANGEMENTS
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +143,32 @@ def compare_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ranks_table(result: dict[str, Any]) -> str:
+    """Return the medians of `benchmarks.ranks` as Markdown."""
+    columns = ("stall", "lost cold", "lost warm", "durable cold", "durable warm")
+    lines = ["| seconds, two ranks | " + " | ".join(COLUMNS[measure] for measure in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for arrangement in ARRANGEMENTS:
+        for name in result["rounds"][0][arrangement]:
+            found = ranks.values(result, arrangement, name)
+            if isinstance(found, str):
+                lines.append(f"| {arrangement}: {name} | *fails: {_cell(found)}* |" + " |" * (len(columns) - 1))
+                continue
+            cells = " | ".join(_compare_cell(found, measure, "") for measure in columns)
+            lines.append(f"| {arrangement}: {name} | {cells} |")
+    limits = compare.limits(result)
+    rounds = f"{len(result['rounds'])} rounds of {result['saves']} saves each"
+    nbytes = ranks.written_nbytes(result, "ddp")
+    lines += [
+        "",
+        f"The slower rank counts. The machine's O_DIRECT write limit in the same rounds: {limits['write_s']:.2f} s. "
+        "In brackets: quartiles.",
+        "",
+        *_where(result | {"nbytes": nbytes}, rounds, result["machine"]),
+    ]
+    return "\n".join(lines)
+
+
 def with_picture(result: dict[str, Any], images: str = "docs/images") -> str:
     """Return the table behind its picture, which `draw` makes; `images` is where the document finds it."""
     name = f"{images}/compare-{result['state']}.svg"
@@ -179,6 +206,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "save_load": ("save_load-gpt.json", save_load_table),
     "overlap": ("overlap-gpt.json", overlap_table),
     "cpu": ("cpu.json", cpu_table),
+    "ranks": ("ranks.json", ranks_table),
     "compare": ("compare-gpt.json", with_picture),
     "compare-small": ("compare-small.json", partial(with_picture, images="images")),
     "compare-large": ("compare-large.json", partial(with_picture, images="images")),
@@ -194,7 +222,8 @@ def rendered(text: str, results: Path = RESULTS) -> str:
             continue
         _, _, tail = rest.partition(END)
         text = head + begin + table(json.loads((results / file).read_text())) + END + tail
-    return text
+    head, begin, rest = text.partition("<!-- targets -->\n")
+    return head + begin + targets.table(results) + END + rest.partition(END)[2] if begin else text
 
 
 def draw(results: Path = RESULTS, images: Path = chart.IMAGES) -> None:

@@ -97,18 +97,19 @@ class Prepare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Write one rank's files. Job; answered by Written. `resumed`: as of Prepare."""
+    """Write one rank's files. Job; answered by Written. `resumed`: as of Prepare. `early`: it is not sealed yet."""
 
     key: SaveKey
     slot: int
     generation: int
     request: SaveRequest
     resumed: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutOff:
-    """Stop the Write of a ring whose segments will not all come. Performed at once; the Write is answered as ever."""
+    """Stop the Write of what will never be sealed. Performed at once; the Write is answered as ever."""
 
     slot: int
     generation: int

@@ -8,6 +8,17 @@ from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.tables import Tables
 
 
+def _overdue(save: Save, rank: int, since: float) -> float:
+    """Return until when a rank is waited for that has not sealed.
+
+    One whose ring is being written here makes progress, or its job ends it: that has the same time for each segment.
+    """
+    entry = save.ranks.get(rank)
+    if entry is None or not entry.streaming:
+        return since + save.timeout_s
+    return float("inf") if entry.writing else max(since, entry.written_at) + save.timeout_s
+
+
 def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
     since = save.sealed_since
@@ -15,7 +26,7 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
         return float("inf"), None
     found: tuple[float, RankSave | None] = (float("inf"), None)
     if save.missing:
-        found = (since + save.timeout_s, None)
+        found = (min(_overdue(save, rank, since) for rank in save.missing), None)
     for entry in save.ranks.values() if t.heard else ():  # only with followers
         if entry.link and entry.phase in (SUBMITTED, WRITING):
             heard = t.heard.get(entry.link, since)

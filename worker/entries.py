@@ -13,8 +13,8 @@ from asyncckpt_worker.records import RankSave, Session, Slot
 _TO_DURABLE = {BEGUN: ("submit", "write", "finish"), SUBMITTED: ("write", "finish"), WRITING: ("finish",)}
 
 
-def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
-    """Return the entry of a rank that stages."""
+def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1) -> RankSave:
+    """Return the entry of a rank that stages, into a slot of which a dead worker had the generation `adopted`."""
     return RankSave(
         rank=session.rank,
         session=session.name,
@@ -29,6 +29,7 @@ def entry_of_begin(session: Session, m: Begin, now: float) -> RankSave:
         commit_timeout_s=m.commit_timeout_s,
         link=session.link,
         prepared=bool(session.link),
+        leftovers=m.generation <= adopted,
     )
 
 
@@ -62,7 +63,7 @@ def prepare_of(save_id: str, entry: RankSave, *, fsync: bool) -> Prepare:
         umask=entry.umask,
         fsync=fsync,
         overwrite=entry.overwrite,
-        resumed=entry.resumed,
+        resumed=entry.resumed or entry.leftovers,
     )
 
 

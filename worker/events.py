@@ -79,7 +79,7 @@ class SlotRead:
     """A trainer is staging into it."""
 
     streamed: bool = False
-    """The request is of a ring that is not sealed yet."""
+    """The slot is not sealed yet, and may be written as far as it is filled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

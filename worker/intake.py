@@ -45,7 +45,8 @@ class Intake:
         self._runs.join(session, SaveId.parse(message.save_id).run_id)
         self._runs.heard_of(message.save_id, session.world_size)
         save = self._open(message.save_id, session.world_size)
-        entry = entry_of_begin(session, message, self._t.now)
+        slot = None if session.link else self._t.slots.get(message.slot)
+        entry = entry_of_begin(session, message, self._t.now, adopted=slot.adopted if slot is not None else -1)
         self._add(save, entry)
         error = self._refuse_rival(save, entry)
         if not entry.ended and not save.given_up:
@@ -92,17 +93,25 @@ class Intake:
         return True
 
     def stream(self, slot: Slot, generation: int, request: SaveRequest) -> None:
-        """Write a ring that its trainer has begun to fill: its save stays begun until that is sealed."""
+        """Write a slot that its trainer has begun to fill: its save stays begun until that is sealed."""
         found = self._entry_in(slot, generation, request, sealed=False)
         if found is None:
             return
         save, entry = found
-        if entry.phase != BEGUN or entry.ring or (entry.slot, entry.generation) != (slot.number, generation):
+        if (
+            entry.phase != BEGUN
+            or entry.stream is not None
+            or (entry.slot, entry.generation) != (slot.number, generation)
+        ):
             return
         self.supersede(slot, save.save_id)
         slot.key = (save.save_id, entry.rank)
-        entry.ring, entry.stream = True, request
-        self._t.log("info", "a ring is being filled", save_id=save.save_id, session=slot.session, count="saves_ringed")
+        entry.ring, entry.stream = request.ring_segments > 0, request
+        if entry.ring:
+            text, level, counter = "a ring is being filled", "info", "saves_ringed"
+        else:
+            text, level, counter = "writing begins while it is staged", "debug", "saves_early"
+        self._t.log(level, text, save_id=save.save_id, session=slot.session, count=counter)
         if save.given_up:
             return
         if entry.prepared:

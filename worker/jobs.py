@@ -51,7 +51,7 @@ class Jobs:
             case ac.Prepare():
                 self._scheduler.submit("prepare", lambda: self._prepare(action))
             case ac.Write():
-                lane = "stream" if action.request.ring_segments else "write"
+                lane = "stream" if action.early or action.request.ring_segments else "write"
                 self._scheduler.submit(lane, lambda: self._write(action))
             case ac.CutOff():
                 self._slots.cut_off(action.slot, action.generation)
@@ -77,8 +77,6 @@ class Jobs:
                 opened = memory.control.state in (STATE_OPEN, STATE_STREAMED)
                 (generation, data), streamed = memory.control.read_streamed()
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
-            if streamed and not request.ring_segments:
-                raise ValueError("it is streamed, and its request is of no ring")
         except Exception as error:
             return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
         opened = opened and streamed  # a seal may have come between the two

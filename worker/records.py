@@ -163,7 +163,10 @@ class RankSave:
     """How far the leader has been told of it: begun, sealed, delivered."""
 
     resumed: bool = False
-    """A worker that is dead may have written its files, or some."""
+    """A worker that is dead may have written its files, or some, or committed it."""
+
+    leftovers: bool = False
+    """It was being staged when its worker died, which may have begun to write it: files may stand, a manifest not."""
 
     seen: str = ""
     """The phase that was told of last (`moves`), and `since` when it is in it."""
@@ -174,10 +177,13 @@ class RankSave:
     """Its snapshot goes through a ring, and is never whole in memory."""
 
     stream: SaveRequest | None = None
-    """The request of a ring that is being filled."""
+    """The request of what is written while it is being staged, or was until that failed: not tried twice."""
 
     streaming: bool = False
-    """Its ring is being written, or was, since before it is sealed."""
+    """It is being written, or was, since before it is sealed; or goes through a ring."""
+
+    written_at: float = 0.0
+    """When its files were written; of a ring, that may be before it is sealed."""
 
     home: Home = NO_HOME
     """Its directory, once that was made or could not be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -40,7 +41,7 @@ def write_ring(
 
     Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
     """
-    feed = _Feed(job, memory, slots)
+    feed = _RingFeed(job, memory, slots)
     view = memory.mapping.view()
     try:
         if not job.resumed:
@@ -60,14 +61,58 @@ def write_ring(
     return kept, True
 
 
-class _Feed:
-    """What the trainer fills."""
+class Waiting(ABC):
+    """Waits for what a trainer fills. `ring`: the segments."""
+
+    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, ring: Ring) -> None:
+        self.ring = ring
+        self._job, self._memory, self._slots = job, memory, slots
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what `ended` returns once the trainer has given up."""
+
+    @abstractmethod
+    def filled(self) -> int:
+        """Return how many segments are filled."""
+
+    @abstractmethod
+    def ended(self, detail: str) -> Exception:
+        """Return the error that there will be no more, because of `detail`."""
+
+    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
+        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
+
+        Raises:
+            Exception: There will be none: as `ended`.
+
+        Blocks: at most `commit_timeout_s`.
+        """
+        deadline, pause_s = time.monotonic() + self._job.request.commit_timeout_s, FIRST_POLL_S
+        while True:
+            self.check()
+            filled = self.filled()
+            if filled > count or not goes_on():
+                return filled
+            if self._is_cut_off():
+                raise self.ended("the trainer is gone, or the save has ended, before all of it was staged")
+            if time.monotonic() >= deadline:
+                timeout_s = self._job.request.commit_timeout_s
+                raise self.ended(f"the trainer has staged nothing for commit_timeout_s={timeout_s:g}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    def _is_cut_off(self) -> bool:
+        return self._slots.is_cut_off(self._job.slot, self._job.generation)
+
+
+class _RingFeed(Waiting):
+    """What the trainer fills of a ring."""
 
     def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore) -> None:
         request = job.request
         lengths = [part.nbytes for part in request.parts]
-        self.ring = Ring(lengths, request.ring_segment_nbytes, request.ring_segments)
-        self._job, self._memory, self._slots = job, memory, slots
+        super().__init__(job, memory, slots, Ring(lengths, request.ring_segment_nbytes, request.ring_segments))
         self._counters = Counters(memory, job.generation)
 
     def check(self) -> None:
@@ -80,29 +125,7 @@ class _Feed:
             deadline = time.monotonic() + PARTING_S
             while not self._is_cut_off() and time.monotonic() < deadline:
                 time.sleep(LAST_POLL_S)
-            raise self._not_sealed("the trainer gave it up while it was being written")
-
-    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
-        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
-
-        Raises:
-            SaveFailedError: There will be none.
-
-        Blocks: at most `commit_timeout_s`.
-        """
-        deadline, pause_s = time.monotonic() + self._job.request.commit_timeout_s, FIRST_POLL_S
-        while True:
-            self.check()
-            filled = self.filled()
-            if filled > count or not goes_on():
-                return filled
-            if self._is_cut_off():
-                raise self._not_sealed("the trainer is gone, or the save has ended, before all of it was staged")
-            if time.monotonic() >= deadline:
-                timeout_s = self._job.request.commit_timeout_s
-                raise self._not_sealed(f"the trainer has staged nothing for commit_timeout_s={timeout_s:g}")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_POLL_S)
+            raise self.ended("the trainer gave it up while it was being written")
 
     def filled(self) -> int:
         """Return how many segments are filled.
@@ -112,17 +135,15 @@ class _Feed:
         """
         filled = self._counters.filled
         if filled > len(self.ring.segments):
-            raise self._not_sealed(f"{filled} segments are said to be filled, of {len(self.ring.segments)}")
+            raise self.ended(f"{filled} segments are said to be filled, of {len(self.ring.segments)}")
         return filled
 
     def freed(self, count: int) -> None:
         """So many segments are needed no more."""
         self._counters.freed = count
 
-    def _is_cut_off(self) -> bool:
-        return self._slots.is_cut_off(self._job.slot, self._job.generation)
-
-    def _not_sealed(self, detail: str) -> SaveFailedError:
+    def ended(self, detail: str) -> SaveFailedError:
+        """Return the error of a ring that is not filled to its end."""
         return _failed(self._job.request, "not_sealed", detail)
 
 

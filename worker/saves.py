@@ -79,12 +79,16 @@ class SaveBook:
             slot.writes.discard(event.key)
         entry.report.update(event.report)
         if event.error is None:
-            entry.result = event.result
+            entry.result, entry.written_at = event.result, self._t.now
         if save.outcome is not None:
             self._clean_up(save)
+        elif event.error is not None and entry.phase == BEGUN and not entry.ring:
+            # IMPORTANT: it ends nothing. What is sealed can be loaded from memory even if the disk refuses it; the seal
+            # leads to another attempt, whose error counts.
+            entry.streaming = False
         elif event.error is not None:
             self.end(save, FAILED, event.error)
-        elif entry.phase == WRITING:  # else of a ring, whose seal was not seen yet
+        elif entry.phase == WRITING:  # else its seal was not seen yet
             self._is_durable(save, entry)
 
     def delivered(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
@@ -228,7 +232,7 @@ class SaveBook:
         self.move(save, entry, "write")
         if not entry.link and not entry.streaming:
             start_writing(self._t, save, entry, entry.request)
-        elif entry.result is not None:  # of a ring that was written to its end before its seal was seen
+        elif entry.result is not None:  # it was written to its end before its seal was seen
             self._is_durable(save, entry)
 
     def _commit_next(self, ended: Save) -> None:
@@ -275,13 +279,13 @@ class SaveBook:
 
     def _clean_up(self, save: Save) -> None:
         """Remove what durable ranks of a failed save have left, once nobody writes to it any more."""
-        left = [e for e in save.ranks.values() if e.result is not None]
+        left = [e for e in save.ranks.values() if e.result is not None or e.leftovers]
         # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
         if save.outcome in (FAILED, ABANDONED) and left and not save.busy:
             self._t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
             save.removing = True
             for entry in left:
-                entry.result = None
+                entry.result, entry.leftovers = None, False
 
     def move(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
         if entry.phase in ENDED:

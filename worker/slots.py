@@ -76,7 +76,7 @@ class SlotStore:
             self._leave(number, held)
 
     def cut_off(self, number: int, generation: int) -> None:
-        """Let whoever waits for the segments of a ring of `generation` wait no longer. Does not wait."""
+        """Let whoever waits for `generation` to be filled wait no longer. Does not wait."""
         with self._lock:
             held = self._held.get(number)
             if held is not None:

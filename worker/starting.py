@@ -1,7 +1,8 @@
-"""How the writing of one rank's files begins, and how that of a ring is stopped."""
+"""How the writing of one rank's files begins, and how one that began before the seal is stopped."""
 
 from __future__ import annotations
 
+from asyncckpt.protocol.lifecycle import BEGUN
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import CutOff, Write
 from asyncckpt_worker.records import RankSave, Save
@@ -11,10 +12,18 @@ from asyncckpt_worker.tables import Tables
 def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) -> None:
     """Write the files of a rank whose directory is there."""
     key = (save.save_id, entry.rank)
-    entry.writing, entry.streaming = True, entry.ring
+    early = entry.phase == BEGUN
+    entry.writing, entry.streaming = True, early or entry.ring
     t.slots[entry.slot].writes.add(key)
     t.actions.append(
-        Write(key=key, slot=entry.slot, generation=entry.generation, request=request, resumed=entry.resumed)
+        Write(
+            key=key,
+            slot=entry.slot,
+            generation=entry.generation,
+            request=request,
+            resumed=entry.resumed or entry.leftovers,
+            early=early,
+        )
     )
 
 

@@ -6,12 +6,13 @@ A save's phases are the table of `asyncckpt.protocol.lifecycle`. What leads from
     none       a sealed slot is read                        -> begun, then as below
     begun      its slot is read and sealed                  -> submitted    Prepare, unless that is done; failed, if
                                                                    the ranks disagree or their replicas differ
-    begun      a streamed slot is read (a ring), Prepared   -> begun        Write, while the trainer goes on staging
+    begun      a streamed slot is read, Prepared            -> begun        Write, while the trainer goes on staging
+    begun      Written with an error, of no ring            -> begun        the seal leads to another Write
     begun      Prepared with an error                       -> failed
     begun      Withdraw, slot closing and not sealed        -> abandoned    on all ranks; also when a rank is gone
                                                                    (`runs`) that has not sealed
     submitted  Prepared                                     -> writing      Write
-    submitted  of a ring that is being written              -> writing      durable at once if Written has come before
+    submitted  that is being written already                -> writing      durable at once if Written has come before
     writing    Written                                      -> durable      Commit, once all ranks are durable and agree
                                                                    (hooks included) and no earlier save of the run
                                                                    is in flight

@@ -31,6 +31,7 @@ from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.record import build_manifest, dcp_metadata_of
 from asyncckpt.storage.resuming import is_committed, resume_rank_files
 from asyncckpt_worker.actions import Commit, Prepare, Write
+from asyncckpt_worker.early import write_early
 from asyncckpt_worker.events import SaveKey
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
@@ -133,18 +134,23 @@ class Writer:
                 self._written.pop(job.key, None)
 
         def filed(pieces: list[int]) -> tuple[RankResult, bool]:
+            pace = self._pace(request)
+            threads = pace.threads if pace else request.write_threads or self._threads
             with self._slots.use(job.slot) as memory:
                 if request.ring_segments:
                     rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
                     found, kept = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
                     return replace(found, rest_print=rest_print(request)), kept
 
+                if job.early:
+                    rank_job = self._rank_job(request, threads, pieces.append)
+                    found = write_early(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
+                    return replace(found, rest_print=rest_print(request)), False
+
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):
                         raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
 
-                pace = self._pace(request)
-                threads = pace.threads if pace else request.write_threads or self._threads
                 rank_job = self._rank_job(request, threads, pieces.append)
                 view = memory.mapping.view()
                 try:

@@ -12,7 +12,7 @@ from asyncckpt.foreign.safetensors_files import index_names, read_hf_directory, 
 from asyncckpt.foreign.safetensors_header import is_safetensors
 from asyncckpt.foreign.torch_file import LEGACY_MAGIC, ZIP_MAGIC, read_torch_file
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, owner_of
-from asyncckpt.storage.contents import Contents, read_contents
+from asyncckpt.storage.contents import Contents, OnIndex, read_contents
 from asyncckpt.storage.files import Files, opened
 
 OURS = "asyncckpt"
@@ -66,8 +66,13 @@ def _directory_kind(path: str, files: Files) -> str:
     return OURS
 
 
-def read_any(path: str, files: Files) -> Contents:
+def read_any(path: str, files: Files, on_index: OnIndex | None = None) -> Contents:
     """Read everything about the checkpoint at `path` but its data, whatever kind it is.
+
+    Args:
+        path: A directory or a file.
+        files: The storage seam.
+        on_index: As `storage.contents.read_contents` has it; of ours only.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
@@ -86,4 +91,4 @@ def read_any(path: str, files: Files) -> Contents:
         return read_dcp_directory(path, files)
     if kind == "hf":
         return read_hf_directory(path, files.listdir(path), files)
-    return read_contents(path, files)
+    return read_contents(path, files, on_index)

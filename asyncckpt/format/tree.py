@@ -17,6 +17,7 @@ A node is a plain nested tuple, so that it compares, hashes and packs as msgpack
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 Key = str | int
@@ -139,6 +140,8 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
     kind, items = raw[0], raw[1] if len(raw) > 1 else None
     if len(raw) != (3 if kind == "o" else 2) or not isinstance(items, (list, tuple)) or len(items) % 2:
         raise ValueError(f"malformed mapping node {kind!r}")
+    if kind == "d" and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
+        return (kind, tuple(items))
     seen: set[Key] = set()
     out: list[Any] = []
     for i in range(0, len(items), 2):
@@ -158,6 +161,18 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
     if kind == "d":
         return (kind, tuple(out))
     return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))
+
+
+def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:
+    """Whether a mapping has tensors only, and nothing is wrong with them: most of a checkpoint's, without a loop."""
+    if not nodes or set(map(type, nodes)) != {tuple} or set(map(len, nodes)) != {2}:
+        return False
+    numbers = [number for _, number in nodes]
+    if set(map(itemgetter(0), nodes)) != {"T"} or set(map(type, numbers)) != {int}:
+        return False
+    if set(map(type, keys)) != {str} or len(set(keys)) != len(keys) or max(map(len, keys)) > MAX_KEY_CHARS:
+        return False
+    return bool(min(numbers) >= 0 and max(numbers) < n_tensors)
 
 
 def _checked_number(raw: Any, limit: int) -> int:

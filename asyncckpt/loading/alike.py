@@ -8,61 +8,100 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
+import torch
+
 from asyncckpt.format.tree import Node, Path
+from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.target_tensors import Filling, TargetTensor
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.sharding.shards import LocalShard
-from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS
+from asyncckpt.loading.target_tensors import shares_own_memory
+from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS, is_flat
 from asyncckpt.planning.torch_types import torch_dtype
 
-_MAPPINGS, _SEQUENCES = frozenset({dict, OrderedDict}), frozenset({list, tuple})
-_KNOWN = PLAIN_TENSORS | SCALARS | _MAPPINGS | _SEQUENCES
+_KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
 
 
-def alike_fillings(state_dict: Any, flat: Flattened, saved: SavedTree) -> list[Filling] | None:
+def alike_placements(state_dict: Any, saved: SavedTree) -> list[Placement] | None:
     """Return what is read into which tensor; None where the target is not exactly what was saved.
 
     Args:
         state_dict: The target.
-        flat: The same, taken apart.
         saved: The checkpoint.
     """
-    if flat.tree != saved.tree or len(flat.tensors) != len(saved.tensors):
+    numbers: list[int] = []
+    values: list[torch.Tensor] = []
+    if not _walk(saved.tree, state_dict, numbers, values):
         return None
-    members = _plain_members(state_dict)
-    # What was resolved, a conjugated view say, was copied: it is none of the target's own tensors.
-    if members is None or not members.issuperset(map(id, flat.tensors)):
-        return None
+    if numbers != list(range(len(saved.tensors))):
+        first = _first_ones(numbers, values)
+        if len(first) != len(saved.tensors) or first.keys() != set(range(len(first))):
+            return None
+        values = [first[number] for number in range(len(first))]
+    return _placements(values, saved)
+
+
+def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor]) -> bool:
+    """Collect the tensors of a target in step with the saved tree; says whether the two are the same."""
+    kind = node[0]
+    if kind == "T":
+        numbers.append(node[1])
+        values.append(value)
+        return type(value) in PLAIN_TENSORS
+    if kind == "O" and len(node) == 2:
+        return type(value) in SCALARS or (type(value) in (list, tuple) and is_flat(value))
+    if type(value) is not _KINDS.get(kind):
+        return False
+    if kind in ("l", "t"):
+        nodes, members = node[1], value
+        if len(nodes) != len(members) or is_flat(value):
+            return False
+    else:
+        nodes, members = node[1][1::2], value.values()
+        if tuple(value) != node[1][::2] or not set(map(type, value)) <= {str, int}:
+            return False
+        if kind == "o" and (getattr(value, "_metadata", None) is None) is not (node[2] is None):
+            return False
+    if set(map(itemgetter(0), nodes)) == {"T"} and PLAIN_TENSORS.issuperset(map(type, members)):
+        numbers += map(itemgetter(1), nodes)
+        values += members
+        return True
+    return all(_walk(inner, member, numbers, values) for inner, member in zip(nodes, members, strict=True))
+
+
+def _first_ones(numbers: list[int], values: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the tensors by number; none where one number has two of them."""
+    found: dict[int, torch.Tensor] = {}
+    for number, value in zip(numbers, values, strict=True):
+        if found.setdefault(number, value) is not value:
+            return {}
+    return found
+
+
+def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement] | None:
+    """Look at each tensor once; None where one cannot be filled as it stands, or two of them are one."""
     dtypes = {name: torch_dtype(name) for name in {tensor.dtype for tensor in saved.tensors}}
-    found: list[Filling] = []
-    for tensor, value in zip(saved.tensors, flat.tensors, strict=True):
-        shape = tuple(value.shape)
-        if shape != tensor.global_shape or value.dtype != dtypes[tensor.dtype] or 0 in value.stride():
+    found: list[Placement] = []
+    places: set[int] = set()
+    empty: set[int] = set()
+    for tensor, value in zip(saved.tensors, values, strict=True):
+        _, name, shape, _ = tensor
+        if value.layout is not torch.strided or value.is_nested or value.dtype is not dtypes[name]:
             return None
-        found.append((tensor, TargetTensor(value, value.dtype, shape, (LocalShard(value, (0,) * len(shape)),))))
-    return found
-
-
-def _plain_members(state_dict: Any) -> set[int] | None:
-    """Return the `id` of everything in nested containers; None if something is neither plain tensor nor scalar."""
-    found: set[int] = set()
-    left = [state_dict]
-    while left:
-        container = left.pop()
-        kind = type(container)
-        if kind not in _MAPPINGS and kind not in _SEQUENCES:
+        if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
             return None
-        members = container.values() if kind in _MAPPINGS else container
-        kinds = set(map(type, members))
-        if not kinds <= _KNOWN:
+        address, is_row_major = value.data_ptr(), value.is_contiguous()
+        if not is_row_major and shares_own_memory(value):
             return None
-        found.update(map(id, members))
-        if not kinds.isdisjoint(_MAPPINGS) or not kinds.isdisjoint(_SEQUENCES):
-            left += [m for m in members if type(m) in _MAPPINGS or type(m) in _SEQUENCES]
-    return found
+        if address:
+            places.add(address)
+        elif value.numel() or value.is_meta:
+            return None
+        else:
+            empty.add(id(value))
+        found.append(Placement(tensor, value, (0,) * len(shape), address if is_row_major and value.is_cpu else None))
+    return found if len(places) + len(empty) == len(values) else None
 
 
 def object_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:

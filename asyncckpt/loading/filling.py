@@ -20,6 +20,7 @@ from asyncckpt.loading.target_tensors import Filling, placements_of, tell_types
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_ahead import ReadAhead
 
 _ALIGN_NBYTES = 64
 
@@ -34,6 +35,7 @@ class Filler:
         verify: As `storage.block_reader.read_shards` has it.
         low_memory: See the module.
         shared: The ranks that read once what several of them want; None: each reads for itself.
+        ahead: What has read so far, and ends when reading begins here.
     """
 
     def __init__(
@@ -45,16 +47,18 @@ class Filler:
         verify: bool,
         low_memory: bool,
         shared: SharedReads | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
-        self._contents, self._files, self._shared = contents, files, shared
+        self._contents, self._files, self._shared, self._ahead = contents, files, shared, ahead
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
-    def fill(self, existing: Sequence[Filling], new: Sequence[Filling]) -> None:
+    def fill(self, existing: Sequence[Filling], new: Sequence[Filling], plain: Sequence[Placement] = ()) -> None:
         """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
 
         Args:
             existing: What the user has.
             new: What was made for this load, and nobody has seen yet.
+            plain: What the user has in plain tensors that are filled whole.
 
         Raises:
             CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
@@ -62,18 +66,19 @@ class Filler:
             StateLoadError: A registered type refused its shards.
             SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
         """
-        changed, fresh = placements_of(existing), placements_of(new)
+        changed, fresh = [*plain, *placements_of(existing)], placements_of(new)
+        watched = [target for _, target, _, _ in changed if not target.is_inference()]
         if self._low_memory:
             # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
-            tell_of_change(changed)
+            tell_of_change(watched)
             self._read(changed + fresh)
         else:
             copied = changed + [p for p in fresh if p.target.device.type != "cpu"]
             staged = _copies(copied)
             self._read(staged + [p for p in fresh if p.target.device.type == "cpu"])
-            tell_of_change(changed)
+            tell_of_change(watched)
             _copy_over(staged, copied)
-        tell_of_change(changed)
+        tell_of_change(watched)
         tell_types([*existing, *new], self._contents.path)
 
     def _read(self, placements: Sequence[Placement]) -> None:
@@ -85,12 +90,13 @@ class Filler:
 
     def _read_files(self, placements: Sequence[Placement]) -> None:
         ranges = ranges_by_file(self._contents, placements, self._verify)
+        if self._ahead is not None:
+            self._ahead.stop()
         read_files(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
 
 
-def tell_of_change(placements: Sequence[Placement]) -> None:
-    """Tell autograd that targets change."""
-    changed = [target for _, target, _ in placements if not target.is_inference()]
+def tell_of_change(changed: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that tensors change, none of them of inference mode."""
     try:
         torch.autograd.graph.increment_version(changed)
     except (TypeError, RuntimeError):  # a torch that takes them one by one
@@ -101,7 +107,7 @@ def tell_of_change(placements: Sequence[Placement]) -> None:
 def _copies(placements: Sequence[Placement]) -> list[Placement]:
     """Return the same placements in one new piece of host memory, pinned where something goes to a GPU."""
     starts, at = [], 0
-    for saved, target, _ in placements:
+    for saved, target, _, _ in placements:
         starts.append(at)
         at += -(-target.numel() * torch_dtype(saved.dtype).itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
     try:
@@ -115,7 +121,7 @@ def _copies(placements: Sequence[Placement]) -> list[Placement]:
             nbytes=at,
         ) from error
     staged = []
-    for start, (saved, target, offsets) in zip(starts, placements, strict=True):
+    for start, (saved, target, offsets, _) in zip(starts, placements, strict=True):
         dtype = torch_dtype(saved.dtype)
         flat = room[start : start + target.numel() * dtype.itemsize].view(dtype)
         staged.append(Placement(saved, flat.view(target.shape), offsets))

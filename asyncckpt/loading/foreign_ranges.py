@@ -63,10 +63,10 @@ def read_foreign(
 
 
 def _placed(wanted: Wanted, start: int) -> Wanted:
-    """Return a range of a file, whose elements may begin anywhere: then it is read through, which cuts none."""
+    """Return a range of a file, whose elements may begin anywhere: then it comes in rows, which cuts none."""
     offset, sink = wanted.offset + start, wanted.sink
     if isinstance(sink, BoxSink) and not wanted.every:
-        return wanted._replace(offset=offset, every=sink.row_nbytes(offset))
+        return wanted._replace(offset=offset, every=sink.row_nbytes(offset), dense=True)
     return wanted._replace(offset=offset)
 
 
@@ -113,7 +113,7 @@ def _hand_on(wanted: Sequence[Wanted], buffer: ctypes.Array[ctypes.c_char]) -> N
 
 def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:
     """Give each range its bytes of the row-major elements at `address`."""
-    for offset, nbytes, _, sink, times, every in wanted:
+    for offset, nbytes, _, sink, times, every, _ in wanted:
         for n in range(times if nbytes else 0):
             source = address + offset + n * every
             if isinstance(sink, int):

@@ -96,7 +96,8 @@ def plan_load(
     new = [node[1] for place in matches.replaced for _, node in leaves(place.node) if node[0] != "O"]
     boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
     standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
-    boxes += [box_of(placement) for placement in placements_of([*matches.tensors, *standing])]
+    placed = [*matches.placements, *placements_of([*matches.tensors, *standing])]
+    boxes += [box_of(placement) for placement in placed]
     return LoadPlan(
         missing=tuple(matches.missing),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
-from asyncckpt.loading.alike import alike_fillings, object_leaves
+from asyncckpt.loading.alike import alike_placements, object_leaves
 from asyncckpt.loading.key_names import KeyMap, renamer
+from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
 from asyncckpt.loading.standing import standing_tensors
@@ -48,6 +49,7 @@ class Matches:
     Attributes:
         targets: The target.
         tensors: What is read into which value; a tensor with several names is there once.
+        placements: The same of plain tensors that are filled whole, as they stand.
         filled: Paths of the target's tensors and arrays that are filled in place; where no module is in the target,
             nobody asks for them, and they may be left out.
         filled_fqns: Their FQNs.
@@ -61,6 +63,7 @@ class Matches:
 
     targets: Targets
     tensors: list[Filling] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
     filled: list[Path] = field(default_factory=list)
     filled_fqns: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
@@ -103,11 +106,11 @@ def match(
             names a part of an object that takes its state as a whole.
     """
     targets = Targets(state_dict)
-    flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
     if key_map is None and selection.everything:
-        fillings = alike_fillings(state_dict, flat, saved)
-        if fillings is not None:
-            return _alike(targets, saved, fillings)
+        placements = alike_placements(state_dict, saved)
+        if placements is not None:
+            return _alike(targets, saved, placements)
+    flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
     matching = _Matching(Matches(targets), saved, path, refuse)
     matches, rename, taken = matching.matches, renamer(key_map) if key_map is not None else None, saved.leaves
     for leaf in target_leaves(flat.tree, targets):
@@ -138,10 +141,10 @@ def match(
     return matches
 
 
-def _alike(targets: Targets, saved: SavedTree, fillings: list[Filling]) -> Matches:
+def _alike(targets: Targets, saved: SavedTree, placements: list[Placement]) -> Matches:
     replaced = [Replaced(path, fqn_of(path), node) for path, node in object_leaves(saved.tree)]
     names = [fqn for fqn, node in saved.leaves.items() if node[0] == "T"]
-    return Matches(targets, tensors=fillings, filled_fqns=names, replaced=replaced, found=dict(saved.leaves))
+    return Matches(targets, placements=placements, filled_fqns=names, replaced=replaced, found=dict(saved.leaves))
 
 
 class _Matching:

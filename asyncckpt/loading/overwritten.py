@@ -11,7 +11,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import owner_of
-from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.contents import Contents, OnIndex
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.standing import standing_at
 
@@ -35,7 +35,7 @@ class Attempts:
     manifest: Manifest | None = None
 
 
-def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T]) -> T:
+def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T], on_index: OnIndex | None = None) -> T:
     """Return what `use` makes of the checkpoint at `path`; begin again when another has taken its place meanwhile.
 
     Raises:
@@ -43,7 +43,7 @@ def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T]) -> T
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            return use(read_any(path, files))
+            return use(read_any(path, files, on_index))
         except CorruptCheckpointError as error:
             owner = owner_of(error.file or "")
             standing = standing_at(path, files) if owner is not None else None

@@ -23,11 +23,16 @@ takes less time than a call of its own for every run. The same on two cores for 
 
 
 class Placement(NamedTuple):
-    """The box of `saved` at `offsets` goes into `target`, a plain tensor of the box's shape."""
+    """The box of `saved` at `offsets` goes into `target`, a plain tensor of the box's shape.
+
+    `address`: where all the stored bytes go as they are, if the box is the whole and somebody has looked; None: perhaps
+    they do not.
+    """
 
     saved: SavedTensor
     target: torch.Tensor
     offsets: tuple[int, ...]
+    address: int | None = None
 
     @property
     def region(self) -> Region:
@@ -41,8 +46,11 @@ def ranges_by_file(
     """Return the ranges of each file, named by (rank, part), that all placements need; as `ranges_of` has them."""
     found: defaultdict[tuple[int, int], list[Wanted]] = defaultdict(list)
     for placement in placements:
-        (fqn, dtype_name, shape, chunks), target, _ = placement
+        (fqn, dtype_name, shape, chunks), target, _, address = placement
         rank, (part, offset_bytes, nbytes, _, sizes) = chunks[0]
+        if address is not None and sizes == shape:
+            found[rank, part].append(Wanted(offset_bytes, nbytes, fqn, address))
+            continue
         if sizes == shape == target.shape and takes_bytes(target, torch_dtype(dtype_name)):  # as `ranges_of`
             found[rank, part].append(Wanted(offset_bytes, nbytes, fqn, target.data_ptr()))
             continue
@@ -53,7 +61,7 @@ def ranges_by_file(
 
 def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterable[tuple[tuple[int, int], Wanted]]:
     """Return ((rank, part), range of that file) for all that goes into one target, which must stay alive until then."""
-    (fqn, dtype_name, shape, chunks), target, _ = placement
+    (fqn, dtype_name, shape, chunks), target, _, _ = placement
     dtype, (rank, (part, offset_bytes, nbytes, _, sizes)) = torch_dtype(dtype_name), chunks[0]
     if sizes == shape == target.shape and takes_bytes(target, dtype):  # the usual case, without the calculations
         return (((rank, part), Wanted(offset_bytes, nbytes, fqn, target.data_ptr())),)

@@ -34,6 +34,7 @@ from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, check_lengths
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_ahead import ReadAhead
 
 _logger = logging.getLogger("asyncckpt.loading")
 
@@ -106,7 +107,7 @@ class DefaultReader(CheckpointReader):
         def load(found: Bytes) -> tuple[Any, list[str]]:
             attempts.manifest = found.contents.manifest
             checked = replace(options, verify=options.verify and found.has_checksums)
-            one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared)
+            one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared, ahead)
             return one.new() if state_dict is None else one.into(state_dict)
 
         with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
@@ -125,8 +126,11 @@ class DefaultReader(CheckpointReader):
                 allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
             )
             directory, where = absolute_path(path), check_source(source)
-            # Where it is shared, all ranks would have to begin again together.
-            return read_from(directory, where, self._endpoint, self._files, load, once=shared is not None)
+            # Where it is shared, all ranks would have to begin again together; and one reads for all of them.
+            alone = shared is None
+            with ReadAhead(self._files, reader.rank, reader.world_size) as ahead:
+                on_index = ahead.begin if alone and options.verify and options.keys is None else None
+                return read_from(directory, where, self._endpoint, self._files, load, once=not alone, on_index=on_index)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -172,6 +176,7 @@ class _Load:
         reader: RankInfo,
         touched: set[str],
         shared: SharedReads | None,
+        ahead: ReadAhead,
     ) -> None:
         self._contents, self._options, self._files, self._reader = contents, options, files, reader
         self._path, self._touched = contents.path, touched
@@ -184,6 +189,7 @@ class _Load:
             verify=options.verify,
             low_memory=options.low_memory,
             shared=shared,
+            ahead=ahead,
         )
         check_lengths(contents, files)
 
@@ -200,7 +206,7 @@ class _Load:
         self._report_converted(matches)
         self._report_differences(matches.found.items())
         fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
-        self._filler.fill(matches.tensors, fresh.fillings)
+        self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
             if place.holder is None:

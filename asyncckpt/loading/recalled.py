@@ -23,6 +23,7 @@ from asyncckpt.loading.staged_bytes import ABSENT, Bytes, NotHere, held_at, stag
 from asyncckpt.recall.conversation import is_served
 from asyncckpt.recall.held import MappedSnapshot
 from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of
+from asyncckpt.storage.contents import OnIndex
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.staged_image import OverlaidFiles
 from asyncckpt.storage.standing import standing_at
@@ -46,7 +47,16 @@ def check_source(source: str) -> str:
     return source
 
 
-def read_from(path: str, source: str, endpoint: str | None, files: Files, use: Use[T], *, once: bool = False) -> T:
+def read_from(
+    path: str,
+    source: str,
+    endpoint: str | None,
+    files: Files,
+    use: Use[T],
+    *,
+    once: bool = False,
+    on_index: OnIndex | None = None,
+) -> T:
     """Return what `use` makes of the checkpoint at `path`.
 
     Args:
@@ -56,6 +66,7 @@ def read_from(path: str, source: str, endpoint: str | None, files: Files, use: U
         files: The storage seam.
         use: Reads; called again, with other bytes, where the first ones turn out not to be there.
         once: `use` cannot be called again. Then what is committed is read from disk.
+        on_index: As `storage.contents.read_contents` has it, where what is on disk is read, and may be again.
 
     Raises:
         SnapshotUnavailableError: `source` is "memory", and the worker does not hold it.
@@ -71,7 +82,7 @@ def read_from(path: str, source: str, endpoint: str | None, files: Files, use: U
             with contextlib.suppress(NotHere):
                 return _committed(path, str(standing.save_id), endpoint, files, use)
     try:
-        return use(Bytes(read_any(path, files), files)) if once else _from_disk(path, files, use)
+        return use(Bytes(read_any(path, files), files)) if once else _from_disk(path, files, use, on_index)
     except ABSENT as error:
         if source == "disk":
             raise with_hint(error, path, endpoint) from error.__cause__
@@ -82,8 +93,8 @@ def read_from(path: str, source: str, endpoint: str | None, files: Files, use: U
             raise error from error.__cause__
 
 
-def _from_disk(path: str, files: Files, use: Use[T]) -> T:
-    return read_of_one_save(path, files, lambda contents: use(Bytes(contents, files)))
+def _from_disk(path: str, files: Files, use: Use[T], on_index: OnIndex | None) -> T:
+    return read_of_one_save(path, files, lambda contents: use(Bytes(contents, files)), on_index)
 
 
 def _committed(path: str, save_id: str, endpoint: str | None, files: Files, use: Use[T]) -> T:

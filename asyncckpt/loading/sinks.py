@@ -120,13 +120,12 @@ class BoxSink:
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
-            box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
-            itemsize = box.dtype.itemsize
-            if address % itemsize:  # behind another range, of narrower elements, that was read from its own first byte
+            if address % self._box.dtype.itemsize:  # whole pages, or behind a range of narrower elements
                 moved = torch.empty(nbytes, dtype=torch.uint8)
                 copy_bytes(moved.data_ptr(), address, nbytes)
-                return _take(box, position // itemsize, moved.view(box.dtype))
-            _take(box, position // itemsize, elements_at(address, nbytes, box.dtype))
+                address = moved.data_ptr()
+            box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
+            _take(box, position // box.dtype.itemsize, elements_at(address, nbytes, box.dtype))
             return
         with self._lock:
             if self._gathered is None:

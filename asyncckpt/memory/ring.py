@@ -76,7 +76,9 @@ class Ring:
 
 
 class Counters:
-    """What was filled and freed of the ring of one generation. The slot's fd must outlive it.
+    """What was filled and freed of one generation: of a ring in segments, else in bytes of the body and never freed.
+
+    The slot's fd must outlive it.
 
     IMPORTANT: by system calls, not through the mapping. On some architectures a plain store may be seen before the
     bytes of the cell that it speaks of; the kernel's locks of page and file order both.
@@ -93,7 +95,7 @@ class Counters:
 
     @property
     def filled(self) -> int:
-        """How many segments the trainer has filled."""
+        """How much the trainer has filled, from the beginning on."""
         return self._read(self._offset)
 
     @filled.setter

@@ -9,7 +9,7 @@ Table of states (one aligned 64-bit word, `STATE_OFFSET`):
     EMPTY       the slot holds nothing that anybody may use
     OPEN        the trainer is writing to it; it belongs to nobody else
     SEALED      the snapshot of `generation` is complete; the trainer writes no more until the save has ended
-    STREAMED    the request of a ring stands, and the trainer fills its segments (`ring`)
+    STREAMED    the request stands, and may be written as far as the trainer says that the body is filled (`ring`)
 
 The trainer's order (numbers are those of SPEC.md section 3): state OPEN, tail generation, head generation, body,
 request, request fields, state SEALED. A reader's: state SEALED, then head generation == tail generation, then use,
@@ -28,7 +28,7 @@ import xxhash
 from asyncckpt.failpoints import reach
 
 PAGE_NBYTES = 4096
-SLOT_VERSION = 2
+SLOT_VERSION = 3
 HEAD_MAGIC = b"ACKPSLOT"
 TAIL_MAGIC = b"ACKPTAIL"
 TOKEN_NBYTES = 16
@@ -62,7 +62,7 @@ class SlotError(ValueError):
 
 
 class SealedRequest(NamedTuple):
-    """What a sealed slot says, or a ring's before: its generation and the request's bytes."""
+    """What a sealed slot says, or a streamed one: its generation and the request's bytes."""
 
     generation: int
     request: bytes
@@ -145,7 +145,7 @@ class SlotControl:
         self.finish()
 
     def stream(self, request: bytes, offset: int) -> None:
-        """Write the request of a ring at `offset` and let its segments be written as they are filled.
+        """Write the request at `offset` and let the body be written as far as it is filled.
 
         Raises:
             SlotError: As `seal`.
@@ -154,9 +154,9 @@ class SlotControl:
         self._store(self._address + STATE_OFFSET, STATE_STREAMED)
 
     def finish(self) -> None:
-        """Publish the snapshot: of a ring, once all of its segments are filled."""
+        """Publish the snapshot of a slot that was streamed, once all of it is filled."""
         # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
-        # the worker write what the trainer never meant, and a ring is committed as soon as it is sealed and written.
+        # the worker write what the trainer never meant, and what is sealed and written is committed at once.
         self._store(self._address + STATE_OFFSET, STATE_SEALED)
         reach("slot: sealed")
 
@@ -177,7 +177,7 @@ class SlotControl:
         return self.state == STATE_SEALED and self._is_of(generation)
 
     def is_written(self, generation: int) -> bool:
-        """Whether the slot still holds a ring of `generation`, sealed or not, at both ends."""
+        """Whether the slot still holds `generation`, streamed or sealed, at both ends."""
         return self.state in (STATE_STREAMED, STATE_SEALED) and self._is_of(generation)
 
     def _is_of(self, generation: int) -> bool:
@@ -192,7 +192,7 @@ class SlotControl:
         return self._read_request(self.is_sealed)
 
     def read_streamed(self) -> tuple[SealedRequest, bool]:
-        """Return the request of a slot that is sealed, or of a ring that is being filled, and whether it is that.
+        """Return the request of a slot that is sealed, or of one that is streamed, and whether it is that.
 
         Raises:
             SlotError: Neither, out of bounds, or damaged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -35,7 +36,9 @@ from asyncckpt.planning.torch_types import dtype_name
 def signature_of(flat: Flattened) -> Signature:
     """Return the fingerprint of the structure of `flat`."""
     shards = tuple(flat.shards.get(n) for n in range(flat.n_numbers)) if flat.shards else ()
-    return flat.tree, tuple((t.dtype, t.shape) for t in flat.tensors), shards
+    kinds: dict[Any, Any] = {}  # one object for all tensors of a kind: there are few kinds, and many tensors
+    found = ((t.dtype, t.shape) for t in flat.tensors)
+    return flat.tree, tuple(kinds.setdefault(kind, kind) for kind in found), shards
 
 
 def contribution_of(flat: Flattened) -> Contribution:
@@ -147,9 +150,14 @@ def _by_turn(shared: Iterable[SharedTensor]) -> dict[Turn, tuple[SharedTensor, .
     return {turn: tuple(tensors) for turn, tensors in found.items()}
 
 
+@functools.cache
+def _origin(n_dims: int) -> tuple[int, ...]:
+    return (0,) * n_dims
+
+
 def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> Order:
     fqn, dtype, shape = key
-    whole = (Box(number, (0,) * len(shape), shape),)
+    whole = (Box(number, _origin(len(shape)), shape),)
     if agreement is None:
         return Order(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
     duty = agreement.duty(rank, fqn, dtype, shape)
@@ -172,12 +180,13 @@ def _spec(order: Order, n: int) -> BoxSpec:
 
 
 def _keys(flat: Flattened) -> list[TensorKey]:
-    found = []
+    found, shapes = [], dict[tuple[int, ...], tuple[int, ...]]()
     for number, (fqn, tensor) in enumerate(zip(flat.fqns, flat.tensors, strict=False)):
         dtype = dtype_name(tensor.dtype)
         assert dtype is not None
         leaf = flat.shards.get(number)
-        found.append((fqn, dtype, tuple(tensor.shape) if leaf is None else leaf.global_shape))
+        shape = tuple(tensor.shape) if leaf is None else leaf.global_shape
+        found.append((fqn, dtype, shapes.setdefault(shape, shape)))
     return found
 
 

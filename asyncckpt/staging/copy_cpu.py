@@ -17,8 +17,10 @@ import torch
 
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.plan import Box, SavePlan
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.cutting import COPIED_AS, copyable, cut_out, nbytes_before
 from asyncckpt.staging.moving import FULL, Moves, Pace, move_all
+from asyncckpt.staging.watermark import Watermark
 
 LARGE_NBYTES = 64 * 1024
 """From here on a tensor is moved by a thread; below, torch does not use several threads either (its grain size)."""
@@ -32,17 +34,6 @@ thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long 
 
 HELPED_FROM = 2000
 """So many tensors that torch copies are shared with a second thread: 4 ms. Chosen, not measured."""
-
-_AS_INTEGERS = {
-    name: integer
-    for names, integer in (
-        (("float8_e8m0fnu", "float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz"), torch.uint8),
-        (("complex32",), torch.int32),
-    )
-    for name in names
-}
-_COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
-"""Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
 class Share(NamedTuple):
@@ -78,14 +69,14 @@ class SlotImage:
             self._headers.append(start + SAVE_ID_OFFSET)
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
-        self._targets = [
-            copyable(bases[c.part][c.offset_bytes : c.offset_bytes + c.nbytes].view(shapes[b.number][0]).view(c.sizes))
-            for c, b in zip(chunks, plan.boxes, strict=True)
+        self._targets = [  # detached, they forget whose views they are: half of the memory of a tensor
+            copyable(bases[c.part].narrow(0, c.offset_bytes, c.nbytes).view(shapes[n][0]).view(c.sizes)).detach()
+            for c, (n, _, _) in zip(chunks, plan.boxes, strict=True)
         ]
         self._numbers = [b.number for b in plan.boxes]
         self._partial = {n: b for n, b in enumerate(plan.boxes) if b.sizes != shapes[b.number][1]}
         large = [
-            (n, address + ranges[c.part].offset + c.offset_bytes, c.nbytes, _skipped_nbytes(b, *shapes[b.number]))
+            (n, address + ranges[c.part].offset + c.offset_bytes, c.nbytes, nbytes_before(b, *shapes[b.number]))
             for n, (c, b) in enumerate(zip(chunks, plan.boxes, strict=True))
             if c.nbytes >= LARGE_NBYTES
         ]
@@ -95,7 +86,7 @@ class SlotImage:
         for c, b in zip(chunks, plan.boxes, strict=True):
             sizes[b.number] = sizes.get(b.number, 0) + c.nbytes
         self.deferrable = [number for number, nbytes in sizes.items() if nbytes >= DEFERRED_FROM_NBYTES]
-        self._has_special = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
+        self._has_special = any(dtype in COPIED_AS for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
         self._address = address
         self.lay_out()
@@ -128,7 +119,7 @@ class SlotImage:
             boxes = [*(box[0] for box in share.large), *share.small]
             found = [(n, self._numbers[n], tensors[self._numbers[n]]) for n in boxes]
             return [
-                (number, _cut(tensor, self._partial[n]) if n in self._partial else tensor, self._targets[n])
+                (number, cut_out(tensor, self._partial[n]) if n in self._partial else tensor, self._targets[n])
                 for n, number, tensor in found
             ]
 
@@ -142,7 +133,7 @@ class SlotImage:
         with torch.no_grad():
             if self._partial:
                 found = [
-                    _cut(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, found, strict=True)
+                    cut_out(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, found, strict=True)
                 ]
             return [copyable(t) for t in found] if self._has_special else found
 
@@ -162,19 +153,22 @@ class SlotImage:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
         self.copy(tensors, self._all if share is None else share)
 
-    def copy(self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL) -> None:
+    def copy(
+        self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL, mark: Watermark | None = None
+    ) -> None:
         """Copy the boxes of `share` out of `tensors`, by number. Blocks until that is done.
 
         Args:
             tensors: The state's.
             share: What to copy.
             pace: How.
+            mark: Hears what has been copied; then pieces are begun in the order of the files.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
             OSError: With a pace that is careful: the memory of a tensor has gone.
         """
-        self._moves.fault = None
+        self._moves.fault, self._moves.moved = None, None
         others = list(share.small)
         for n, target, nbytes, skipped in share.large:
             tensor = tensors[self._numbers[n]]
@@ -184,9 +178,19 @@ class SlotImage:
                     self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
             else:
                 others.append(n)
+        late = [target.data_ptr() for target in self.targets(others) if target.numel()] if mark is not None else []
+        if mark is not None:
+            in_order = sorted(self._moves)
+            self._moves.clear()
+            self._moves.extend(in_order)
+            mark.expect([*(target for target, _, _ in in_order), *late])
+            self._moves.moved = mark.done
         try:
             self._start_movers(pace)
-            self._copy_by_torch(tensors, others, pace)
+            self._copy_by_torch(tensors, others, shared=pace is FULL and mark is None)
+            for address in late:
+                assert mark is not None
+                mark.done(address)
             if pace.nice:
                 for mover in self._movers:
                     mover.join()
@@ -196,6 +200,7 @@ class SlotImage:
             raise
         finally:
             self.settle()
+            self._moves.moved = None
         if self._moves.fault is not None:
             raise self._moves.fault
 
@@ -244,12 +249,12 @@ class SlotImage:
                 self._movers.remove(mover)
                 return
 
-    def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int], pace: Pace) -> None:
+    def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int], *, shared: bool) -> None:
         if not boxes:
             return
         targets, sources = self.targets(boxes), self.sources(tensors, boxes)
         half = 0
-        if pace is FULL and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
+        if shared and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
             half = len(boxes) // 2
             self._half.append((targets[:half], sources[:half]))
             mover = threading.Thread(target=self._copy_half, name="asyncckpt-copy", daemon=True)
@@ -276,24 +281,3 @@ def _copy_batch(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Non
     # the slot's views that grows with every save.
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
-
-
-def _skipped_nbytes(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return where a box of a contiguous tensor begins in it."""
-    elements = 0
-    for offset, size in zip(box.offsets, shape, strict=True):
-        elements = elements * size + offset
-    return elements * dtype.itemsize
-
-
-def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[dimension]:
-            tensor = tensor.narrow(dimension, offset, size)
-    return tensor
-
-
-def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
-    integer = _COPIED_AS.get(tensor.dtype)
-    return tensor if integer is None else tensor.view(integer)

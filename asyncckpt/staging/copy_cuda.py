@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.staging import pinning
-from asyncckpt.staging.copy_cpu import SlotImage, copyable
+from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cutting import copyable
 from asyncckpt.staging.device import Device
 from asyncckpt.staging.snapshots import copy_into
 

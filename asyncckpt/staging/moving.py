@@ -44,9 +44,10 @@ FULL = Pace()
 
 
 class Moves(deque[tuple[int, int, int]]):
-    """What is to be moved: (target, source, nbytes); and what went wrong, if anything did."""
+    """What is to be moved: (target, source, nbytes); what went wrong, if anything did; who hears what was moved."""
 
     fault: Exception | None = None
+    moved: Callable[[int], None] | None = None
 
 
 def move_all(moves: Moves, pace: Pace = FULL) -> None:
@@ -55,9 +56,13 @@ def move_all(moves: Moves, pace: Pace = FULL) -> None:
         _yield_to_others(pace)
     move: Callable[[int, int, int], object] = careful_move if pace.careful else ctypes.memmove
     take = moves.popleft
+    moved = moves.moved
     try:
         while True:
-            move(*take())
+            piece = take()
+            move(*piece)
+            if moved is not None:
+                moved(piece[0])
     except IndexError:  # none left
         pass
     except OSError as error:

@@ -19,7 +19,8 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.protocol.request import MIN_RING_SEGMENTS, RING_UNIT_NBYTES, SaveRequest, encode_request
-from asyncckpt.staging.copy_cpu import Share, copyable
+from asyncckpt.staging.copy_cpu import Share
+from asyncckpt.staging.cutting import copyable
 from asyncckpt.staging.deferred import Copies
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot

@@ -11,8 +11,8 @@ import torch
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.ring import Ring
-from asyncckpt.planning.plan import Box, SavePlan
-from asyncckpt.staging.copy_cpu import copyable
+from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging.cutting import copyable, cut_out, nbytes_before
 from asyncckpt.staging.moving import FULL, Pace, careful_move
 
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -142,11 +142,11 @@ class SegmentedImage:
                 n, box = self._numbers[piece.box], self._partial.get(piece.box)
                 tensor, place = tensors[n], places[n]
                 if place is None and tensor.device.type == "cpu" and tensor.is_contiguous():
-                    before = 0 if box is None else _nbytes_before(tensor, box)
+                    before = 0 if box is None else nbytes_before(box, tensor.dtype, tensor.shape)
                     move(cell + piece.at, tensor.data_ptr() + before + piece.start, piece.end - piece.start)
                 else:
                     pairs = found.setdefault(place, ([], []))
-                    self._pair(cell, piece, tensor if box is None else _cut_out(tensor, box), pairs)
+                    self._pair(cell, piece, tensor if box is None else cut_out(tensor, box), pairs)
             if None in found:
                 torch._foreach_copy_(*found[None])
         return {place: pairs for place, pairs in found.items() if place is not None}
@@ -183,18 +183,3 @@ def _runs(tensor: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:
         yield tensor[first:last]
     if last * row < end:
         yield from _runs(tensor[last], 0, end - last * row)
-
-
-def _nbytes_before(tensor: torch.Tensor, box: Box) -> int:
-    """Return where a box of a contiguous tensor begins in it."""
-    elements = 0
-    for offset, size in zip(box.offsets, tensor.shape, strict=True):
-        elements = elements * size + offset
-    return elements * tensor.element_size()
-
-
-def _cut_out(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[dimension]:
-            tensor = tensor.narrow(dimension, offset, size)
-    return tensor

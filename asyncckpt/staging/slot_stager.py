@@ -67,7 +67,7 @@ class SlotStager(CheckpointStager):
         )
         self.overlap = Overlap(config)
         self._engine = engine or Engine(config)
-        self._whole = Whole(config, self._engine, self.overlap)
+        self._whole = Whole(process, config, self._engine, self.overlap)
         self._rings = Rings(process, config, self._engine, self.overlap)
         self._telling = Telling(config, self._engine.is_apart)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,9 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
+from asyncckpt.staging import early
 from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.deferred import Copies
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
@@ -26,13 +28,14 @@ class Whole:
     """See the module. One per checkpointer.
 
     Args:
+        doorbell: Of the worker, which may begin to write before everything is copied.
         config: For `staging` and `overlap_check`.
         engine: Copies.
         overlap: Says what may be copied behind the training.
     """
 
-    def __init__(self, config: CheckpointerConfig, engine: Engine, overlap: Overlap) -> None:
-        self._config, self._engine, self._overlap = config, engine, overlap
+    def __init__(self, doorbell: early.Doorbell, config: CheckpointerConfig, engine: Engine, overlap: Overlap) -> None:
+        self._doorbell, self._config, self._engine, self._overlap = doorbell, config, engine, overlap
 
     def begin(
         self,
@@ -67,10 +70,16 @@ class Whole:
         left, transfer = self._engine.copy(
             slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
         )
-        seal = partial(slot.memory.control.seal, sized.request, image.body_end)
+        seal: Callable[[], None] = partial(slot.memory.control.seal, sized.request, image.body_end)
         if windows and transfer is not None:
             seal = partial(seal_with, slot, image.body_end, sized.asked, news.samples, transfer)
-        return Begun(image, later, left, flat.tensors, watch, seal, transfer)
+        copies: Copies = image
+        # What devices copy is counted by nobody, and the request may lack what they are still asked for.
+        if later and transfer is None and early.pays(left):
+            copies = early.EarlyCopy(image, slot, sized.request)
+            self._doorbell.announce(save_id, slot)
+            seal = slot.memory.control.finish
+        return Begun(copies, later, left, flat.tensors, watch, seal, transfer)
 
     def _later(
         self, image: SlotImage, tensors: Sequence[torch.Tensor]

@@ -32,6 +32,7 @@ from asyncckpt.storage.read_plan import (
     buffer_nbytes,
     fqns_of,
     is_through,
+    pages_of,
     plan_batches,
     plan_extents,
     with_verifiers,
@@ -202,9 +203,7 @@ class _Reader:
 
     def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
         self._open(source).read_batch(batch, buffer, address)
-        with self._lock:
-            self.cached_nbytes += batch.nbytes
-        self._release(source)
+        self._release(source, cached_nbytes=batch.nbytes)
 
     def _read_through(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         opened = ShardReader(self._path, source.request.shard, self._save_id, self._files, read_ahead=True)
@@ -213,21 +212,18 @@ class _Reader:
                 with buffer[: step.end - step.start] as view:
                     reader.read_buffered(view, step.start, len(view))
                     self._hand_on(source, step, view, address)
-        with self._lock:
-            self.cached_nbytes += steps[-1].end - steps[0].start
-        self._release(source)
+        self._release(source, cached_nbytes=steps[-1].end - steps[0].start)
 
     def _read(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         reader = self._open(source)
-        start, end = steps[0].start, steps[-1].end
-        at = 0
+        start, end, at = steps[0].start, steps[-1].end, 0
         if (lies_at := reader.address(start, end - start)) is not None:  # no copy of it is made on the way
             for step in steps:
                 with view_at(lies_at + step.start - start, step.end - step.start) as view:
                     self._hand_on(source, step, view, lies_at + step.start - start)
             reader.is_done(start, end - start)
             at = len(steps)
-        elif reader.is_cached(start, end - start):
+        elif reader.is_cached(*pages_of(start, end, reader.nbytes)):
             while at < len(steps):
                 nbytes = steps[at].end - steps[at].start
                 with buffer[:nbytes] as view:
@@ -237,21 +233,19 @@ class _Reader:
                 at += 1
         if at < len(steps):
             start = steps[at].start
+            low, nbytes = pages_of(start, end, reader.nbytes)
             try:
                 with self._disk:
-                    reader.read(buffer, start, end - start)
+                    reader.read(buffer, low, nbytes)
             except OSError as error:
                 wanted = [w for step in steps[at:] for w in step.wanted]
                 raise named(error, str(error.filename), f"tensor {fqns_of(wanted)}") from error
             for step in steps[at:]:
-                with buffer[step.start - start : step.end - start] as view:
-                    self._hand_on(source, step, view, address + step.start - start)
+                with buffer[step.start - low : step.end - low] as view:
+                    self._hand_on(source, step, view, address + step.start - low)
         else:
             start = end
-        with self._lock:
-            self.disk_nbytes += end - start
-            self.cached_nbytes += start - steps[0].start
-        self._release(source)
+        self._release(source, cached_nbytes=start - steps[0].start, disk_nbytes=end - start)
 
     def _open(self, source: _Source) -> ShardReader:
         with source.lock:
@@ -260,7 +254,11 @@ class _Reader:
                 reach("load: shard opened")
             return source.reader
 
-    def _release(self, source: _Source) -> None:
+    def _release(self, source: _Source, *, cached_nbytes: int, disk_nbytes: int = 0) -> None:
+        """Count an extent that was read; close the file behind its last."""
+        with self._lock:
+            self.cached_nbytes += cached_nbytes
+            self.disk_nbytes += disk_nbytes
         with source.lock:
             source.remaining -= 1
             if source.remaining == 0 and source.reader is not None:
@@ -272,7 +270,7 @@ class _Reader:
         if self._verify and not self._is_sound(source, step, view):
             return
         start, end, wanted = step
-        for offset, nbytes, _, sink, _, _ in wanted:
+        for offset, nbytes, _, sink, _, _, _ in wanted:
             low = offset if offset > start else start
             high = min(offset + nbytes, end)
             if type(sink) is int:

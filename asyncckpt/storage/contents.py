@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
@@ -30,6 +33,10 @@ class RankContents:
 
     index: RankIndex
     structure: Structure
+
+
+OnIndex = Callable[[str, RankIndex], None]
+"""Told a checkpoint's path and the index of one of its ranks, as soon as that is known."""
 
 
 class SavedTensor(NamedTuple):
@@ -60,8 +67,13 @@ def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)
 
 
-def read_contents(path: str, files: Files) -> Contents:
+def read_contents(path: str, files: Files, on_index: OnIndex | None = None) -> Contents:
     """Read and check everything about the checkpoint at `path` but its data.
+
+    Args:
+        path: The checkpoint's directory.
+        files: The storage seam.
+        on_index: Told about each rank's index before its structure is decoded, which may take a while.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
@@ -73,7 +85,7 @@ def read_contents(path: str, files: Files) -> Contents:
     """
     manifest = read_newest_manifest(path, files)
     reach("load: manifest read")
-    ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
+    ranks = tuple(_read_rank(path, manifest, record, files, on_index) for record in manifest.ranks)
     return Contents(path=path, manifest=manifest, ranks=ranks, tensors=join(path, ranks))
 
 
@@ -97,7 +109,9 @@ def read_named_file(path: str, name: str, *, nbytes: int, max_nbytes: int, check
     return data
 
 
-def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) -> RankContents:
+def _read_rank(
+    path: str, manifest: Manifest, record: RankRecord, files: Files, on_index: OnIndex | None
+) -> RankContents:
     name = record.index_name
     data = read_named_file(
         path,
@@ -109,7 +123,6 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
     )
     try:
         index = decode_index(data)
-        structure = decode_structure(index.structure)
     except CorruptCheckpointError as error:
         raise corrupt(path, name, error.message) from error
     expected = (manifest.save_id, record.rank, manifest.world_size)
@@ -117,6 +130,12 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
         raise corrupt(path, name, f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}")
     if index.layout != manifest.layout:
         raise corrupt(path, name, f"it is of layout {index.layout}, the manifest of {manifest.layout}")
+    if on_index is not None:
+        on_index(path, index)
+    try:
+        structure = decode_structure(index.structure)
+    except CorruptCheckpointError as error:
+        raise corrupt(path, name, error.message) from error
     if structure.part_nbytes != tuple(shard.nbytes for shard in index.shards):
         raise corrupt(path, name, "its shards have other lengths than its structure says")
     reach("load: index read")
@@ -129,6 +148,10 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     Raises:
         CorruptCheckpointError: The ranks contradict each other, or the chunks of a tensor do not cover it exactly once.
     """
+    if len(ranks) == 1:
+        alone = _of_one_rank(ranks[0].structure.tensors)
+        if alone is not None:
+            return alone
     first: dict[str, TensorEntry] = {}
     found: dict[str, list[tuple[int, Chunk]]] = {}
     for rank, contents in enumerate(ranks):
@@ -155,6 +178,19 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
         if fault:
             raise CorruptCheckpointError(f"{path}: tensor {fqn!r}: {fault}", path=path, fqn=fqn, detail=fault)
     return tensors
+
+
+def _of_one_rank(entries: tuple[TensorEntry, ...]) -> dict[str, SavedTensor] | None:
+    """Return the tensors of the only rank, if each is one chunk and none belongs to a rank; without a look at each."""
+    fqns, chunks = [entry[0] for entry in entries], [entry[3] for entry in entries]
+    if set(map(len, chunks)) != {1} or any("@rank" in fqn for fqn in fqns):
+        return None
+    dtypes, shapes = [entry[1] for entry in entries], [entry[2] for entry in entries]
+    if [chunk.sizes for (chunk,) in chunks] != shapes:
+        return None
+    placed = zip(itertools.repeat(0), itertools.chain.from_iterable(chunks), strict=False)
+    tensors = map(partial(tuple.__new__, SavedTensor), zip(fqns, dtypes, shapes, zip(placed), strict=True))
+    return dict(zip(fqns, tensors, strict=True))
 
 
 def _contradiction(path: str, rank: RankContents, known: TensorEntry, found: str) -> CorruptCheckpointError:

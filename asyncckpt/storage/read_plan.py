@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from asyncckpt.format.index import ShardRecord
-from asyncckpt.format.layout import round_up
+from asyncckpt.format.layout import PAGE_NBYTES, round_up
 
 EXTENT_NBYTES = 16 << 20
 """One O_DIRECT read. Measured with 1.5 GB on two cores: extents of 2 MiB and three threads, whose buffers stay in the
@@ -53,6 +53,9 @@ class Wanted(NamedTuple):
     One range with `every` holds wanted bytes and others, in rows of `every` bytes: it is read through the page cache,
     for the others are what other processes of the machine want, and comes in whole rows, or in pieces whose distance
     from `offset` is a multiple of `THROUGH_STEP_NBYTES`. Not verified either.
+
+    With `dense` all of its bytes are wanted: such rows, of some length, are read as other ranges are, and come in the
+    same pieces, so that none cuts an element wherever in the file that begins.
     """
 
     offset: int
@@ -61,6 +64,7 @@ class Wanted(NamedTuple):
     sink: int | Sink | None
     times: int = 1
     every: int = 0
+    dense: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +126,7 @@ def plan_extents(
 
     Returns:
         Extents of consecutive steps, of all that is wanted in one range each. No byte is read twice; no unit is read
-        that nobody wants. Behind them, those of ranges that are read through.
+        that nobody wants. Behind them, those of ranges that come in rows, each for itself.
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
     steps = _steps(request, unit, step_nbytes, exact_below)
@@ -135,34 +139,50 @@ def plan_extents(
             last.append(step)
         else:
             extents.append([step])
-    return extents + _plan_through(request, threads)
+    in_rows = sorted((w for w in request.wanted if w.times == 1 and w.every and w.nbytes), key=itemgetter(0))
+    dense = [w for w in in_rows if not _is_through(w)]
+    through = [w for w in in_rows if _is_through(w)]
+    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(through, threads, EXTENT_NBYTES)
 
 
 def is_through(steps: Sequence[Step]) -> bool:
     """Whether an extent is of ranges that are read through: one thread reads it front to back."""
-    return bool(steps) and any(w.every for w in steps[0].wanted)
+    return bool(steps) and any(map(_is_through, steps[0].wanted))
 
 
-def _plan_through(request: ShardRequest, threads: int) -> list[list[Step]]:
-    """Cut the ranges that are read through into steps, and group them into extents, each for one thread."""
-    wanted = sorted((w for w in request.wanted if w.times == 1 and w.every and w.nbytes), key=lambda w: w.offset)
-    limit = min(EXTENT_NBYTES, sum(w.nbytes for w in wanted) // (2 * threads))
+def _is_through(w: Wanted) -> bool:
+    return w.every > 0 and not (w.dense and w.nbytes >= EXACT_BELOW_NBYTES)  # a call for each short one costs more
+
+
+def _plan_rows(wanted: Sequence[Wanted], threads: int, extent_nbytes: int) -> list[list[Step]]:
+    """Cut ranges that come in rows into steps, and group them into extents, each for one thread; by their offsets."""
+    limit = min(extent_nbytes, sum(w.nbytes for w in wanted) // (2 * threads))
     extents: list[list[Step]] = []
     for w in wanted:
-        end = w.offset + w.nbytes
+        end, joins = w.offset + w.nbytes, _is_through(w)
         size = THROUGH_STEP_NBYTES // w.every * w.every or THROUGH_STEP_NBYTES
         for at in range(w.offset, end, size):
-            step = Step(at, min(at + size, end), [w])
-            if extents and step.end - extents[-1][0].start <= limit:
-                extents[-1].append(step)
+            step, last = Step(at, min(at + size, end), [w]), extents[-1] if extents else []
+            if last and step.end - last[0].start <= limit and (joins or step.start == last[-1].end):
+                last.append(step)
             else:
                 extents.append([step])
     return extents
 
 
 def buffer_nbytes(steps: Sequence[Step]) -> int:
-    """Return the bytes of buffer that an extent takes."""
-    return max(step.end - step.start for step in steps) if is_through(steps) else steps[-1].end - steps[0].start
+    """Return the bytes of buffer that an extent takes, whole pages of the file."""
+    if is_through(steps):
+        return max(step.end - step.start for step in steps)
+    return round_up(steps[-1].end) - steps[0].start // PAGE_NBYTES * PAGE_NBYTES
+
+
+def pages_of(start: int, end: int, file_nbytes: int) -> tuple[int, int]:
+    """Return offset and length of the whole pages of a file that hold a run, or of a short one the run itself."""
+    if end - start < EXACT_BELOW_NBYTES:
+        return start, end - start
+    low = start // PAGE_NBYTES * PAGE_NBYTES
+    return low, min(round_up(end), file_nbytes) - low
 
 
 def _runs(wanted: Sequence[Wanted], unit: int, exact_below: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""One rank's files of one save, written while they are still being staged: segment by segment, out of a ring.
+"""One rank's files of one save, written while they are still being staged: segment by segment.
 
-The bytes of a segment are there once, so what has gone wrong cannot be written again: the files are removed, as after
-any failure. Everything else is as in `rank_files`.
+Out of a ring the bytes of a segment come once, so what has gone wrong cannot be written again; out of a whole slot it
+can, once that is sealed. Either way the files are removed, as after any failure. Everything else is as in `rank_files`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Protocol
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.ring import Ring
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.image import Image
 from asyncckpt.storage.rank_files import RankWriter
 from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.shard_writer import ShardWriter
 
 LINGER_S = 0.05
 """A helper waits so long for another segment before it gives its thread back. Chosen, not measured."""
@@ -104,19 +106,34 @@ def write_ring_files(
     return writer.finish(job)
 
 
-class _RingWriter(RankWriter):
+def write_staged_files(
+    job: RankJob, slot: memoryview, feed: Feed, *, files: Files, pool: Executor, check: Callable[[], None]
+) -> RankResult:
+    """As `write_ring_files`, from a slot that has room for everything; of `feed.ring` only the segments count.
+
+    Raises:
+        Exception: As there.
+
+    Blocks: as there.
+    """
+    writer = _SegmentWriter(job, slot, feed, files, check)
+    writer.write_shards(pool)
+    return writer.finish(job)
+
+
+class _SegmentWriter(RankWriter):
     """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
 
     `_at_work`: threads that write. `_over`: nothing is to be written any more.
     """
 
-    def __init__(self, job: RankJob, image: RingImage, feed: Feed, files: Files, check: Callable[[], None]) -> None:
+    def __init__(self, job: RankJob, image: Image, feed: Feed, files: Files, check: Callable[[], None]) -> None:
         self._feed, self._ring = feed, feed.ring
         super().__init__(job, image, files, check)
         self._changed = threading.Condition(self._lock)
         self._ready: deque[int] = deque()
         self._written = [False] * len(self._ring.segments)
-        self._filled = self._freed = self._helpers = self._at_work = 0
+        self._filled = self._helpers = self._at_work = 0
         self._over = False
 
     def _plan(self) -> list[tuple[int, int, int]]:
@@ -221,9 +238,7 @@ class _RingWriter(RankWriter):
         end = min(round_up(segment.end), shard.extent_nbytes_total)
         shard.write_extent(segment.start, end)
         self.job.progress(end - segment.start)
-        if self.job.fsync and not shard.direct:
-            # IMPORTANT: else what the ring keeps out of memory piles up there as the kernel's dirty pages.
-            shard.flush()
+        self._let_go(shard)
         self.check()
         with self._lock:
             self._remaining[segment.part] -= 1
@@ -232,6 +247,26 @@ class _RingWriter(RankWriter):
             shard.finish()
         with self._lock:
             self._written[number] = True
-            while self._freed < len(self._written) and self._written[self._freed]:
-                self._freed += 1
-            self._feed.freed(self._freed)
+            self._note_written()
+
+    def _let_go(self, shard: ShardWriter) -> None:
+        """A segment of `shard` has been given to the system, and nobody is told of it yet."""
+
+    def _note_written(self) -> None:
+        """Another segment is written. Under the lock."""
+
+
+class _RingWriter(_SegmentWriter):
+    """The memory of segments is used again: `_freed` are written, from the first on."""
+
+    _freed = 0
+
+    def _let_go(self, shard: ShardWriter) -> None:
+        if self.job.fsync and not shard.direct:
+            # IMPORTANT: else what the ring keeps out of memory piles up there as the kernel's dirty pages.
+            shard.flush()
+
+    def _note_written(self) -> None:
+        while self._freed < len(self._written) and self._written[self._freed]:
+            self._freed += 1
+        self._feed.freed(self._freed)

@@ -203,6 +203,14 @@ class ShardReader:
         except OSError as error:
             raise named(error, self._path, f"reading bytes {at} to {at + nbytes}") from error
 
+    def fetch(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Read through the page cache, for what stays there: as many bytes as `buffers` take, or fewer.
+
+        Raises:
+            OSError: The read failed.
+        """
+        self._files.preadv(self._fd, buffers, offset)
+
     def has(self, batch: Batch) -> bool:
         """Whether the ranges of a batch seem to be in the page cache, with what lies between them."""
         start = batch.start // PAGE_NBYTES * PAGE_NBYTES

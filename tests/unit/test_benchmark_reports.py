@@ -96,7 +96,7 @@ class Clocked(compare.Run):
     def elapsed_s(self) -> float:
         return self.now_s
 
-    def _limits(self) -> dict[str, float]:
+    def limits(self) -> dict[str, float]:
         return LIMITS
 
     def _contest(self, name: str, deadline_s: float) -> dict[str, Any]:

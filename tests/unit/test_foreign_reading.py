@@ -163,6 +163,23 @@ def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_b
         assert torch.equal(target.tensor.view(torch.uint8), box.view(torch.uint8))
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float64, torch.complex128])
+def test_rows_of_a_dcp_directory_reach_scattered_targets_wherever_its_items_begin(
+    dtype: torch.dtype, cached: bool, tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Files, "resident", lambda *_: cached)
+    raw = torch.randint(0, 256, (400 * 512 * dtype.itemsize,), dtype=torch.uint8)
+    value = raw.view(dtype).view(400, 512)
+    foreign_samples.save_dcp({"note": "x" * rng.randrange(1, 99), "w": value}, tmp_path / "c")
+    for _ in range(3):
+        first, n = rng.randrange(10), rng.randrange(300, 390)
+        target = asyncckpt.ShardedSlice(torch.zeros(512, n, dtype=dtype).t(), (400, 512), (first, 0))
+        asyncckpt.load(tmp_path / "c", {"w": target}, threads=rng.randrange(1, 4))
+        found = target.tensor.contiguous().view(torch.uint8)
+        assert torch.equal(found, value[first : first + n].contiguous().view(torch.uint8))
+
+
 def test_default_map_location_is_asked(samples: dict[str, pathlib.Path]) -> None:
     found = asyncckpt.load(samples["dcp"], default_map_location="meta", keys=["model.large"])
     assert found["model"]["large"].is_meta

@@ -96,7 +96,7 @@ def test_a_second_fill_replaces_every_byte_of_the_first(staged: Staged) -> None:
 def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     movers, real = set(), copy_cpu.move_all
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=60)
 
     def noted(moves: Any, *pace: Any) -> None:
         movers.add(threading.current_thread())

@@ -188,7 +188,7 @@ def test_shards_that_nobody_wants_are_not_opened(saved: tuple[str, dict[str, byt
 
 
 def test_several_threads_read_one_file(tmp_path: Path) -> None:
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
     readers: set[int] = set()
 
     class Meeting(Uncached):
@@ -544,6 +544,25 @@ def test_short_runs_keep_their_own_ends_and_long_ones_are_rounded() -> None:
     assert [(e[0].start, e[-1].end) for e in extents] == [(5000, 7050), (16_384, 221_184)]
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_comes_in_rows_is_covered_once_and_between_dense_ranges_nothing_is_read(dense: bool) -> None:
+    rows, apart = 300 * MIB, 301 * MIB
+    wanted = [Wanted(5 + n * apart, rows, "x", None, 1, 16_384, dense) for n in range(2)]
+    shard = ShardRecord(name="x", nbytes=700 * MIB, digests=b"")
+    request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
+    extents = plan_extents(request, 1, unit=4096, exact_below=128 << 10)
+    steps = [step for extent in extents for step in extent]
+    for w in wanted:
+        own = [(step.start, step.end) for step in steps if step.wanted == [w]]
+        assert (own[0][0], own[-1][1]) == (w.offset, w.offset + rows)
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(own))
+        assert all((start - w.offset) % 16_384 == 0 for start, _ in own)
+    lengths = [extent[-1].end - extent[0].start for extent in extents]
+    assert EXTENT_NBYTES - 2 * MIB <= max(lengths) <= EXTENT_NBYTES
+    assert all(read_plan.is_through(extent) != dense for extent in extents)
+    assert not dense or all(a.end == b.start for extent in extents for a, b in itertools.pairwise(extent))
+
+
 def test_a_file_that_goes_before_its_batches_are_read_leaves_no_other_open(own: str) -> None:
     contents = read_contents(own, Files())
     index, memories = contents.ranks[0].index, [ctypes.create_string_buffer(200) for _ in range(2)]
@@ -565,3 +584,62 @@ def test_a_file_that_goes_before_its_batches_are_read_leaves_no_other_open(own: 
 
     with pytest.raises(OSError, match="simulated"):
         read_shards(own, SAVE_ID, requests, files=Vanishing(), threads=2, verify=False)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("nbytes", "every"), [(400_001, 1), (401_000, 4096), (450_000, 150_000), (100, 4)])
+def test_dense_rows_come_whole_and_by_whole_pages_wherever_they_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, every: int, direct: bool
+) -> None:
+    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 40_000)
+    reads: list[tuple[int, int]] = []
+
+    class Cold(RecordingFiles):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            return False
+
+        def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+            if flags & os.O_DIRECT:
+                if not direct:
+                    raise OSError(errno.EINVAL, "no O_DIRECT")
+                flags &= ~os.O_DIRECT  # not every file system of a test has it
+            return super().open(path, flags, mode)
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            reads.append((offset, sum(map(len, buffers))))
+            return super().preadv(fd, buffers, offset, flags)
+
+    class Rows(Gathered):
+        def deliver(self, position: int, address: int, nbytes: int) -> None:
+            unit = every if every <= 40_000 else 40_000
+            assert position % unit == 0
+            assert nbytes % unit == 0 or position + nbytes == len(self.data)
+            super().deliver(position, address, nbytes)
+
+    value = os.urandom(1_000_001)
+    (tmp_path / "x").write_bytes(value)
+    shard = ShardRecord(name="x", nbytes=len(value), digests=b"")
+    at = (4999, len(value) - nbytes)  # the second ends with the file
+    sinks = [Rows(nbytes) for _ in at]
+    wanted = [Wanted(start, nbytes, "t", sink, 1, every, True) for start, sink in zip(at, sinks, strict=True)]
+    request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
+    report = read_shards(str(tmp_path), None, [request], files=Cold(), threads=1, verify=False)
+    assert [bytes(sink.data) for sink in sinks] == [value[start : start + nbytes] for start in at]
+    if nbytes > 128 << 10:
+        assert report.disk_nbytes == 2 * nbytes
+        assert sum(offset % 4096 == 0 for offset, _ in reads) >= 2
+
+
+def test_a_dense_range_of_a_file_that_is_cut_short_meanwhile_ends_in_a_named_error(tmp_path: Path) -> None:
+    class Cut(Files):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            os.truncate(tmp_path / "x", 200_000)
+            return False
+
+    (tmp_path / "x").write_bytes(bytes(400_000))
+    shard = ShardRecord(name="x", nbytes=400_000, digests=b"")
+    wanted = [Wanted(5, 399_990, "t", Gathered(399_990), 1, 7, True)]
+    request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
+    with pytest.raises(CorruptCheckpointError, match="ends early") as caught:
+        read_shards(str(tmp_path), None, [request], files=Cut(), verify=False, threads=1)
+    assert caught.value.file == "x"

@@ -21,7 +21,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob
 from asyncckpt_worker import rings
 from asyncckpt_worker.actions import Write
-from asyncckpt_worker.rings import _Feed
+from asyncckpt_worker.rings import _RingFeed
 from asyncckpt_worker.slots import SlotStore
 
 PARTS = (PartRange(offset=PAGE_NBYTES, nbytes=5 * RING_UNIT_NBYTES - 7),)
@@ -47,7 +47,7 @@ class Trainer:
             commit_timeout_s=commit_timeout_s,
         )
         job = Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request)
-        self.feed = _Feed(job, self.memory, self.slots)
+        self.feed = _RingFeed(job, self.memory, self.slots)
 
     def fails(self, count: int = 0) -> SaveFailedError:
         with pytest.raises(SaveFailedError) as caught:

@@ -1,0 +1,106 @@
+"""Ranks in the benchmarks, and the table of targets: whose figure counts, and what is called missed."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks import ranks, table, targets
+
+MACHINE = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "cpu": "CPU",
+    "cores": 2,
+    "memory_nbytes": 1 << 34,
+    "kernel": "6.1",
+    "file_system": "ext4",
+    "versions": {"torch": "2"},
+}
+
+
+def rank(*, slower_s: float, fds: int = 7) -> dict[str, Any]:
+    """Return what one rank measured: steps of a second, a first save and one more."""
+    saves = [
+        {"stall_s": 0.5, "durable_s": 2.0, "until_s": 3.5 + slower_s, "steps": 3},
+        {"stall_s": 0.05 + slower_s, "durable_s": 0.9, "until_s": 1.1 + slower_s, "steps": 1},
+    ]
+    return {
+        "nbytes": 1000,
+        "fsyncs": True,
+        "quiet_step_s": [1.0, 1.0],
+        "saves": saves,
+        "added_fds": fds,
+        "worker_fds": [19],
+    }
+
+
+def of_ranks() -> dict[str, Any]:
+    """Return a result with two ranks, of which the second is slower, and a peer that fails when sharded."""
+    both = {"ranks": [rank(slower_s=0.0), rank(slower_s=0.25, fds=9)]}
+    row = {
+        "limits": {"write_s": 0.4, "read_s": 0.4, "copy_s": 0.1},
+        "ddp": {"asyncckpt": both, "dcp.save": both},
+        "fsdp2": {"asyncckpt": both, "dcp.save": {"error": "ended with 1: no | good"}},
+    }
+    return {"benchmark": "ranks", "machine": MACHINE, "saves": 2, "rounds": [row], "took_s": 1.0}
+
+
+def test_the_slower_rank_counts() -> None:
+    found = ranks.values(of_ranks(), "ddp", "asyncckpt")
+    assert isinstance(found, dict)
+    assert {measure: [round(v, 6) for v in values] for measure, values in found.items()} == {
+        "stall": [0.3],
+        "lost cold": [0.75],
+        "lost warm": [0.35],
+        "durable cold": [2.0],
+        "durable warm": [0.9],
+    }
+    assert ranks.fds(of_ranks()) == {"fds added, per rank": 9, "fds of the worker": 19}
+
+
+def test_a_checkpoint_of_shards_has_the_bytes_of_all_ranks() -> None:
+    assert ranks.written_nbytes(of_ranks(), "ddp") == 1000
+    assert ranks.written_nbytes(of_ranks(), "fsdp2") == 2000
+
+
+def test_the_table_of_ranks_has_every_contender_and_why_one_failed() -> None:
+    text = table.ranks_table(of_ranks())
+    assert "| ddp: asyncckpt | 0.30 | 0.75 | 0.35 (0.35 to 0.35) | 2.00 | 0.90 (0.90 to 0.90) |" in text
+    assert "| fsdp2: dcp.save | *fails: ended with 1: no / good* |" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([], "not measured"),
+        ([0.9, 1.0, 1.4], "reached"),
+        ([1.0], "reached"),
+        ([0.8, 1.1, 1.2, 1.3], "within the spread"),
+        ([1.05, 1.1, 1.2], "missed"),
+        ([1.2], "missed"),
+    ],
+)
+def test_a_target_is_missed_only_if_the_interval_excludes_it(values: list[float], said: str) -> None:
+    target = targets.Target("a figure", "file", 1.0, lambda result: [])
+    assert targets.verdict(target, values) == said
+
+
+def test_every_target_is_in_the_table_and_one_without_a_file_is_not_measured(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "ranks.json").write_text(json.dumps(of_ranks()))
+    lines = targets.table(tmp_path).splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == len(targets.TARGETS) + 1
+    assert "| fds added, per rank | 16 fds | 9 fds |  | [reached](../benchmarks/results/ranks.json) |" in lines
+    assert all(line.endswith("| not measured |") for line in lines[2:-1] if "ranks.json" not in line)
+
+
+def test_every_target_finds_its_figures_in_the_result_files_that_are_kept() -> None:
+    measured = {target.name: values for target, values in targets.rows() if values}
+    assert measured, "no result file is there"
+    for target, values in targets.rows():
+        assert bool(values) == (targets.RESULTS / f"{target.file}.json").exists(), target
+        assert all(value == value and value >= -10 for value in values)

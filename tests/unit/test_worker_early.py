@@ -1,0 +1,192 @@
+"""The worker's brain and slots that are written while they are being filled: nothing counts before the seal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from worker_bench import ERROR, FIRST, PATH, REQUEST, SECOND, Bench
+
+from asyncckpt.protocol import messages as m
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+
+
+class Early(Bench):
+    """A bench with a session and a slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hello()
+        self.number = self.slot()
+
+    def read_slot(self, *, streamed: bool, slot: int = 0) -> list[Any]:
+        """Answer a ReadSlot with a slot that is being filled, or sealed."""
+        return self.feed(
+            ev.SlotRead,
+            slot=slot or self.number,
+            generation=1,
+            request=replace(REQUEST),
+            streamed=streamed,
+            opened=streamed,
+        )
+
+    def at_streaming(self) -> ac.Write:
+        """Bring a save to where it is written and staged."""
+        self.begin(self.number)
+        self.feed(ev.Prepared, key=(FIRST, 0))
+        self.submit(self.number)
+        self.read_slot(streamed=True)
+        (write,) = self.of(ac.Write)
+        return write
+
+    def seal(self, slot: int = 0) -> list[Any]:
+        """Ring the second doorbell, and answer what it leads to."""
+        self.submit(slot or self.number)
+        return self.read_slot(streamed=False, slot=slot)
+
+    def adopted(self) -> int:
+        """Take over the slot of a save that was being staged when its worker died; returns the slot."""
+        self.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
+        (adopt,) = self.of(ac.AdoptSlot)
+        self.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
+        return adopt.slot
+
+
+@pytest.fixture
+def bench() -> Early:
+    return Early()
+
+
+def test_a_slot_is_written_while_its_save_is_only_begun(bench: Early) -> None:
+    write = bench.at_streaming()
+    assert (write.slot, write.generation, write.early, write.resumed) == (bench.number, 1, True, False)
+    assert bench.phase() == "begun"
+
+
+def test_the_seal_comes_before_the_end_of_the_writing_and_starts_no_other(bench: Early) -> None:
+    bench.at_streaming()
+    bench.seal()
+    assert (bench.phase(), bench.of(ac.Write)) == ("writing", [])
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    assert bench.phase() == "durable"
+    assert len(bench.of(ac.Commit)) == 1
+
+
+def test_nothing_is_committed_that_is_written_and_not_sealed(bench: Early) -> None:
+    bench.at_streaming()
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    assert (bench.phase(), bench.of(ac.Commit)) == ("begun", [])
+    bench.seal()
+    assert bench.phase() == "durable"
+    assert len(bench.of(ac.Commit)) == 1
+
+
+def test_what_is_sealed_before_its_directory_is_there_is_written_as_ever(bench: Early) -> None:
+    bench.begin(bench.number)
+    bench.submit(bench.number)
+    bench.read_slot(streamed=True)
+    bench.seal()
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    (write,) = bench.of(ac.Write)
+    assert not write.early
+
+
+def test_an_error_before_the_seal_ends_nothing_and_the_seal_leads_to_another_attempt(bench: Early) -> None:
+    bench.at_streaming()
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.phase() == "begun"
+    bench.submit(bench.number)
+    bench.read_slot(streamed=True)  # a doorbell that comes again begins nothing twice
+    assert not bench.of(ac.Write)
+    bench.seal()
+    (write,) = bench.of(ac.Write)
+    assert (bench.phase(), write.early) == ("writing", False)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.phase() == "failed"
+    assert [part["path"] for part in bench.say(m.Recall, path=PATH, hold=False).parts] == [PATH]
+
+
+def test_an_error_after_the_seal_ends_the_save(bench: Early) -> None:
+    bench.at_streaming()
+    bench.seal()
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.phase() == "failed"
+
+
+@pytest.mark.parametrize("ends", ["error", "result"])
+def test_a_save_that_its_trainer_takes_back_is_cut_off_and_leaves_nothing(bench: Early, ends: str) -> None:
+    write = bench.at_streaming()
+    bench.say(m.Withdraw, save_id=FIRST, reason="torn", skipped=False)
+    assert bench.phase() == "abandoned"
+    assert bench.of(ac.CutOff) == [ac.CutOff(slot=write.slot, generation=1)]
+    bench.feed(ev.Written, key=(FIRST, 0), **({"error": ERROR} if ends == "error" else {"result": "files"}))
+    assert bool(bench.of(ac.Remove)) == (ends == "result")  # with an error the job has removed them itself
+
+
+def test_files_that_were_written_before_a_save_was_taken_back_are_removed(bench: Early) -> None:
+    bench.at_streaming()
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    bench.say(m.Withdraw, save_id=FIRST, reason="torn", skipped=False)
+    assert (bench.phase(), len(bench.of(ac.Remove))) == ("abandoned", 1)
+
+
+def test_the_next_save_may_use_the_slot_at_once_and_its_memory_is_not_freed_under_the_writing(bench: Early) -> None:
+    bench.at_streaming()
+    bench.say(m.Withdraw, save_id=FIRST, reason="torn", skipped=False)
+    assert isinstance(bench.begin(bench.number, SECOND, 2), m.Ok)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.feed(ev.SlotRead, slot=bench.number, reason="open", opened=True)
+    assert (bench.phase(SECOND), bench.of(ac.FreeSlot)) == ("abandoned", [])
+    bench.feed(ev.Prepared, key=(SECOND, 0))
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert len(bench.of(ac.FreeSlot)) == 1
+
+
+def test_a_dead_trainer_s_unsealed_slot_ends_its_writing(bench: Early) -> None:
+    bench.at_streaming()
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read_slot(streamed=True)
+    assert (bench.phase(), len(bench.of(ac.CutOff))) == ("abandoned", 1)
+
+
+def test_a_committed_one_is_kept_and_offered_as_any_other(bench: Early) -> None:
+    bench.at_streaming()
+    bench.seal()
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    bench.feed(ev.Published, save_id=FIRST)
+    assert [part["path"] for part in bench.say(m.Recall, path=PATH, hold=False).parts] == [PATH]
+
+
+def test_the_next_worker_writes_only_what_is_sealed_and_removes_what_stands_before(bench: Early) -> None:
+    slot = bench.adopted()
+    bench.read_slot(streamed=True, slot=slot)
+    bench.begin(slot)
+    (prepare,) = bench.of(ac.Prepare)
+    assert prepare.resumed  # the files that stand may have taken the room that they need
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot)
+    bench.read_slot(streamed=True, slot=slot)
+    assert (bench.phase(), bench.of(ac.Write)) == ("begun", [])
+    bench.seal(slot)
+    (write,) = bench.of(ac.Write)
+    assert (bench.phase(), write.early, write.resumed) == ("writing", False, True)
+
+
+def test_what_a_dead_worker_had_begun_to_write_is_removed_when_the_save_is_taken_back(bench: Early) -> None:
+    slot = bench.adopted()
+    bench.read_slot(streamed=True, slot=slot)
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.say(m.Withdraw, save_id=FIRST, reason="torn", skipped=False)
+    assert [(a.save_id, a.path) for a in bench.of(ac.Remove)] == [(FIRST, PATH)]
+    assert bench.phase() == "abandoned"
+
+
+def test_a_save_that_begins_after_the_takeover_has_no_files_of_the_worker_before(bench: Early) -> None:
+    slot = bench.adopted()
+    bench.feed(ev.SlotRead, slot=slot, reason="open", opened=True)
+    bench.begin(slot, SECOND, 2)
+    (prepare,) = bench.of(ac.Prepare)
+    assert not prepare.resumed

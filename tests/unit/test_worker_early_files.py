@@ -1,0 +1,187 @@
+"""Files that are written while their slot is being filled, by several threads in any order: byte for byte the slot."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_bench import FIRST, REQUEST
+
+from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
+from asyncckpt.format.index import decode_index
+from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
+from asyncckpt.format.names import SaveId, index_name, shard_name
+from asyncckpt.memory.ring import Counters
+from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
+from asyncckpt.protocol.request import PartRange
+from asyncckpt.staging import watermark
+from asyncckpt.staging.watermark import Watermark
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_job import RankJob
+from asyncckpt_worker import early
+from asyncckpt_worker.actions import Write
+from asyncckpt_worker.slots import SlotStore
+
+SLOT, GENERATION = 1, 3
+SAVE_ID = SaveId.parse(FIRST)
+NBYTES = (5 * BLOCK_NBYTES - 77, 3 * BLOCK_NBYTES, 5000)
+
+
+class Trainer:
+    """A slot of three parts that is filled piece by piece."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        offsets = [PAGE_NBYTES]
+        for nbytes in NBYTES:
+            offsets.append(offsets[-1] + round_up(nbytes))
+        self.end = offsets[-1]
+        self.parts = tuple(PartRange(offset=o, nbytes=n) for o, n in zip(offsets, NBYTES, strict=False))
+        self.slots = SlotStore()
+        self.memory = self.slots.create(SLOT, self.end + 2 * PAGE_NBYTES)
+        self.view = self.memory.mapping.view()
+        self.view[PAGE_NBYTES : self.end] = b"\xa5" * (self.end - PAGE_NBYTES)
+        self.counters = Counters(self.memory, GENERATION)
+        self.memory.control.open(GENERATION)
+        for part in self.parts:  # headers stand from the beginning
+            at = part.offset + SAVE_ID_OFFSET
+            self.view[at : at + SAVE_ID_NBYTES] = save_id_bytes(SAVE_ID)
+            self.view[part.offset + part.nbytes : part.offset + round_up(part.nbytes)] = bytes(-part.nbytes % 4096)
+        self.counters.reset()
+        self.memory.control.stream(b"request", self.end)
+        self.mark = Watermark(PAGE_NBYTES, self.end, self._tell)
+        self.pieces = self._pieces()
+        self.wanted: list[bytes] = []
+
+    def _tell(self, nbytes: int) -> None:
+        self.counters.filled = nbytes
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        found = []
+        for part in self.parts:
+            at, end = part.offset + SAVE_ID_OFFSET + SAVE_ID_NBYTES, part.offset + part.nbytes
+            while at < end:
+                nbytes = min(end - at, self.rng.randint(1, BLOCK_NBYTES))
+                found.append((at, nbytes))
+                at += nbytes
+        return found
+
+    def fill(self, until: int | None = None) -> None:
+        """Copy the first `until` pieces of a random order, by two threads."""
+        todo = self.pieces.copy()
+        self.mark.expect([at for at, _ in todo])
+        self.rng.shuffle(todo)
+        todo = todo[:until]
+
+        def work() -> None:
+            while True:
+                try:
+                    at, nbytes = todo.pop()
+                except IndexError:
+                    return
+                self.view[at : at + nbytes] = os.urandom(nbytes)
+                self.mark.done(at)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.wanted = [bytes(self.view[p.offset : p.offset + p.nbytes]) for p in self.parts]
+
+    def write(self, path: Path, **fields: Any) -> Any:
+        """Do the worker's job."""
+        request = replace(REQUEST, parts=self.parts, **fields)
+        job = Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
+        rank_job = RankJob(
+            path=str(path),
+            save_id=SAVE_ID,
+            rank=0,
+            world_size=1,
+            parts=tuple((p.offset, p.nbytes) for p in self.parts),
+            structure=b"",
+            objects=b"",
+            n_tensors=0,
+        )
+        with ThreadPoolExecutor(3) as pool:
+            return early.write_early(job, rank_job, self.memory, self.slots, files=Files(), pool=pool)
+
+    def writing(self, path: Path) -> tuple[threading.Thread, list[Any]]:
+        """Do it in a thread; its result or error comes into the list."""
+        found: list[Any] = []
+
+        def run() -> None:
+            try:
+                found.append(self.write(path))
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread, found
+
+    def close(self) -> None:
+        self.view.release()
+        self.slots.close()
+
+
+@pytest.fixture
+def trainer(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    monkeypatch.setattr(early, "EXTENT_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(watermark, "STEP_NBYTES", 1)
+    made = Trainer(rng)
+    yield made
+    made.close()
+
+
+def test_files_and_checksums_are_those_of_the_bytes_that_the_slot_has_in_the_end(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    thread, found = trainer.writing(tmp_path)
+    trainer.fill()
+    thread.join(60)
+    assert [type(one).__name__ for one in found] == ["RankResult"]
+    shards = decode_index((tmp_path / index_name(SAVE_ID, 0)).read_bytes()).shards
+    for number, (wanted, shard) in enumerate(zip(trainer.wanted, shards, strict=True)):
+        assert (tmp_path / shard_name(SAVE_ID, 0, number, "safetensors")).read_bytes() == wanted
+        blocks = [wanted[at : at + BLOCK_NBYTES] for at in range(0, len(wanted), BLOCK_NBYTES)]
+        assert shard.digests == b"".join(block_digest(memoryview(block)) for block in blocks)
+
+
+@pytest.mark.parametrize("how", ["discard", "open", "cut off"])
+def test_a_staging_that_is_given_up_leaves_no_file(
+    trainer: Trainer, tmp_path: Path, rng: random.Random, how: str
+) -> None:
+    thread, found = trainer.writing(tmp_path)
+    trainer.fill(rng.randrange(len(trainer.pieces)))
+    control = trainer.memory.control
+    if how == "cut off":
+        trainer.slots.cut_off(SLOT, GENERATION)
+    else:
+        control.discard() if how == "discard" else control.open(GENERATION + 1)
+    thread.join(60)
+    assert [type(one) for one in found] == [SlotError]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_seal_alone_says_nothing_of_what_is_filled(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.memory.control.finish()
+    with pytest.raises(SlotError, match=r"staged nothing for commit_timeout_s=0\.05"):
+        trainer.write(tmp_path, commit_timeout_s=0.05)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_filled_and_sealed_by_a_trainer_that_is_dead_is_written_to_its_end(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.fill()
+    trainer.memory.control.finish()
+    trainer.slots.cut_off(SLOT, GENERATION)
+    assert trainer.write(tmp_path).nbytes > sum(NBYTES)
