@@ -68,7 +68,7 @@ def _beside_best_peer(measure: str) -> Values:
 
 
 def _save_load(measure: str, per: str) -> Values:
-    """Return what finds a measure in a result of `benchmarks.save_load`, over a limit beside it or of the same round."""
+    """Return what finds a measure in a result of `benchmarks.save_load`, over a limit of the moment or the round."""
 
     def found(result: dict[str, Any]) -> list[float]:
         return [save[measure] / save.get(per, row["limits"][per]) for row in result["rounds"] for save in row["saves"]]
