@@ -44,7 +44,7 @@ class SaveTracker:
         report, error = done.peek()
         if error is None:
             _log.info("saved step %d to %s: %s", handle.step, handle.path, report)
-            if report is not None and report.details.get("unchanged"):
+            if isinstance(report, SaveReport) and report.details.get("unchanged"):  # an own process returns anything
                 _log.warning(UNCHANGED, handle.step, handle.path, report.details.get("same_tensors_as_step"))
         elif isinstance(error, SaveSkippedError):
             _log.info("%s", error)

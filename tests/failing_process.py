@@ -87,7 +87,7 @@ def train(order: dict[str, Any]) -> None:
     with AsyncCheckpointer(endpoint=order["endpoint"], on_worker_loss="fail") as checkpointer:
         with observed(At(order["point"], ACTIONS[order["action"]], order["visit"])):
             handle = checkpointer.save(state, order["path"], step=order["seed"])
-            error = handle.written.exception(30.0)
+            error = handle.written.exception(60)
         assert error is None or isinstance(error, AsyncCkptError), error
     os._exit(0 if error is None else 3)
 

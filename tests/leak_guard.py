@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import psutil
 
-GRACE_S = 2.0
-"""A closed thing may need a moment: threads to return, the kernel to drop a process."""
+GRACE_S = 20.0
+"""A closed thing may need a moment: threads to return, the kernel to drop a process. More, on a busy machine."""
 
 _IGNORED_FDS = ("/dev/urandom", "/dev/nvidia", "/dev/null", "/proc/")
 _IGNORED_CHILDREN = ("resource_tracker", "forkserver")
@@ -78,6 +78,15 @@ def open_fds() -> set[object]:
             continue
         if not target.startswith(_IGNORED_FDS):
             found.add((int(name), target))
+    return found
+
+
+def fds_of(pid: int) -> dict[str, str]:
+    """Return the targets of another process's file descriptors by number; without those that it closes meanwhile."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = os.readlink(f"/proc/{pid}/fd/{name}")
     return found
 
 

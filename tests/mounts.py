@@ -56,7 +56,7 @@ def tmpfs(path: pathlib.Path, options: str) -> Iterator[pathlib.Path]:
 
 def unmount(path: pathlib.Path, *, now: bool = True) -> None:
     """Unmount; `now`: at once, whoever still uses it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while subprocess.run(["umount", *(["-l"] if now else []), str(path)], capture_output=True, check=False).returncode:
         assert time.monotonic() < deadline, f"cannot unmount {path}"
         time.sleep(0.05)

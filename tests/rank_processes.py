@@ -103,7 +103,7 @@ class Ranks:
         """Kill whatever still runs."""
         self.kill()
         for process in self.processes:
-            process.join(10)
+            process.join(DEADLINE_S)
             process.close()
         for pipe in self._pipes:
             pipe.close()
@@ -158,7 +158,7 @@ def _send(pipe: Any, kind: str, value: Any) -> None:
 
 def _join_group(leader: int) -> None:
     """Join rank 0's process group, which it may be about to make; 0: make it."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
             return os.setpgid(0, leader)

@@ -42,6 +42,25 @@ def written(handle: SaveHandle) -> Any:
     return handle.written.result(DEADLINE_S)
 
 
+def saved_at_last(save: Callable[[str], SaveHandle], times: int = 20) -> str:
+    """Save under one name after the other until one save is written, and return its name.
+
+    For limits that a test makes short: a machine on which others work may miss them at first.
+    """
+    errors = []
+    for number in range(times):
+        errors.append(save(f"at-last-{number}").written.exception(DEADLINE_S))
+        if errors[-1] is None:
+            return f"at-last-{number}"
+    raise AssertionError(f"no save was written: {errors}")
+
+
+def limit_commits(checkpointer: AsyncCheckpointer, timeout_s: float) -> None:
+    """Give all ranks of a checkpointer's later saves `timeout_s` to seal; those before had its `commit_timeout_s`."""
+    object.__setattr__(checkpointer.config, "commit_timeout_s", timeout_s)
+    checkpointer._process._pending._timeout_s = timeout_s  # type: ignore[attr-defined]
+
+
 def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of the checkpoint at `path`, as JSON."""
     found: dict[str, Any] = json.loads((pathlib.Path(path) / "manifest.json").read_text())

@@ -33,7 +33,7 @@ def worker_process(endpoint: str, *before: str, **popen: Any) -> Iterator[subpro
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
 

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncckpt.staging.device import SUCCESS, DeviceMemory
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 """cudaErrorHostMemoryAlreadyRegistered, cudaErrorHostMemoryNotRegistered."""
 

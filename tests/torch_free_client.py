@@ -33,7 +33,7 @@ from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.lifecycle import ENDED
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
 
-MIN_TIMEOUT_S = 10.0
+MIN_TIMEOUT_S = 60.0
 
 
 def new_save_id(sequence: int = 0, epoch: int = 1) -> SaveId:

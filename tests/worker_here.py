@@ -12,7 +12,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.daemon import Daemon
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Storage(Files):

@@ -182,6 +182,9 @@ class RankSave:
     streaming: bool = False
     """It is being written, or was, since before it is sealed; or goes through a ring."""
 
+    written_at: float = 0.0
+    """When its files were written; of a ring, that may be before it is sealed."""
+
     home: Home = NO_HOME
     """Its directory, once that was made or could not be."""
 

@@ -79,7 +79,7 @@ class SaveBook:
             slot.writes.discard(event.key)
         entry.report.update(event.report)
         if event.error is None:
-            entry.result = event.result
+            entry.result, entry.written_at = event.result, self._t.now
         if save.outcome is not None:
             self._clean_up(save)
         elif event.error is not None and entry.streaming and not entry.ring:

@@ -13,8 +13,9 @@ from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.doctor.findings import FAIL, WARN, Finding, ok, warn
 from asyncckpt.doctor.memory import memory_checks
+from asyncckpt.doctor.paces import learnt_paces
 from asyncckpt.doctor.processes import process_checks
-from asyncckpt.doctor.storage import storage_checks
+from asyncckpt.doctor.storage import nearest, storage_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
 from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import socket_path
@@ -23,7 +24,8 @@ from asyncckpt.storage.files import Files
 HELP = "check this machine and a directory before a run"
 DESCRIPTION = (
     "Check what a run needs of this machine: memory for the snapshots, what the kernel gives, limits, how processes "
-    "meet; and with DIR what that directory's file system can do, by trying it out in a corner that is removed again. "
+    "meet; and with DIR what that directory's file system can do, by trying it out in a corner that is removed again, "
+    "and how fast loads and saves went there before. "
     "Each line is ok, warn (it works, slower or with less) or fail; the exit code is 1 if any fails."
 )
 EXAMPLES = (
@@ -84,7 +86,11 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield _worker()
     yield from memory_checks(args.state_bytes)
     if args.directory:
-        yield from storage_checks(absolute_path(args.directory), args.state_bytes, args.ranks, Files())
+        directory, files = absolute_path(args.directory), Files()
+        yield from storage_checks(directory, args.state_bytes, args.ranks, files)
+        place = nearest(directory, files)
+        if not isinstance(place, Finding):
+            yield learnt_paces(place, endpoint_from_environment(), os.environ)
 
 
 def _worker() -> Finding:

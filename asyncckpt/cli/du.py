@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
-from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.cli.roots import configure_root, existing_root, no_checkpoints
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.sizes import human
 from asyncckpt.storage.catalog import COMMITTED, Found, scan
@@ -26,18 +26,13 @@ EXAMPLES = ("asyncckpt du runs/a", "asyncckpt du -r runs --json")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("root", metavar="ROOT", help="directory that holds checkpoints, or a checkpoint itself")
-    parser.add_argument("-r", "--recursive", action="store_true", help="look at any depth")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    configure_root(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such directory."""
-    files, root = Files(), os.path.abspath(args.root)
-    try:
-        files.listdir(root)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{args.root} is no directory", path=root) from error
+    files = Files()
+    root = existing_root(args.root, files)
     rows = [_row(found, files) for found in sorted(scan(root, files, recursive=args.recursive), key=_order)]
     rows.sort(key=lambda row: -row["allocated_nbytes"])
     totals = {state: Counter[str]() for state in sorted({row["state"] for row in rows})}
@@ -49,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"root": root, "checkpoints": rows, "totals": totals})
         return EXIT_OK
     if not rows:
-        say(f"no checkpoints in {args.root}" + ("" if args.recursive else "; -r looks further down"))
+        say(no_checkpoints(args.root, recursive=args.recursive))
         return EXIT_OK
     print_table(
         ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "PATH"),

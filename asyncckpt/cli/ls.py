@@ -10,7 +10,8 @@ import os
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
-from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError
+from asyncckpt.cli.roots import configure_root, existing_root, no_checkpoints
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.kinds import OURS, kind_at
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.retention.pins import is_pinned
@@ -34,18 +35,13 @@ _ANY_DEPTH = 100
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("root", metavar="ROOT", help="directory that holds checkpoints, or a checkpoint itself")
-    parser.add_argument("-r", "--recursive", action="store_true", help="look at any depth")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    configure_root(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such directory, 1 when it cannot be read."""
-    files, root = Files(), os.path.abspath(args.root)
-    try:
-        files.listdir(root)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{args.root} is no directory", path=root) from error
+    files = Files()
+    root = existing_root(args.root, files)
     found = sorted(scan(root, files, recursive=args.recursive), key=_order)
     rows = [_row(f) for f in found]
     others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
@@ -56,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(rows)
     elif not rows:
-        say(f"no checkpoints in {args.root}" + ("" if args.recursive else "; -r looks further down"))
+        say(no_checkpoints(args.root, recursive=args.recursive))
     else:
         print_table(
             ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),

@@ -30,7 +30,7 @@ def storage_checks(directory: str, state_nbytes: int | None, ranks: int, files: 
         ranks: How many save.
         files: The storage seam.
     """
-    place = _nearest(directory, files)
+    place = nearest(directory, files)
     if isinstance(place, Finding):
         yield place
         return
@@ -52,7 +52,7 @@ def storage_checks(directory: str, state_nbytes: int | None, ranks: int, files: 
         _remove(corner, files)
 
 
-def _nearest(directory: str, files: Files) -> str | Finding:
+def nearest(directory: str, files: Files) -> str | Finding:
     """Return the directory, or the nearest one above it that is there."""
     path = directory
     while True:

@@ -16,6 +16,7 @@ import torch
 from asyncckpt.format.tree import Node, Path
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.target_tensors import shares_own_memory
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS, is_flat
 from asyncckpt.planning.torch_types import torch_dtype
 
@@ -91,7 +92,7 @@ def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement]
         if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
             return None
         address, is_row_major = value.data_ptr(), value.is_contiguous()
-        if not is_row_major and 0 in value.stride():
+        if not is_row_major and shares_own_memory(value):
             return None
         if address:
             places.add(address)

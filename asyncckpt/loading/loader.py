@@ -45,7 +45,9 @@ def load(
             shape are the saved ones, else replaced. Objects with a `load_state_dict()` are given the state that was
             saved under their name, whole; a module's tensors are filled in place before that, in the bare module, and
             what it has and the checkpoint lacks counts as missing. Without a target, nesting, key types, aliases and
-            objects come back as saved, states of modules and optimizers as dicts.
+            objects come back as saved, states of modules and optimizers as dicts. Two names of one tensor are filled
+            from one that was saved as such, or are an error; other views that share memory are each filled, in no
+            order: they hold what was saved where that agrees, as it does in a state that was saved with such views.
         keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
             not one selects anything are an error, `strict` or not.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
@@ -95,7 +97,8 @@ def load(
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else
             has been filled.
-        ConfigError: An argument that makes no sense; `keys` that name a part of an object that takes its state whole.
+        ConfigError: An argument that makes no sense; a target tensor whose elements lie upon each other; `keys` that
+            name a part of an object that takes its state whole.
         OSError: The files cannot be read.
 
     Blocks: for the reads.

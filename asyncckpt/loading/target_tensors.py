@@ -78,16 +78,37 @@ def check_fillable(target: TargetTensor, fqn: str) -> None:
     """Refuse a tensor whose elements share memory.
 
     Raises:
-        ConfigError: It is expanded.
+        ConfigError: It is expanded, or is a view in which elements lie upon each other (`unfold`, `as_strided`).
     """
     for tensor, _ in target.shards:
-        strides = tensor.stride()
-        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
+        if shares_own_memory(tensor):
             raise ConfigError(
                 f"target tensor {fqn!r} is expanded: its elements share memory, so it cannot be filled; pass a clone()",
                 field="state_dict",
                 value=fqn,
             )
+
+
+def shares_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor lie upon each other, so that it cannot hold one value for each."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach, overlaps = 0, False  # in elements: how far the dimensions of smaller strides reach
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride == 0:
+            return True
+        overlaps |= stride <= reach
+        reach += stride * (size - 1)
+    return overlaps and _has_doubles(tensor)
+
+
+def _has_doubles(tensor: torch.Tensor) -> bool:
+    """Whether two elements have one place; in a view whose dimensions are interleaved they need not."""
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    ordered = places.flatten().sort().values
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 Filling = tuple[SavedTensor, TargetTensor]

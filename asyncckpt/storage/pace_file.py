@@ -33,15 +33,19 @@ class DevicePaces:
     Args:
         directory: This user's own, mode 0700; made when there is something to keep. None: nothing is learnt.
         direction: "read" or "write".
-        paces: The default, then what else may be tried.
+        paces: The default, then what else may be tried. None: whatever was kept is shown, for those who only look.
         clock: Seconds since the epoch.
     """
 
     def __init__(
-        self, directory: str | None, direction: str, paces: Sequence[Pace], clock: Callable[[], float] = time.time
+        self,
+        directory: str | None,
+        direction: str,
+        paces: Sequence[Pace] | None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._directory, self._direction = directory, direction
-        self._paces, self._clock = tuple(paces), clock
+        self._paces, self._shows_all, self._clock = tuple(paces or ()), paces is None, clock
 
     def choose(self, path: str) -> Pace:
         """Return the pace for a path that is there. Blocks for a small file; raises nothing."""
@@ -94,7 +98,7 @@ class DevicePaces:
         now, found = self._clock(), []
         for threads, extent_nbytes, rate, at in raw["samples"]:
             pace = Pace(threads, extent_nbytes)
-            if pace in self._paces and 0 < float(rate) < math.inf and now - EXPIRES_S < at <= now:
+            if (self._shows_all or pace in self._paces) and 0 < float(rate) < math.inf and now - EXPIRES_S < at <= now:
                 found.append(Sample(pace, float(rate), float(at)))
         return found
 

@@ -35,10 +35,12 @@ from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    WorkerUnavailableError,
 )
 from asyncckpt.failpoints import POINTS, observed
 from asyncckpt.format.names import SaveId, owner_of
 from asyncckpt.hooks import HookRunner
+from asyncckpt.protocol import messages
 from asyncckpt.storage.catalog import look
 from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
@@ -248,7 +250,7 @@ def test_every_point_is_reached_by_the_normal_paths(
     reached = {point for scenario in SCENARIOS for point, _ in trace_of(scenario, templates, tmp_path)}
     seen = At("trainer: slot taken", lambda: None)
     with serving(endpoint), observed(seen), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
-        checkpointer.save(state(NEW), tmp_path / "a").written.result(20)
+        checkpointer.save(state(NEW), tmp_path / "a").written.result(60)
         asyncckpt.load(tmp_path / "a")
         put_aside_the_broken(broken_root(templates, tmp_path / "broken"))
     assert set(POINTS) - reached - set(seen.trace) == set()
@@ -454,7 +456,7 @@ def serving(endpoint: str) -> Iterator[Daemon]:
         yield daemon
     finally:
         daemon.stop(immediately=True)
-        thread.join(20)
+        thread.join(60)
 
 
 @pytest.mark.parametrize("action", ["raise", "sleep"])
@@ -469,7 +471,7 @@ def test_an_error_or_a_wait_in_trainer_or_worker_costs_one_save_at_most(
                 stack.enter_context(observed(observer))
                 user = stack.enter_context(AsyncCheckpointer(endpoint=endpoint)) if slots_are_made else checkpointer
                 handle = user.save(state(n), path)
-                error = handle.written.exception(20)
+                error = handle.written.exception(60)
                 assert error is None or isinstance(error, AsyncCkptError), (point, error)
                 assert handle.staged.done() and handle.durable.done(), point
                 assert observer.met, point
@@ -478,8 +480,22 @@ def test_an_error_or_a_wait_in_trainer_or_worker_costs_one_save_at_most(
                 assert is_state(asyncckpt.load(path), n)
             else:
                 assert not (path / "manifest.json").exists(), point
-            checkpointer.save(state(n), tmp_path / f"{n}-next").written.result(20)
+            checkpointer.save(state(n), tmp_path / f"{n}-next").written.result(60)
             assert is_state(asyncckpt.load(tmp_path / f"{n}-next"), n)
+
+
+class Bereaved(Client):
+    """A client that waits for a worker as long as that lives."""
+
+    def __init__(self, endpoint: str, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(endpoint)
+        self._process = process
+
+    def receive(self, timeout_s: float) -> messages.Message | None:
+        """As `Client.receive`, or raise once the worker is dead."""
+        if self._process.poll() is not None:
+            raise WorkerUnavailableError("it is dead", endpoint=self.endpoint)
+        return super().receive(min(timeout_s, 0.05))
 
 
 def killed_worker(endpoint: str, path: pathlib.Path, point: str, visit: int = 1) -> None:
@@ -487,14 +503,12 @@ def killed_worker(endpoint: str, path: pathlib.Path, point: str, visit: int = 1)
     snapshot, save_id = Snapshot(nbytes=300_000), SaveId(1, 0, "0123456789ab")
     command = [sys.executable, "-m", "tests.failing_process", "worker", endpoint, "kill", str(visit), point]
     with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        with Client(endpoint, timeout_s=0.5) as client, contextlib.suppress(AsyncCkptError):
-            client.timeout_s = 10.0
+        with Bereaved(endpoint, process) as client, contextlib.suppress(AsyncCkptError):
             client.hello()
-            client.timeout_s = 0.5
             slot = client.allocate(snapshot.slot_nbytes())
             client.stage(slot, snapshot, save_id, str(path))
             client.submit(slot, save_id)
-        assert process.wait(20) == -signal.SIGKILL, point
+        assert process.wait(60) == -signal.SIGKILL, point
     stands = (path / "manifest.json").exists()
     if stands:
         verdict = verify_checkpoint(str(path), Files())
@@ -507,7 +521,7 @@ def killed_worker(endpoint: str, path: pathlib.Path, point: str, visit: int = 1)
             row = client.save(slot, snapshot, str(path.with_name(path.name + "-next")))
             assert row["phase"] == "committed", point
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("point", WORKER_POINTS)

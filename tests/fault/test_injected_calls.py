@@ -116,7 +116,7 @@ def test_a_kill_in_the_place_of_a_call_lists_nothing_broken(
         ):
             for n in range(20):
                 saver.save(tmp_path / f"{n}", n)
-        assert worker.wait(10) == -signal.SIGKILL
+        assert worker.wait(60) == -signal.SIGKILL
     assert violations(saver.acknowledged, [*saver.refused, *saver.open]) == []
     assert saver.acknowledged
     with worker_process(endpoint), Saver(endpoint) as again:

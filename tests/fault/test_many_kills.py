@@ -33,7 +33,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
         yield process
         process.stdin.close()
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.mark.timeout(900)

@@ -171,13 +171,13 @@ def save_by(endpoint: str, path: pathlib.Path, sequence: int, kill: str = "") ->
             client.stage(slot, snapshot, save_id, str(path), overwrite=True)
             ring(client, slot, save_id)
             if kill:
-                process.wait(20)
+                process.wait(60)
                 return "killed" if process.returncode == -signal.SIGKILL else f"exit {process.returncode}"
             return str(client.wait(save_id)["phase"])
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             finally:
                 process.kill()
 
@@ -220,5 +220,5 @@ def test_a_frozen_worker_of_an_older_run_never_replaces_a_newer_checkpoint(
         finally:
             process.send_signal(signal.SIGCONT)
             process.terminate()
-            process.wait(20)
+            process.wait(60)
     assert stands(path) == SaveId(2, 0, "f" * 12) and owners(path) == {SaveId(2, 0, "f" * 12)}

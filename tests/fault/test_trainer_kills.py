@@ -87,7 +87,7 @@ class Nursery:
         """End it."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        self._process.wait(30.0)
+        self._process.wait(60)
         self._process.stdout.close()
 
 

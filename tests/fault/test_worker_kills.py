@@ -62,7 +62,7 @@ class Nursery:
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            self._process.wait(20)
+            self._process.wait(60)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def worker(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -87,7 +87,7 @@ def nursery(record_property: Callable[[str, object], None]) -> Iterator[Nursery]
     nursery.close()
 
 
-def settled_status(client: Client, timeout_s: float = 30.0) -> dict[str, Any]:
+def settled_status(client: Client, timeout_s: float = 60.0) -> dict[str, Any]:
     """Wait until the worker has no session, slot or job left, and return its status."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -237,7 +237,7 @@ def test_many_killed_trainers_leave_no_memory_no_fd_no_socket(
     assert report["counters"]["saves_committed"] == 3 * KILLS
     assert "internal_errors" not in report["counters"]
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(10) == 0
+    assert worker.wait(60) == 0
     assert sorted(p.name for p in endpoint_dir.iterdir()) == ["w.sock.lock"], "only the lock's file stays"
 
 
@@ -253,5 +253,5 @@ def test_killed_worker_leaves_a_socket_that_the_next_one_replaces(endpoint: str,
         with Client(endpoint) as client:
             instances.add(client.hello().instance)
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     assert len(instances) == 4

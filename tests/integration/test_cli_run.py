@@ -21,6 +21,7 @@ from real_worker import DEADLINE_S, RealWorker, running, status_of, wait_until
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
+from tests.leak_guard import fds_of
 from tests.torch_free_client import Client, Snapshot
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -92,7 +93,7 @@ def begun(environment: dict[str, str], *words: str, options: Sequence[str] = ())
         finally:
             run.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(5)
+                run.wait(60)
             run.kill()
 
 
@@ -194,7 +195,7 @@ def test_worker_is_our_child_in_its_own_session_and_inherits_nothing(
         assert int(fields[1]) == run.pid
         assert os.getsid(worker.pid) == os.getpgid(worker.pid) == worker.pid
         assert os.readlink(f"/proc/{worker.pid}/cwd") == "/"
-        held = {n: os.readlink(f"/proc/{worker.pid}/fd/{n}") for n in os.listdir(f"/proc/{worker.pid}/fd")}
+        held = fds_of(worker.pid)
         log = str(endpoint_dir / "w.log")
         assert (held["0"], held["1"], held["2"]) == (os.devnull, log, log)
         assert str(tmp_path / "secret") not in held.values()
@@ -383,5 +384,5 @@ def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], t
 
 def test_worker_start_takes_the_options_of_the_command(environment: dict[str, str], endpoint: str) -> None:
     command = [sys.executable, "-m", "asyncckpt", "worker", "start", "--endpoint", endpoint, "--idle-exit-s", "0.05"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "idle" in done.stderr, done.stderr

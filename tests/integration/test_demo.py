@@ -63,11 +63,14 @@ def test_a_training_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, command
 
 
 def test_what_a_deaf_training_has_started_is_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_children, "RUN_TIMEOUT_S", 1.0)
     monkeypatch.setattr(demo_children, "END_TIMEOUT_S", 0.2)
     seen = list[str]()
-    with pytest.raises(DemoFailedError, match="killed"):
-        demo_children.train(DEAF_WITH_CHILD, os.environ, on_line=seen.append)
+    for limit_s in (1.0, 5.0, 25.0):  # on a busy machine it may not have started anything after the first
+        monkeypatch.setattr(demo_children, "RUN_TIMEOUT_S", limit_s)
+        with pytest.raises(DemoFailedError, match="killed"):
+            demo_children.train(DEAF_WITH_CHILD, os.environ, on_line=seen.append)
+        if seen:
+            break
     assert start_ticks(int(seen[0])) is None
 
 

@@ -42,7 +42,7 @@ from asyncckpt.tracker import SaveTracker
 @pytest.fixture
 def checkpointer(shared_worker: RealWorker) -> Any:
     """One slot only: whoever keeps it for a save that has failed makes the next one fail."""
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1, slot_timeout_s=10.0) as found:
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1, slot_timeout_s=DEADLINE_S) as found:
         yield found
 
 
@@ -419,7 +419,7 @@ EXIT = """
     copy = SlotImage.copy
     def slow(*arguments):
         if threading.current_thread().name == "asyncckpt-overlap":
-            time.sleep(0.5 if way == "soon" else 600)
+            time.sleep(0.2 if way == "soon" else 600)
         copy(*arguments)
     checkpointer = asyncckpt.AsyncCheckpointer(endpoint=endpoint, staging="overlap")
     checkpointer.attach(optimizer)

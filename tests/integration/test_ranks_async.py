@@ -15,7 +15,7 @@ import rank_processes
 import real_worker
 import torch
 import torch.distributed as dist
-from real_worker import DEADLINE_S, manifest_of
+from real_worker import DEADLINE_S, limit_commits, manifest_of, status_of, wait_until
 from torch import nn
 
 import asyncckpt
@@ -411,7 +411,7 @@ def only_rank_zero(rank: int, root: str) -> Any:
         error = ended(handle, 0.1)
     assert isinstance(error, PlanTimeoutError)
     assert "rank_info=RankInfo(0, 1)" in str(error)
-    return list(error.missing_ranks), waited < 3
+    return list(error.missing_ranks), waited < 50
 
 
 def test_saving_on_rank_zero_only_gets_a_clear_error_not_a_hang(
@@ -424,13 +424,15 @@ def test_saving_on_rank_zero_only_gets_a_clear_error_not_a_hang(
 
 
 def late_rank(rank: int, root: str) -> Any:
-    with AsyncCheckpointer(commit_timeout_s=0.7) as checkpointer:
+    with AsyncCheckpointer() as checkpointer:
         assert ended(checkpointer.save(replicated(0), f"{root}/step-0")) is None
+        limit_commits(checkpointer, 0.7)
         if rank == 1:
             rank_processes.talk().hear()
         error = ended(checkpointer.save(replicated(1), f"{root}/step-1"))
         if rank == 0:
             rank_processes.talk().say("over")
+        limit_commits(checkpointer, DEADLINE_S)
         assert ended(checkpointer.save(replicated(2), f"{root}/step-2")) is None
     return type(error).__name__, list(error.missing_ranks or ())
 
@@ -488,14 +490,19 @@ def test_hooks_of_all_ranks_are_asked_and_one_veto_ends_the_save_on_all(
 
 
 class Slow:
-    """Takes longer than it may."""
+    """Takes longer than it may: until the worker has given the save up."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
 
     def pre_commit(self, path: str, **kw: Any) -> None:
-        time.sleep(1.5)
+        wait_until(lambda: status_of(self.endpoint)["saves"][-1]["phase"] == "failed", "the hook is not waited for")
 
 
 def test_a_hook_is_waited_for_hook_timeout_s(tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker) -> None:
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, commit_hook=Slow(), hook_timeout_s=0.3) as checkpointer:
+    with AsyncCheckpointer(
+        endpoint=shared_worker.endpoint, commit_hook=Slow(shared_worker.endpoint), hook_timeout_s=0.3
+    ) as checkpointer:
         error = ended(checkpointer.save(replicated(), tmp_path / "step-1"))
         assert isinstance(error, SaveFailedError)
         assert (error.code, error.rank) == ("vetoed", 0)
@@ -560,7 +567,7 @@ def test_all_ranks_go_on_from_the_save_that_was_in_flight_when_their_predecessor
             assert [ranks.receive(r) for r in (0, 1)] == ["staged", "staged"]
             ranks.kill()
             for process in ranks.processes:
-                process.join(10)
+                process.join(60)
             assert not (tmp_path / "step-1" / "manifest.json").exists()
             with rank_processes.running(2, resume, str(tmp_path), environ=environ) as successors:
                 time.sleep(0.3)
@@ -586,7 +593,7 @@ def test_rank_info_for_rank_zero_saves_alone_whatever_the_environment_says(
 def outlives_workers(rank: int, root: str, on_worker_loss: str) -> list[Any]:
     outcome: list[Any] = []
     state = replicated()
-    with AsyncCheckpointer(commit_timeout_s=20, on_worker_loss=on_worker_loss) as checkpointer:
+    with AsyncCheckpointer(commit_timeout_s=600, on_worker_loss=on_worker_loss) as checkpointer:
         for step in range(4):
             if step == 1:
                 state["new"] = torch.ones(6)
@@ -607,7 +614,7 @@ def outlives_workers(rank: int, root: str, on_worker_loss: str) -> list[Any]:
         again = checkpointer.save(dict(state), f"{root}/again", step=5)
         if rank == 1:
             outcome.append(type(ended(handle)).__name__)
-        outcome += [ended(again), time.monotonic() - began < 10]
+        outcome += [ended(again), time.monotonic() - began < 50]
     return outcome
 
 

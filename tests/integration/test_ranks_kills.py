@@ -27,7 +27,7 @@ def trains(rank: int, root: str, stages: bool, ignores_term: bool) -> None:
     if ignores_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     checkpointer = AsyncCheckpointer()
-    checkpointer.save(state_of(0), f"{root}/step-0").written.result(30)
+    checkpointer.save(state_of(0), f"{root}/step-0").written.result(60)
     rank_processes.talk().say("trains")
     rank_processes.talk().hear()
     if stages or rank == 0:
@@ -55,7 +55,7 @@ def killed_between_staged_and_written(
                 os.killpg(ranks.processes[0].pid, number)
                 time.sleep(0.05 if len(signals) > 1 else 0)
             for process in ranks.processes:
-                process.join(10)
+                process.join(60)
                 assert process.exitcode == -signal.SIGKILL
             assert not (root / "step-1" / "manifest.json").exists()
 

@@ -106,7 +106,7 @@ def dead_between_staged_and_written(here: Here, root: pathlib.Path, *, stages: t
                 assert ranks.receive(r) == "staged"
         ranks.kill()
         for process in ranks.processes:
-            process.join(10)
+            process.join(60)
     wait_until(lambda: not status_of(here.endpoint)["sessions"], "the deaths are noticed")
 
 

@@ -156,7 +156,7 @@ def test_ranks_that_restore_from_different_directories_are_told_so(said: Said) -
 
 def test_a_rank_that_does_not_come_is_named_in_time_and_the_next_call_works(said: Said) -> None:
     assert said[0]["absent"]["missing"] == [1]
-    assert said[0]["absent"]["seconds"] < 20 and said[1]["sound"]["path"] == "s20"
+    assert said[0]["absent"]["seconds"] < 50 and said[1]["sound"]["path"] == "s20"
 
 
 def test_a_checkpointer_s_ranks_agree_too(said: Said) -> None:
@@ -176,7 +176,7 @@ def _dies(rank: int, root: str) -> dict[str, Any]:
 def test_a_rank_that_dies_while_it_reads_ends_it_on_the_other(base: Path) -> None:
     with rank_processes.running(2, _dies, str(base / "sound")) as ranks:
         found = ranks.receive(0)
-    assert found["error"] == "SharedLoadError" and found["seconds"] < 20
+    assert found["error"] == "SharedLoadError" and found["seconds"] < 50
 
 
 def _without_group(rank: int, root: str) -> tuple[str, int]:

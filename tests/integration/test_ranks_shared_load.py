@@ -175,7 +175,7 @@ def test_a_rank_that_refuses_its_target_or_arguments_tells_the_others_why(
     found = rank_processes.run(3, _fails, saved, how)
     assert [kind for kind, _, _, _ in found] == ["SharedLoadError", error, "SharedLoadError"]
     assert found[0][1] == found[2][1] == 1 and word in found[0][2]
-    assert max(taken for _, _, _, taken in found) < 20
+    assert max(taken for _, _, _, taken in found) < 50
 
 
 def test_a_rank_that_does_not_load_is_named(saved: str) -> None:
@@ -190,7 +190,7 @@ def _again(rank: int, path: str, how: str) -> tuple[str, str]:
     dist.barrier()
     began = time.monotonic()
     second = _fails(rank, path, "not at all")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     return first[0], second[0]
 
 
@@ -205,7 +205,7 @@ def test_a_rank_that_fails_while_it_receives_ends_the_load_on_all(saved: str) ->
     found = rank_processes.run(3, _fails, saved, "receiving")
     assert found[1][0] == "OSError"
     assert [(kind, rank) for kind, rank, _, _ in (found[0], found[2])] == [("SharedLoadError", 1)] * 2
-    assert max(taken for _, _, _, taken in found) < 20
+    assert max(taken for _, _, _, taken in found) < 50
 
 
 def _dies(rank: int, path: str) -> Any:

@@ -86,7 +86,7 @@ def test_a_rank_that_cannot_store_its_state_fails_the_save_on_all(tmp_path: path
 
 
 def one_passes_nonsense(rank: int, root: str) -> tuple[str, float]:
-    with SyncCheckpointer() as checkpointer:
+    with SyncCheckpointer(plan_timeout_s=600.0) as checkpointer:
         began = time.monotonic()
         with pytest.raises((ConfigError, SaveFailedError)) as caught:
             checkpointer.save(state_of(rank), f"{root}/bad", **({"metadata": {"x": {1}}} if rank == 1 else {}))
@@ -98,7 +98,7 @@ def one_passes_nonsense(rank: int, root: str) -> tuple[str, float]:
 def test_wrong_arguments_on_one_rank_hold_up_no_other(tmp_path: pathlib.Path) -> None:
     (told, waited), (raised, _) = rank_processes.run(2, one_passes_nonsense, str(tmp_path))
     assert (told, raised) == ("SaveFailedError", "ConfigError")
-    assert waited < 10
+    assert waited < 60
 
 
 class Veto(CommitHook):

@@ -53,7 +53,7 @@ class Running:
     def _run(self) -> None:
         self.complete = self.daemon.run()
 
-    def join(self, timeout_s: float = 10.0) -> bool | None:
+    def join(self, timeout_s: float = 60.0) -> bool | None:
         """Wait until it has exited, and return whether it was complete."""
         self.thread.join(timeout_s)
         assert not self.thread.is_alive(), "the daemon did not exit"
@@ -82,7 +82,7 @@ def session(endpoint: str, snapshot: Snapshot | None = None) -> Iterator[tuple[C
         yield client, client.allocate(snapshot.slot_nbytes()), snapshot
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until `check()` holds."""
     deadline = time.monotonic() + timeout_s
     while not check():
@@ -285,7 +285,7 @@ def test_slot_reopened_under_the_writer_fails_the_save(endpoint: str, tmp_path: 
 
     class Slow(Files):
         def fallocate(self, fd: int, nbytes: int) -> None:
-            gate.wait(10)
+            gate.wait(60)
 
     with running(endpoint, Slow()), session(endpoint) as (client, slot, snapshot):
         save_id = new_save_id()
@@ -368,7 +368,7 @@ def test_freeing_a_large_slot_holds_nobody_up(
     gate = threading.Event()
     with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
         real = worker.daemon._slots.free
-        monkeypatch.setattr(worker.daemon._slots, "free", lambda number: gate.wait(10) and real(number))
+        monkeypatch.setattr(worker.daemon._slots, "free", lambda number: gate.wait(60) and real(number))
         large = client.allocate(1 << 20)
         client.call(m.Release(id=client.next_id(), slot=large.number))
         assert client.save(slot, snapshot, str(tmp_path / "a"))["phase"] == "committed"
@@ -388,7 +388,7 @@ def test_death_of_a_process_is_noticed(endpoint: str, tmp_path: pathlib.Path, us
         root = pathlib.Path(__file__).parents[2]
         command = [sys.executable, "-m", "tests.torch_free_client"]
         subprocess.run(
-            command, input=encode_order(order).encode(), cwd=root, stdout=subprocess.DEVNULL, check=True, timeout=20
+            command, input=encode_order(order).encode(), cwd=root, stdout=subprocess.DEVNULL, check=True, timeout=60
         )
         eventually(lambda: pathlib.Path(path, MANIFEST_NAME).exists())
         with Client(endpoint) as client:
@@ -468,7 +468,7 @@ HELLO = encode(m.Status(id=5))
 def test_any_bytes_are_answered_and_survived(endpoint: str, frames: list[bytes]) -> None:
     with running(endpoint) as worker, Client(endpoint) as client:
         client.socket.send_multipart(frames)
-        reply = client.receive(5.0)
+        reply = client.receive(60.0)
         assert isinstance(reply, m.Refused) and isinstance(from_wire(reply.error), ProtocolError)
         assert status(client)["counters"]["messages_malformed"] == 1
         assert "internal_errors" not in worker.daemon.metrics.counters()
@@ -496,7 +496,7 @@ def test_flood_of_random_frames_leaves_the_worker_serving(endpoint: str, rng: An
 def test_peer_of_another_version_is_told_so(endpoint: str) -> None:
     with running(endpoint), Client(endpoint) as client:
         client.socket.send_multipart([b"ACKP\x09\x00", HELLO[1]])
-        assert client.socket.poll(5000)
+        assert client.socket.poll(60_000)
         frames = client.socket.recv_multipart()
         # What version 9 sees: our header, hence its own ProtocolVersionError; what we say is the same.
         reply = decode(frames, m.REPLIES)
@@ -512,7 +512,7 @@ def test_stop_finishes_what_is_in_flight_and_refuses_new_sessions(endpoint: str,
 
     class Slow(Files):
         def fallocate(self, fd: int, nbytes: int) -> None:
-            gate.wait(10)
+            gate.wait(60)
 
     with running(endpoint, Slow()) as worker, session(endpoint) as (client, slot, snapshot):
         save_id = new_save_id()
@@ -540,7 +540,7 @@ def test_drain_timeout_ends_a_wedged_save(endpoint: str, tmp_path: pathlib.Path)
 
     class Wedged(Files):
         def fallocate(self, fd: int, nbytes: int) -> None:
-            gate.wait(10)
+            gate.wait(60)
             raise OSError(errno.EIO, "wedged")
 
     with running(endpoint, Wedged(), drain_timeout_s=0.1) as worker, session(endpoint) as (client, slot, snapshot):
@@ -560,7 +560,7 @@ def test_idle_worker_exits_by_itself(endpoint: str) -> None:
             client.hello()
             time.sleep(0.4)
             client.goodbye()
-        assert worker.join(5.0) is True
+        assert worker.join() is True
 
 
 def test_peer_that_never_reads_does_not_stop_the_others(endpoint: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 import states
 import torch
 from own_worker import lose, own_worker, worker_of
-from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_until
+from real_worker import DEADLINE_S, RealWorker, manifest_of, saved_at_last, slots_of, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, launcher
@@ -210,7 +210,7 @@ def test_a_save_of_a_worker_that_only_hangs_is_given_to_nobody_else(
     default_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     with own_worker(worker_timeout_s=1.0) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        saved_at_last(lambda name: checkpointer.save(STATE, tmp_path / name))
         worker = worker_of(checkpointer)
         with worker.frozen():
             handle = checkpointer.save(STATE, tmp_path / "1")
@@ -218,9 +218,9 @@ def test_a_save_of_a_worker_that_only_hangs_is_given_to_nobody_else(
             assert isinstance(error, WorkerUnavailableError)
             assert error.detail == "silent"
             assert checkpointer.save(STATE, tmp_path / "2").written.exception(DEADLINE_S) is not None
-        checkpointer.save(STATE, tmp_path / "3").written.result(DEADLINE_S)
+        last = saved_at_last(lambda name: checkpointer.save(STATE, tmp_path / f"3-{name}"))
         assert worker_of(checkpointer).pid == worker.pid
-        assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "3")
+        assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / f"3-{last}")
 
 
 def test_a_hook_speaks_once_although_two_workers_ask(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -233,7 +233,7 @@ def test_a_hook_speaks_once_although_two_workers_ask(default_dir: pathlib.Path, 
         def post_commit(self, path: str, **kw: Any) -> None:
             said.append(f"post {os.path.basename(path)}")
 
-    with dying_worker("link:1:9:0"), own_worker(commit_hook=Hook(), hook_timeout_s=10.0) as checkpointer:
+    with dying_worker("link:1:9:0"), own_worker(commit_hook=Hook(), hook_timeout_s=DEADLINE_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
         assert said == ["pre 1", "post 1"]
 

@@ -31,7 +31,7 @@ class Room:
     """Where threads meet, in rounds of which each gives everybody's bytes."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(WORLD_SIZE, timeout=20)
+        self.barrier = threading.Barrier(WORLD_SIZE, timeout=60)
         self.refusal: tuple[int, str] | None = None
         self.given: list[bytes] = [b""] * WORLD_SIZE
 
@@ -88,7 +88,7 @@ class Ranks:
     def together(self, call: Callable[[Coordination], Any]) -> None:
         with ThreadPoolExecutor(WORLD_SIZE) as pool:
             for done in [pool.submit(call, one) for one in self.each]:
-                done.result(30)
+                done.result(60)
 
     def save(self, sequence: int) -> None:
         """Agree as the stager does before a save."""
@@ -227,6 +227,7 @@ def test_a_change_that_holds_early_makes_those_before_it_hold_as_early() -> None
 def test_a_save_waits_for_a_change_that_was_announced_and_not_for_one_that_never_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(taken_changes, "EXPECT_S", 60.0)
     taken = TakenChanges()
     taken.expect(WORKER, 1)
     late = threading.Timer(0.05, taken.take, (WORKER, 1, 1, b"change"))
@@ -238,7 +239,8 @@ def test_a_save_waits_for_a_change_that_was_announced_and_not_for_one_that_never
     monkeypatch.setattr(taken_changes, "EXPECT_S", 0.1)
     taken.expect(WORKER, 2)
     begun = time.monotonic()
-    assert taken.due(2) == [] and taken_changes.EXPECT_S <= time.monotonic() - begun < 10
+    assert taken.due(2) == [] and taken_changes.EXPECT_S <= time.monotonic() - begun < 60
+    monkeypatch.setattr(taken_changes, "EXPECT_S", 600.0)
     taken.expect(WORKER, 2)
     begun = time.monotonic()
     assert taken.due(3) == [] and time.monotonic() - begun < taken_changes.EXPECT_S, "once for each"
@@ -268,11 +270,11 @@ def test_a_rank_that_took_a_save_too_early_does_not_let_the_others_wait_for_it()
         waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/x", step=1)
         ranks.each[1].take_change(WORKER, 1, 1, change)
         with pytest.raises(SaveFailedError, match="before it heard"):
-            waits.result(30)
-    assert time.monotonic() - begun < 10
+            waits.result(60)
+    assert time.monotonic() - begun < 60
     for thread in threading.enumerate():
         if thread.name == "asyncckpt-late":
-            thread.join(10)
+            thread.join(60)
 
 
 def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_saves_that_it_took() -> None:
@@ -287,7 +289,7 @@ def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_s
         waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=2, path="/x", step=2)
         ranks.each[1].forget(1)
         with pytest.raises(SaveFailedError, match="before it heard"):
-            waits.result(30)
+            waits.result(60)
     ranks.save(3)
     ranks.agree_on(n_changes=0, since=ranks.fingerprints())
     ranks.each[1].forget(1)
@@ -296,4 +298,4 @@ def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_s
     assert ranks.each[1].must_meet
     for thread in threading.enumerate():
         if thread.name == "asyncckpt-late":
-            thread.join(10)
+            thread.join(60)

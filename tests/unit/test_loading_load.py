@@ -247,6 +247,23 @@ def test_an_inference_tensor_is_filled(tmp_path: Path) -> None:
         assert bool((target == 1).all())
 
 
+@pytest.mark.parametrize("target", [torch.zeros(6).unfold(0, 4, 1), torch.zeros(9).as_strided((3, 2), (2, 4))])
+def test_a_target_whose_elements_lie_upon_each_other_is_refused(tmp_path: Path, target: torch.Tensor) -> None:
+    path = save(tmp_path / "c", {"a": torch.ones(3), "w": torch.arange(float(target.numel())).reshape(target.shape)})
+    first = torch.zeros(3)
+    with pytest.raises(ConfigError, match="its elements share memory") as caught:
+        load(path, {"a": first, "w": target})
+    assert caught.value.value == "w"
+    assert not bool(first.any()) and not bool(target.any())
+
+
+def test_a_target_whose_dimensions_are_interleaved_is_filled(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"w": torch.arange(6.0).reshape(2, 3)})
+    target = torch.zeros(20).as_strided((2, 3), (3, 2))
+    load(path, {"w": target})
+    assert target.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_an_expanded_target_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "c", {"w": torch.ones(3)})
     with pytest.raises(ConfigError, match="expanded"):

@@ -108,9 +108,8 @@ def test_names_are_those_of_the_format() -> None:
 # ---- what goes behind the training
 
 
-def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def removing(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Housekeeping, threading.Event]:
+    """Return what removes checkpoints behind the training, in the middle of a removal, and what ends that."""
     begun, ended = threading.Event(), threading.Event()
 
     def slow(*given: Any, **more: Any) -> None:
@@ -118,10 +117,17 @@ def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
         assert ended.wait(60)
 
     monkeypatch.setattr(housekeeping, "prune", slow)
-    house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
+    house = Housekeeping(str(root), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
     house.begins("a", 60.0)
     house.ended("a", is_committed=True)
     assert begun.wait(60)
+    return house, ended
+
+
+def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house, ended = removing(tmp_path, monkeypatch)
     house.begins("b", 0.01)
     house.begins("c", 60.0)  # it has been waited for in vain: not again
     assert caplog.text.count("is not removed as fast") == 1
@@ -138,17 +144,8 @@ def test_a_save_does_not_wait_for_removals_once_there_is_a_hurry(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A signal that comes while it waits leaves the grace to the snapshot."""
-    begun, ended, asked = threading.Event(), threading.Event(), itertools.count()
-
-    def slow(*given: Any, **more: Any) -> None:
-        begun.set()
-        assert ended.wait(60)
-
-    monkeypatch.setattr(housekeeping, "prune", slow)
-    house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
-    house.begins("a", 60.0)
-    house.ended("a", is_committed=True)
-    assert begun.wait(60)
+    house, ended = removing(tmp_path, monkeypatch)
+    asked = itertools.count()
     house.begins("b", 1e6, lambda: next(asked) > 0)
     assert "is not removed as fast" not in caplog.text
     ended.set()
@@ -197,6 +194,24 @@ def test_retention_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptur
         pruner.close(60.0)
     pruner.request()
     assert done == [0, 1] and "retention failed" in caplog.text
+
+
+def test_retention_without_a_thread_asks_for_one_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[int] = []
+    pruner = Pruner(lambda: done.append(1))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        pruner.request()
+    assert pruner.wait(0.0) and done == [] and "no thread for retention" in caplog.text
+    pruner.request()
+    assert pruner.wait(60.0) and done == [1]
+    pruner.close(60.0)
 
 
 # ---- ranks that agree without meeting -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from asyncckpt.staging.copier import Copier  # noqa: E402
 from asyncckpt.staging.deferred import DeferredCopy  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Image:

@@ -273,7 +273,7 @@ def test_two_runs_that_overwrite_at_once_come_one_after_the_other(tmp_path: Path
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert errors == [] and most == [1]
     assert stands(tmp_path) == ids[-1]
     assert LOCK_NAME not in os.listdir(tmp_path)

@@ -71,7 +71,7 @@ def test_a_rank_without_tensors_writes_objects_and_index_only(tmp_path: Path) ->
 
 def test_two_threads_write_one_file(tmp_path: Path) -> None:
     """Each of the first two writes waits until the other has begun too."""
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=60)
     writers: set[int] = set()
 
     class Meeting(Files):
@@ -93,7 +93,7 @@ def test_an_error_in_a_pool_thread_alone_fails_the_rank_and_leaves_nothing(tmp_p
     class OthersFail(Files):
         def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
             if threading.get_ident() == caller:
-                pool_failed.wait(20)
+                pool_failed.wait(60)
                 return super().pwrite(fd, buffer, offset)
             pool_failed.set()
             raise OSError(errno.EIO, "injected")

@@ -250,7 +250,7 @@ def test_where_there_is_no_worker_every_save_fails_with_a_typed_error(parts: Par
     parts.seal()
     connection: Any = FakeConnection(error)
     parts.takeover.begin(connection)
-    parts.takeover.join(10.0)
+    parts.takeover.join(60)
     ((saves, found),) = parts.given_up
     assert saves == [str(SAVE)]
     assert isinstance(found, WorkerUnavailableError)
@@ -263,7 +263,7 @@ def test_a_checkpointer_that_is_closed_gives_nothing_up(parts: Parts) -> None:
     parts.seal()
     connection: Any = FakeConnection(CheckpointerClosedError("closed"))
     parts.takeover.begin(connection)
-    parts.takeover.join(10.0)
+    parts.takeover.join(60)
     assert parts.given_up == []
 
 
@@ -273,7 +273,7 @@ def test_saves_that_another_thread_has_handed_over_meanwhile_are_not_given_up(pa
     connection: Any = FakeConnection(WorkerUnavailableError("nobody"))
     connection.session = SimpleNamespace(name="a" * 16, error=None)  # the slot's
     parts.takeover.begin(connection)
-    parts.takeover.join(10.0)
+    parts.takeover.join(60)
     assert parts.given_up == [([], parts.given_up[0][1])]
     assert parts.pool.held() == [parts.slot]
 
@@ -281,14 +281,14 @@ def test_saves_that_another_thread_has_handed_over_meanwhile_are_not_given_up(pa
 def test_what_comes_afterwards_waits_for_what_is_under_way(parts: Parts) -> None:
     go_on, called = threading.Event(), threading.Event()
     connection: Any = FakeConnection()
-    connection.connect = lambda: go_on.wait(10.0)
+    connection.connect = lambda: go_on.wait(60)
     assert not parts.takeover.afterwards(called.set)
     parts.takeover.begin(connection)
     assert parts.takeover.afterwards(called.set)
     assert not called.is_set()
     go_on.set()
-    assert called.wait(10.0)
-    parts.takeover.join(10.0)
+    assert called.wait(60)
+    parts.takeover.join(60)
 
 
 class State(dict[str, int]):

@@ -15,19 +15,24 @@ import asyncckpt  # noqa: E402
 from asyncckpt import SyncCheckpointer  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
 
+DEADLINE_S = 30.0
+
 
 class AtOnce:
-    """Slows a call down, and keeps the largest number of threads that are in it."""
+    """Holds a call back until so many threads are in it, and keeps the largest number of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, expected: int) -> None:
         self.most = self._now = 0
-        lock, call = threading.Lock(), getattr(Files, name)
+        lock, call = threading.Condition(), getattr(Files, name)
+        deadline = time.monotonic() + DEADLINE_S
 
         def counted(*arguments: Any) -> Any:
             with lock:
                 self._now += 1
                 self.most = max(self.most, self._now)
-            time.sleep(0.02)
+                lock.notify_all()
+                lock.wait_for(lambda: self.most >= expected, max(0.0, deadline - time.monotonic()))
+            time.sleep(0.02)  # for one too many
             try:
                 return call(*arguments)
             finally:
@@ -42,7 +47,7 @@ STATE = {f"t{n}": torch.full((2_000_000,), float(n)) for n in range(6)}
 
 @pytest.mark.parametrize("threads", [2, 5])
 def test_write_threads_write_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    counted = AtOnce(monkeypatch, "pwrite")
+    counted = AtOnce(monkeypatch, "pwrite", threads)
     with SyncCheckpointer(write_threads=threads, fsync=False) as checkpointer:
         checkpointer.save(STATE, tmp_path / "a")
     assert counted.most == threads
@@ -53,7 +58,7 @@ def test_write_threads_write_at_once(tmp_path: pathlib.Path, monkeypatch: pytest
 def test_threads_read_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, threads: int, how: str) -> None:
     with SyncCheckpointer(fsync=False) as checkpointer:
         checkpointer.save(STATE, tmp_path / "a")
-        counted = AtOnce(monkeypatch, "preadv")
+        counted = AtOnce(monkeypatch, "preadv", threads)
         if how == "load":
             asyncckpt.load(tmp_path / "a", threads=threads)
         elif how == "load of a checkpointer":

@@ -50,7 +50,7 @@ def test_waiting_ends_when_the_last_save_ends() -> None:
     waiting = threading.Thread(target=tracker.wait, args=(30.0,))
     waiting.start()
     finish(handle)
-    waiting.join(10.0)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 
@@ -120,3 +120,10 @@ def test_a_save_that_has_ended_is_not_pending_although_its_callbacks_have_not_ru
     tracker.wait(0.0)
     with pytest.raises(PendingSavesError):
         tracker.raise_errors()
+
+
+def test_a_result_of_an_own_process_that_is_no_report_ends_the_save() -> None:
+    tracker = SaveTracker(on_error="warn")
+    (handle,) = handles(tracker, 1)
+    handle.written.set_result("done")  # type: ignore[arg-type]
+    assert tracker._pending == [], "close() would wait for it"

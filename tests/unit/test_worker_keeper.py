@@ -41,7 +41,7 @@ def test_a_keepers_death_is_seen(use_pidfd: bool | None) -> None:
         assert keeper.lives()
         assert bool(keeper.fds()) == (use_pidfd is None) == (keeper.poll_s is None)
         process.kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while keeper.lives():
             assert time.monotonic() < deadline
             time.sleep(0.001)

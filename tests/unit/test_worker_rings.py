@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from worker_bench import ERROR, FIRST, PATH, REQUEST, SECOND, Bench
+from worker_bench import COMMIT_TIMEOUT_S, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker import actions as ac
@@ -208,6 +208,69 @@ def test_the_next_save_may_use_the_slot_of_a_ring_that_was_taken_back(bench: Rin
     assert isinstance(bench.begin(bench.number, SECOND, 2), m.Ok)
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     assert bench.phase(SECOND) == "begun"
+
+
+class Pair(Bench):
+    """Rank 0's ring is being written, and rank 1 has sealed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+        for rank, peer in enumerate((b"p", b"q")):
+            self.hello(peer, str(rank + 1) * 16, rank=rank, world_size=2, pid=7 + rank)
+            self.numbers.append(self.slot(peer))
+        self.begin(self.numbers[0])
+        self.feed(ev.Prepared, key=(FIRST, 0))
+        self.submit(self.numbers[0])
+        self.read_ring(streamed=True)
+        self.at_writing(self.numbers[1], peer=b"q", rank=1)
+
+    def read_ring(self, *, streamed: bool) -> None:
+        request = replace(REQUEST, world_size=2, **RINGED)  # type: ignore[arg-type]
+        self.feed(ev.SlotRead, slot=self.numbers[0], generation=1, request=request, streamed=streamed, opened=streamed)
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(ev.Tick)
+
+    def phases(self) -> tuple[str | None, str | None]:
+        return self.phase(rank=0), self.phase(rank=1)
+
+
+def test_a_ring_that_is_being_written_is_waited_for_though_another_rank_has_sealed_long_ago() -> None:
+    pair = Pair()
+    pair.later(10 * COMMIT_TIMEOUT_S)
+    assert pair.phases() == ("begun", "writing")
+    pair.feed(ev.Written, key=(FIRST, 0), result="files")
+    pair.later(0.9 * COMMIT_TIMEOUT_S)
+    pair.submit(pair.numbers[0])
+    pair.read_ring(streamed=False)
+    assert pair.phases() == ("durable", "writing")
+
+
+def test_a_ring_that_is_written_and_not_sealed_is_waited_for_commit_timeout_s() -> None:
+    pair = Pair()
+    pair.later(10 * COMMIT_TIMEOUT_S)
+    pair.feed(ev.Written, key=(FIRST, 0), result="files")
+    pair.later(1.1 * COMMIT_TIMEOUT_S)
+    assert pair.phases() == ("failed", "failed")
+
+
+def test_a_rank_that_has_not_even_begun_is_not_waited_for_because_another_s_ring_is_being_written() -> None:
+    bench = Bench()
+    slots = []
+    for rank, peer in enumerate((b"p", b"q")):
+        bench.hello(peer, str(rank + 1) * 16, rank=rank, world_size=3, pid=7 + rank)
+        slots.append(bench.slot(peer))
+    bench.begin(slots[0])
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slots[0])
+    request = replace(REQUEST, world_size=3, **RINGED)  # type: ignore[arg-type]
+    bench.feed(ev.SlotRead, slot=slots[0], generation=1, request=request, streamed=True, opened=True)
+    bench.at_writing(slots[1], peer=b"q", rank=1)
+    bench.now += 1.1 * COMMIT_TIMEOUT_S
+    bench.feed(ev.Tick)
+    assert (bench.phase(rank=0), bench.phase(rank=1)) == ("failed", "failed")
 
 
 def test_a_rank_that_never_seals_ends_the_ring_of_another() -> None:
