@@ -83,7 +83,7 @@ class SaveBook:
         if save.outcome is not None:
             self._clean_up(save)
         elif event.error is not None and entry.streaming and not entry.ring:
-            write_again(self._t, save, entry)
+            write_again(self._t, save, entry, event.error)
         elif event.error is not None:
             self.end(save, FAILED, event.error)
         elif entry.phase == WRITING:  # else its seal was not seen yet

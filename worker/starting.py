@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncckpt.protocol.lifecycle import BEGUN, WRITING
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.actions import CutOff, Write
+from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.tables import Tables
 
@@ -27,7 +28,7 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
     )
 
 
-def write_again(t: Tables, save: Save, entry: RankSave) -> None:
+def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
     """What began before the seal has failed.
 
     IMPORTANT: it ends nothing, also when the seal was seen meanwhile: it may have failed since nothing was staged for
@@ -35,6 +36,8 @@ def write_again(t: Tables, save: Save, entry: RankSave) -> None:
     even if the disk refuses it.
     """
     entry.streaming = False
+    text = f"what was written before the seal is written again: {error.get('text', '')}"
+    t.log("info", text, save_id=save.save_id, session=entry.session, count="early_failed")
     if entry.phase == WRITING and not save.given_up:
         assert entry.request is not None
         start_writing(t, save, entry, entry.request)

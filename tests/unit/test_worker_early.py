@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from worker_bench import CONFIG, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
+from worker_bench import COMMIT_TIMEOUT_S, CONFIG, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker import actions as ac
@@ -16,9 +16,9 @@ from asyncckpt_worker import events as ev
 class Early(Bench):
     """A bench with a session and a slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1) -> None:
         super().__init__()
-        self.hello()
+        self.hello(world_size=world_size)
         self.number = self.slot()
 
     def read_slot(self, *, streamed: bool, slot: int = 0) -> list[Any]:
@@ -120,6 +120,31 @@ def test_an_error_that_is_heard_of_after_the_seal_leads_to_another_attempt_too(b
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     assert bench.phase() == "failed"
     assert not bench.of(ac.Write)
+
+
+def test_a_rank_that_stops_while_it_is_written_is_waited_for_as_long_as_one_that_is_not() -> None:
+    bench = Early(world_size=2)
+    bench.hello(b"q", "2" * 16, rank=1, world_size=2)
+    other = bench.slot(b"q")
+    bench.begin(other, peer=b"q")
+    bench.feed(ev.Prepared, key=(FIRST, 1))
+    bench.submit(other, peer=b"q")
+    bench.feed(
+        ev.SlotRead,
+        slot=other,
+        generation=1,
+        request=replace(REQUEST, rank=1, world_size=2),
+        streamed=True,
+        opened=True,
+    )
+    assert [write.key for write in bench.of(ac.Write)] == [(FIRST, 1)]
+    bench.at_writing(bench.number)
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    bench.now = COMMIT_TIMEOUT_S + 1.0
+    bench.feed(ev.Written, key=(FIRST, 1), error=ERROR)  # nothing was staged for so long
+    bench.feed(ev.Tick)
+    assert (bench.phase(), bench.phase(rank=1)) == ("failed", "failed")
+    assert len(bench.of(ac.Remove)) == 1
 
 
 def test_a_drain_does_not_wait_for_a_stopped_trainer_longer_because_its_state_is_being_written(bench: Early) -> None:
