@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from real_worker import RealWorker, stop_whoever_serves, wait_until
+from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 
 from asyncckpt import AsyncCheckpointer
 
@@ -15,7 +15,8 @@ from asyncckpt import AsyncCheckpointer
 @contextlib.contextmanager
 def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
     """A checkpointer that starts its workers; they are ended after it. Wants the fixture `default_dir`."""
-    checkpointer = AsyncCheckpointer(**fields)
+    # On a machine on which others work as well, a start takes longer than the default allows.
+    checkpointer = AsyncCheckpointer(**{"worker_start_timeout_s": DEADLINE_S, **fields})
     endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
     try:
         with checkpointer:
