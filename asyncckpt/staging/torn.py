@@ -4,7 +4,8 @@ Version counters tell of every in-place operation that torch knows of. `.data`, 
 their `step()` and CUDA graphs count nothing; digests (`overlap_check="hash"`) find these too, and cost a pass over the
 bytes each. Nor is an operation seen that still runs when the copy ends: torch counts it at its own end, up to some
 milliseconds later (a fence, as the hooks of `step()` have it, keeps it from beginning; digests find it if it has
-written by then). A storage that is given other memory (`share_memory_()`, `resize_()`) counts nothing either: addresses do.
+written by then). A storage that is given other memory (`share_memory_()`, `resize_()`) counts nothing either: addresses
+do.
 """
 
 from __future__ import annotations
