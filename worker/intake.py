@@ -48,6 +48,8 @@ class Intake:
         slot = None if session.link else self._t.slots.get(message.slot)
         entry = entry_of_begin(session, message, self._t.now, adopted=slot.adopted if slot is not None else -1)
         self._add(save, entry)
+        if save.outcome is not None:
+            self._saves.clean_up(save)  # it has ended before: what its former worker had begun to write goes
         error = self._refuse_rival(save, entry)
         if not entry.ended and not save.given_up:
             self._saves.prepare(save, entry, fsync=message.fsync)

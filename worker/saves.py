@@ -56,7 +56,7 @@ class SaveBook:
             return
         entry.preparing, entry.prepared, entry.home = False, event.error is None, event.home
         if save.outcome is not None:
-            self._clean_up(save)
+            self.clean_up(save)
             return
         if event.error is not None:
             self.end(save, FAILED, event.error)
@@ -81,7 +81,7 @@ class SaveBook:
         if event.error is None:
             entry.result, entry.written_at = event.result, self._t.now
         if save.outcome is not None:
-            self._clean_up(save)
+            self.clean_up(save)
         elif event.error is not None and entry.streaming and not entry.ring:
             write_again(self._t, save, entry, event.error)
         elif event.error is not None:
@@ -149,6 +149,7 @@ class SaveBook:
         save = self._t.saves.get(event.save_id)
         if save is not None:
             save.removing = False
+            self.clean_up(save)  # of ranks that have come since
 
     # ---- gone ranks, and time ---------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class SaveBook:
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
         stop_streams(self._t, save)
-        self._clean_up(save)
+        self.clean_up(save)
         self._commit_next(save)
 
     def broken(self, event: Broken) -> None:
@@ -275,7 +276,7 @@ class SaveBook:
         self._t.actions.append(Commit(save_id=save.save_id, requests=requests, results=results, remote=remote))
         return True
 
-    def _clean_up(self, save: Save) -> None:
+    def clean_up(self, save: Save) -> None:
         """Remove what durable ranks of a failed save have left, once nobody writes to it any more."""
         left = [e for e in save.ranks.values() if e.result is not None or e.leftovers]
         # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.

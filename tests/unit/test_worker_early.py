@@ -243,6 +243,22 @@ def test_what_a_dead_worker_had_begun_to_write_is_removed_when_the_save_is_taken
     assert bench.phase() == "abandoned"
 
 
+@pytest.mark.parametrize("removing", [False, True], ids=["removed before", "being removed"])
+def test_what_a_dead_worker_had_begun_to_write_is_removed_when_another_rank_has_failed_before(removing: bool) -> None:
+    bench = Early(world_size=2)
+    slot = bench.adopted()
+    bench.read_slot(streamed=True, slot=slot)
+    bench.hello(b"q", "2" * 16, rank=1, world_size=2)
+    bench.begin(bench.slot(b"q"), peer=b"q")
+    bench.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
+    assert bench.phase(rank=1) == "failed"
+    bench.brain.tables.saves[FIRST].removing = removing
+    bench.begin(slot)
+    assert (bench.phase(), len(bench.of(ac.Remove))) == ("failed", 0 if removing else 1)
+    bench.feed(ev.Removed, save_id=FIRST)
+    assert len(bench.of(ac.Remove)) == (1 if removing else 0)
+
+
 def test_a_save_that_begins_after_the_takeover_has_no_files_of_the_worker_before(bench: Early) -> None:
     slot = bench.adopted()
     bench.feed(ev.SlotRead, slot=slot, reason="open", opened=True)
