@@ -55,7 +55,11 @@ def test_another_process_is_named_and_keeps_nobody_out_once_it_was_killed(tmp_pa
 def is_refused_elsewhere(directory: pathlib.Path) -> bool:
     """Whether another process finds the directory in use."""
     found = subprocess.run(
-        [sys.executable, "-c", HOLD, str(directory)], stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+        [sys.executable, "-c", HOLD, str(directory)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     return b"DirectoryInUseError" in found.stderr
 
