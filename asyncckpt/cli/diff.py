@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
-from asyncckpt.cli.progress import reading
+from asyncckpt.cli.progress import expect, reading, said_nbytes
 from asyncckpt.storage.files import Files
 
 HELP = "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ"
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     first, second = os.path.abspath(args.first), os.path.abspath(args.second)
     with reading(Files(), quiet=args.json or args.fast) as files:
+        expect(files, lambda: 0 if args.keys else _both(first, second, files))
         found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [row.described() for row in found.differences]
     if args.json:
@@ -45,6 +46,12 @@ def run(args: argparse.Namespace) -> int:
             [[r["fqn"], r["what"], r["a"] or "-", r["b"] or "-", _number(r["max_abs_difference"])] for r in rows],
         )
     return EXIT_FAILED if rows else EXIT_OK
+
+
+def _both(first: str, second: str, files: Files) -> int:
+    """Return how much they hold together; 0 where one does not say it."""
+    sizes = [said_nbytes(path, files) for path in (first, second)]
+    return sum(sizes) if all(sizes) else 0
 
 
 def _number(value: float | None) -> str:

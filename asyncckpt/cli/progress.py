@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.sizes import human
+from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 
 _BAR_WIDTH = 30
@@ -82,6 +84,14 @@ def reading(files: Files, *, quiet: bool) -> Iterator[Files]:
         yield CountingFiles(bar)
     finally:
         bar.close()
+
+
+def said_nbytes(path: str, files: Files) -> int:
+    """Return what a checkpoint of ours says that it holds; 0: not known."""
+    try:
+        return read_manifest(path, files).nbytes
+    except (AsyncCkptError, OSError):
+        return 0
 
 
 def expect(files: Files, nbytes: Callable[[], int]) -> None:

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json, say
-from asyncckpt.cli.progress import expect, reading
+from asyncckpt.cli.progress import expect, reading, said_nbytes
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.foreign.kinds import OURS
 from asyncckpt.foreign.verification import verify_any
 from asyncckpt.sizes import human
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.candidates import candidates_in, is_broken
-from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, read_manifest
+from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     used: str | None = None
     for path in _newest_first(args, files) if args.newest else map(os.path.abspath, args.paths):
         with reading(files, quiet=args.json or args.fast) as shown:
-            expect(shown, partial(_nbytes, path, files))
+            expect(shown, partial(said_nbytes, path, files))
             verdict = verify_any(path, shown, fast=args.fast, threads=max(1, args.threads))
         rows.append(_row(verdict, files))
         codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
@@ -84,14 +84,6 @@ def run(args: argparse.Namespace) -> int:
     elif args.newest:
         say(f"would be used: {used}" if used else f"none of {args.paths[0]} would be used")
     return next(code for code in _GRAVEST_FIRST if code in codes)
-
-
-def _nbytes(path: str, files: Files) -> int:
-    """Return what a checkpoint of ours says that it holds; 0: not known."""
-    try:
-        return read_manifest(path, files).nbytes
-    except (AsyncCkptError, OSError):
-        return 0
 
 
 def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:

@@ -49,8 +49,9 @@ def _rows(directory: str | None, direction: str, place: str) -> list[dict[str, A
 
 
 def _shown(rows: list[dict[str, Any]]) -> str:
-    return ", ".join(
-        f"{human(row['bytes_per_s'])}/s by {row['threads']} threads of {human(row['extent_nbytes'])} "
-        f"(median of {row['samples']})"
-        for row in rows
+    best, *others = rows
+    return (
+        f"{human(best['bytes_per_s'])}/s by {best['threads']} threads of {human(best['extent_nbytes'])} "
+        f"(median of {best['samples']}"
+        + (f"; {len(others)} more were tried, the slowest had {human(others[-1]['bytes_per_s'])}/s)" if others else ")")
     )

@@ -87,8 +87,7 @@ class AsyncAccelerator(Accelerator):
         naming = self.project_configuration.automatic_checkpoint_naming
         place = os.path.join(self.project_dir, "checkpoints", "any") if naming and input_dir is None else input_dir
         if self._saver is not None:
-            self._saver.wait()
-            self.wait_for_everyone()
+            self._saver.settle()
         if place is not None and not self._is_foreign():
             self.stock_saver.recover(place)
         if input_dir is None and naming:

@@ -32,6 +32,10 @@ _LOOK_S = 0.5
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 """Between two tries of a job that failed for a reason that may pass; each waits twice as long as before. Chosen."""
 
+REST = 4
+"""So many times as long as a try has taken it waits at least, so that a large checkpoint is not always being written to
+a disk that is too full for it. Chosen."""
+
 MAY_PASS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.ENOLCK}
 )
@@ -97,11 +101,15 @@ class Retries:
     Args:
         do: Does a job; raises where that fails.
         clock: As `time.monotonic`.
+
+    Attributes:
+        is_well: Whether nothing has failed for good.
     """
 
     def __init__(self, do: Callable[[Job], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._do, self._clock = do, clock
         self._waiting: list[tuple[float, float, Job]] = []  # when it is due, how long it has waited, what
+        self.is_well = True
 
     def __len__(self) -> int:
         """How many wait."""
@@ -109,6 +117,7 @@ class Retries:
 
     def attempt(self, job: Job, waited_s: float = 0.0) -> bool:
         """Do a job; where it fails, say why beside it, and try it again later if that may help; False then."""
+        began = self._clock()
         try:
             self._do(job)
         except Exception as error:  # whatever it is, those that were told after it are done all the same
@@ -117,8 +126,9 @@ class Retries:
                 again = AGAIN if may_pass else ""
                 file.write(f"{type(error).__name__}: {error}; its snapshot stays at {job.native}{again}")
             if may_pass:
-                wait_s = min(2 * waited_s, LAST_RETRY_S) or FIRST_RETRY_S
-                self._waiting.append((self._clock() + wait_s, wait_s, job))
+                wait_s, now = min(2 * waited_s, LAST_RETRY_S) or FIRST_RETRY_S, self._clock()
+                self._waiting.append((now + max(wait_s, REST * (now - began)), wait_s, job))
+            self.is_well = self.is_well and may_pass
             return False
         with contextlib.suppress(OSError):
             os.unlink(job.failure_path)
@@ -174,7 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, default=0)
     options = parser.parse_args(arguments)
     os.nice(NICENESS)
-    is_well = True
 
     def do(job: Job) -> None:
         job.flush()
@@ -184,10 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in _told(options.parent):
         job = None if path is None else read_job(path)
         if job is not None:  # else it was taken back
-            is_well = retries.attempt(job) and is_well
+            retries.attempt(job)
         retries.turn()
     retries.turn(last=True)
-    return 0 if is_well and not retries else 1
+    return 0 if retries.is_well and not retries else 1
 
 
 if __name__ == "__main__":

@@ -184,8 +184,7 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         """As stock; waits for saves under way."""
         if self._saver is not None:
-            self._saver.wait()
-            self.barrier()
+            self._saver.settle()
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *arguments, **keywords)
         return found
 

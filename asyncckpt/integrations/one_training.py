@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import socket
+import struct
 
 from asyncckpt.errors import DirectoryInUseError
 
@@ -23,8 +24,11 @@ _TAKEN = (errno.EACCES, errno.EAGAIN)
 _TRIES = 100
 """So often it is opened anew at most, because who had it removed it meanwhile. Chosen."""
 
-_held: set[str] = set()
-"""Of this process, which its own locks do not keep out."""
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""A `struct flock`."""
+
+_held: dict[str, int] = {}
+"""What this process has, and its file descriptors."""
 
 _log = logging.getLogger("asyncckpt.integrations")
 
@@ -32,7 +36,8 @@ _log = logging.getLogger("asyncckpt.integrations")
 class OneTraining:
     """See the module. Made by one rank.
 
-    A POSIX lock: children do not inherit it, file systems of several nodes keep it, and a dead one's is free.
+    A lock of the open file: file systems of several nodes keep it, a dead one's is free, and it stays when this
+    process opens and closes the file elsewhere, as who copies the directory does. Forked children let go of it.
 
     Args:
         directory: Made if it is not there.
@@ -53,26 +58,25 @@ class OneTraining:
             raise
         except OSError as error:
             _log.warning("%s: whether another training saves there is not known: %s", directory, error)
-            return
-        _held.add(self._path)
 
     def _take(self) -> None:
         for _ in range(_TRIES):
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
                 if not self._is_there(fd):
                     os.close(fd)
                     continue
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
             except OSError as error:
                 said = os.pread(fd, MAX_NBYTES, 0)
                 os.close(fd)
                 if error.errno in _TAKEN:
                     raise self._refusal(*_holder(said)) from error
                 raise
-            self._fd = fd
+            self._fd = _held[self._path] = fd
+            with contextlib.suppress(OSError):  # a full disk: it is held all the same
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
             return
         raise OSError(errno.EBUSY, "it is removed again and again", self._path)
 
@@ -98,11 +102,21 @@ class OneTraining:
         fd, self._fd = self._fd, -1
         if fd < 0 or os.getpid() != self._pid:
             return
-        _held.discard(self._path)
         # IMPORTANT: removed before it is free. After that it may be another one's.
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+        _held.pop(self._path, None)
         os.close(fd)
+
+
+def _let_go() -> None:
+    """In a forked child: else its parent's locks would last as long as it."""
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _holder(said: bytes) -> tuple[int | None, str | None]:

@@ -64,7 +64,11 @@ class PendingSaves:
                     self._late.append(one)
             else:
                 one.is_published = True
-        for one in [one for one in self._late if one.job is not None and not one.job.is_open]:
+        for one in list(self._late):
+            if one.job is not None and one.job.is_open:
+                if not self._exporter.is_alive(one.pid) and not self._tried_again(one):
+                    self._late.remove(one)  # the next start does it
+                continue
             self._late.remove(one)
             ended.append(one)
             one.is_published = True
@@ -77,7 +81,7 @@ class PendingSaves:
 
     def discard(self, target: str) -> None:
         """Remove a target, as `StockSaver.discard` says."""
-        found = [one for one in self.saves if one.target == target]
+        found = [one for one in (*self._late, *self.saves) if one.target == target]
         for one in found:
             one.is_discarded = True
         if not found and self.saves:
@@ -88,7 +92,7 @@ class PendingSaves:
     def keep(self, target: str) -> None:
         """Forget that a target was to be removed: it is saved again."""
         self._removals.pop(target, None)
-        for one in self.saves:
+        for one in (*self._late, *self.saves):
             one.is_discarded = one.is_discarded and one.target != target
 
     def _has_ended(self, one: PendingSave) -> bool:
@@ -146,6 +150,6 @@ def remove(path: str) -> None:
 def _said(job: Job | None) -> str:
     try:
         with open(f"{job.native}.log" if job else "", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()[-2000:]
+            return file.read().strip()[-2000:] or f"its disk has no room even for the reason{AGAIN}"
     except OSError:
         return "its exporter was killed; the next start of the training tries again"

@@ -8,6 +8,7 @@ job is done when the file is gone. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -26,6 +27,8 @@ MAX_JOB_NBYTES = 64 << 10
 
 AGAIN = "; it is tried again while the training lives"
 """At the end of what is said of a job that its exporter tries again (`Job.failure_path`)."""
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
 
 _POLL_S = 0.05
 """How often a lock is tried and a manifest looked for. Chosen: an export takes longer."""
@@ -162,7 +165,7 @@ def _job_paths(spool: str) -> list[str]:
 def locked(job: Job, timeout_s: float) -> Iterator[bool]:
     """Hold the lock of a job; gives False if it is done, or another process holds it for longer than `timeout_s`."""
     try:
-        fd = os.open(job.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(job.path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what is open for writing
     except FileNotFoundError:
         yield False
         return
@@ -180,6 +183,10 @@ def _lock(fd: int, deadline: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return True  # the file system has none, as Lustre without `-o flock`: better published than kept apart
         else:
             return True
 

@@ -197,6 +197,20 @@ class StockSaver:
             published += self.poll()
         return published
 
+    def settle(self) -> list[str]:
+        """As `wait`, and on no rank before rank 0, which publishes, has done it; a collective.
+
+        Not one of the process group's, which may give up while a large checkpoint is still being published.
+
+        Raises:
+            WaitTimeoutError: As `wait`.
+            PlanTimeoutError, SaveFailedError: Some ranks did not call; rank 0 has failed.
+        """
+        timeout_s = 2 * self.checkpointer.config.commit_timeout_s
+        published = [] if self._rank.rank == 0 else self.wait(timeout_s)
+        answer = self._same(lambda: json.dumps(self.wait(timeout_s)), timeout_s)
+        return published or list(json.loads(answer))
+
     def recover(self, target: str | os.PathLike[str], *, timeout_s: float = 60.0) -> list[str]:
         """Publish what an earlier run had staged beside `target`, and return it; before asking what is there.
 

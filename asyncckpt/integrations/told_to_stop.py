@@ -58,10 +58,11 @@ class ToldToStop:
 
         Blocks: as `CheckpointManager.reached_preemption`.
         """
-        self._together.start()
         return self._preemption.at(step)
 
     def __enter__(self) -> ToldToStop:
+        # Before the first step, which may take longer than the others wait: this rank can say that it has passed none.
+        self._together.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 from asyncckpt.integrations.recording import Recording, recording
@@ -191,11 +190,9 @@ class AsyncCheckpointMixin:
         """Wait until everything is published, on all ranks, and rotate."""
         if self._asyncckpt_saver is None:
             return
-        published = self._asyncckpt_saver.wait()
+        published = self._asyncckpt_saver.settle()
         if published:
             self._asyncckpt_rotate(published, os.path.dirname(published[-1]))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()
 
     def _load_best_model(self) -> None:
         self._asyncckpt_settle()

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import threading
 from collections.abc import Iterator
 
 import mounts
@@ -207,6 +208,28 @@ def test_each_rank_adds_its_own_files(worker: real_worker.RealWorker, tmp_path: 
     found = rank_processes.run(2, _both_save, worker.endpoint, str(tmp_path / "one"))
     assert found[0] == ["log.json", "rng_0.json", "rng_1.json", "state.pt", "sub"]
     assert value_at(tmp_path / "one") == 4.0 and (tmp_path / "one" / "rng_1.json").read_text() == "1"
+
+
+def _settle(rank: int, endpoint: str, target: str) -> bool:
+    saver = StockSaver(endpoint=endpoint)
+    saver.save(target, dict(files(6.0)) if rank == 0 else {}, step=6)
+    exporter = saver._exporter.pid if rank == 0 else None
+    if exporter is not None:
+        os.kill(exporter, signal.SIGSTOP)
+        rank_processes.talk().say("stopped")
+        rank_processes.talk().hear()
+        threading.Timer(1.0, os.kill, (exporter, signal.SIGCONT)).start()
+    saver.settle()
+    is_there = os.path.isdir(target)
+    saver.close()
+    return is_there
+
+
+def test_no_rank_goes_on_before_rank_0_has_published(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:
+    with rank_processes.running(2, _settle, worker.endpoint, str(tmp_path / "one")) as ranks:
+        assert ranks.receive(0) == "stopped" and not (tmp_path / "one").exists()
+        ranks.send(0, "go on")
+        assert ranks.results() == [True, True]
 
 
 def test_an_older_save_that_could_not_be_published_is_never_put_over_a_newer_one(

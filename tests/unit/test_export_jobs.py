@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -11,9 +12,9 @@ import pathlib
 import pytest
 
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.integrations.exporter import FIRST_RETRY_S, LAST_RETRY_S, Retries, finish_exports
+from asyncckpt.integrations.exporter import FIRST_RETRY_S, LAST_RETRY_S, REST, Retries, finish_exports
 from asyncckpt.integrations.pending_saves import remove
-from asyncckpt.integrations.spool import AGAIN, SPOOL_NAME, Job, job_for, jobs_in, read_job
+from asyncckpt.integrations.spool import AGAIN, SPOOL_NAME, Job, job_for, jobs_in, locked, read_job
 
 
 def staged(root: pathlib.Path, target: str = "one", *, committed: bool = True) -> Job:
@@ -167,8 +168,50 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_th
 
 def test_what_will_not_pass_is_not_tried_again(tmp_path: pathlib.Path) -> None:
     job, disk = staged(tmp_path), Disk(full(errno.ENOTDIR))
-    assert not disk.retries.attempt(job) and not len(disk.retries)
+    assert not disk.retries.attempt(job) and not len(disk.retries) and not disk.retries.is_well
     assert not pathlib.Path(job.failure_path).read_text().endswith(AGAIN) and job.is_open
+
+
+def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: pathlib.Path) -> None:
+    job, disk = staged(tmp_path), Disk(full())
+
+    def slow(job: Job) -> None:
+        disk.now += 1000.0
+        disk.do(job)
+
+    retries = Retries(slow, lambda: disk.now)
+    retries.attempt(job)
+    disk.now += REST * 1000.0 - 1.0
+    retries.turn()
+    assert len(disk.done) == 1
+    disk.now += 1.0
+    retries.turn()
+    assert len(disk.done) == 2 and retries.is_well
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_job_on_a_file_system_without_locks_is_done_all_the_same(
+    number: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("asyncckpt.integrations.spool.fcntl.flock", refuse)
+    with locked(staged(tmp_path), 0.0) as is_ours:
+        assert is_ours
+
+
+def test_a_job_is_locked_as_nfs_wants_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def of_nfs(fd: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "flock(2): on NFS an exclusive lock needs a file that is open for writing")
+        flock(fd, how)
+
+    monkeypatch.setattr("asyncckpt.integrations.spool.fcntl.flock", of_nfs)
+    with locked(staged(tmp_path), 0.0) as is_ours:
+        assert is_ours
 
 
 def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_place(tmp_path: pathlib.Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -47,6 +50,62 @@ def test_another_process_is_named_and_keeps_nobody_out_once_it_was_killed(tmp_pa
     assert (tmp_path / LOCK_NAME).exists()
     OneTraining(str(tmp_path)).release()
     assert not (tmp_path / LOCK_NAME).exists()
+
+
+def is_refused_elsewhere(directory: pathlib.Path) -> bool:
+    """Whether another process finds the directory in use."""
+    found = subprocess.run(
+        [sys.executable, "-c", HOLD, str(directory)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return b"DirectoryInUseError" in found.stderr
+
+
+def test_who_reads_the_directory_in_the_same_process_does_not_open_it_to_others(tmp_path: pathlib.Path) -> None:
+    one = OneTraining(str(tmp_path / "out"))
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    assert is_refused_elsewhere(tmp_path / "out")
+    one.release()
+    assert not is_refused_elsewhere(tmp_path / "out")
+
+
+def test_a_forked_child_neither_keeps_the_lock_nor_gives_it_away(tmp_path: pathlib.Path) -> None:
+    one = OneTraining(str(tmp_path))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        try:
+            one.release()
+            OneTraining(str(tmp_path))
+        except DirectoryInUseError as error:
+            os.write(writer, str(error.pid).encode())
+            os.close(writer)
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        assert os.read(reader, 100) == str(os.getpid()).encode()
+        assert (tmp_path / LOCK_NAME).exists()
+        one.release()
+        OneTraining(str(tmp_path)).release()
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    one = OneTraining(str(tmp_path))
+    assert is_refused_elsewhere(tmp_path)
+    one.release()
 
 
 def test_a_lock_that_its_holder_removes_while_it_is_opened_is_taken_anew(
