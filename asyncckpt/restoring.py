@@ -164,6 +164,8 @@ def restore_first(
         meet: Where several ranks meet that have no process group.
         endpoint: Of the worker that may hold snapshots in memory; None: this user's of this job.
     """
+    if "map_location" in options:  # the reader's word for it: it must not go unnoticed
+        raise TypeError("restore got an unexpected keyword argument 'map_location': it is default_map_location")
     rank = find_rank_info(rank_info)
     options["map_location"] = options.pop("default_map_location", None)
     attempts = Attempts()

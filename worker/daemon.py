@@ -284,5 +284,5 @@ class Daemon:
             "metrics_port": self._witness.metrics_port,
             "process": dict(self.metrics.process()),
             **brains,
-            "ranks": with_progress(brains["ranks"], self._writer.written()),
+            "ranks": with_progress(brains["ranks"], self._writer.written(), self._slots.staged_nbytes),
         }

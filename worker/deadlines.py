@@ -8,15 +8,19 @@ from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.tables import Tables
 
 
-def _overdue(save: Save, rank: int, since: float) -> float:
-    """Return until when a rank is waited for that has not sealed.
+def _overdue(save: Save, since: float) -> float:
+    """Return until when the ranks are waited for that have not sealed; infinity if there are none.
 
     One whose ring is being written here makes progress, or its job ends it: that has the same time for each segment.
     """
-    entry = save.ranks.get(rank)
-    if entry is None or not entry.streaming:
-        return since + save.timeout_s
-    return float("inf") if entry.writing else max(since, entry.written_at) + save.timeout_s
+    missing, timeout_s = save.missing, save.timeout_s
+    if not missing:
+        return float("inf")
+    streaming = {rank: entry for rank, entry in save.ranks.items() if entry.streaming}
+    if any(rank not in streaming for rank in missing):
+        return since + timeout_s
+    idle = [streaming[rank].written_at for rank in missing if not streaming[rank].writing]
+    return max(since, min(idle)) + timeout_s if idle else float("inf")
 
 
 def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
@@ -24,9 +28,7 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     since = save.sealed_since
     if save.outcome is not None or save.committing or save.doubtful or since is None or t.is_followed(save.save_id):
         return float("inf"), None
-    found: tuple[float, RankSave | None] = (float("inf"), None)
-    if save.missing:
-        found = (min(_overdue(save, rank, since) for rank in save.missing), None)
+    found: tuple[float, RankSave | None] = (_overdue(save, since), None)
     for entry in save.ranks.values() if t.heard else ():  # only with followers
         if entry.link and entry.phase in (SUBMITTED, WRITING):
             heard = t.heard.get(entry.link, since)

@@ -5,7 +5,7 @@ Read off the brain's tables at the end of each event; it changes nothing that a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from asyncckpt_worker.events import SaveKey
 from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.run_record import Newest
 from asyncckpt_worker.tables import Tables
+
+ALMOST = 0.99
+"""What is shown as staged before the seal was seen: only that makes a snapshot of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,14 +146,30 @@ def _rank_row(t: Tables, name: str, latest: tuple[Save, RankSave] | None) -> dic
             "phase_s": t.now - entry.since if entry.seen else 0.0,
             "nbytes": entry.nbytes,
             "staged": _staged(entry.phase),
+            "slot": None if entry.link else entry.slot,
+            "generation": entry.generation,
         }
     return row
 
 
-def with_progress(rows: Iterable[Mapping[str, Any]], written: Mapping[SaveKey, int]) -> list[dict[str, Any]]:
-    """Return the rows of ranks with how many bytes of their shards have been written; None: not known here."""
+def with_progress(
+    rows: Iterable[Mapping[str, Any]],
+    written: Mapping[SaveKey, int],
+    staged: Callable[[int, int], int],
+) -> list[dict[str, Any]]:
+    """Return the rows of ranks with how far they are; None where that is not known here.
+
+    Args:
+        rows: Of `rank_rows`.
+        written: How many bytes of a rank's shards have been written.
+        staged: Returns how many bytes of a slot's generation its trainer has copied.
+    """
     found = []
     for row in rows:
+        row = dict(row)
+        slot, generation = row.pop("slot", None), row.pop("generation", -1)
+        if row["phase"] == BEGUN and row["nbytes"]:
+            row["staged"] = None if slot is None else min(staged(slot, generation) / row["nbytes"], ALMOST)
         nbytes = written.get((str(row["save_id"]), row["rank"]))
         if nbytes is None and row["phase"] in (DURABLE, COMMITTED):
             nbytes = row["nbytes"]
@@ -159,7 +178,7 @@ def with_progress(rows: Iterable[Mapping[str, Any]], written: Mapping[SaveKey, i
 
 
 def _staged(phase: str) -> float | None:
-    """Of what a rank saves, how much is safe from its end: all or nothing, since the seal decides; None: not known."""
+    """Of what a rank saves, how much is safe from its end: all once the seal was seen; None: not known."""
     return 0.0 if phase == BEGUN else None if phase in ENDED and phase != COMMITTED else 1.0
 
 

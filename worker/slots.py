@@ -75,6 +75,13 @@ class SlotStore:
         finally:
             self._leave(number, held)
 
+    def staged_nbytes(self, number: int, generation: int) -> int:
+        """Return how much of `generation` its trainer has copied into slot `number`; 0 also where that is not known."""
+        # IMPORTANT: under the lock, not by `use`: the control loop asks, and must not be the last one to leave a slot.
+        with self._lock:
+            held = self._held.get(number)
+            return 0 if held is None or held.doomed else held.memory.control.staged_nbytes(generation)
+
     def cut_off(self, number: int, generation: int) -> None:
         """Let whoever waits for `generation` to be filled wait no longer. Does not wait."""
         with self._lock:

@@ -21,9 +21,9 @@ from asyncckpt.sizes import human
 HELP = "show what the worker is doing, rank by rank, live"
 DESCRIPTION = (
     "Show what the worker is doing, drawn anew every second: of each rank the step that it saves or saved last, how "
-    "far that is, how much of it is staged (safe from the trainer's end) and written, how fast, its slots, and how old "
-    "its last durable step is. Above them each run's newest checkpoint: what a restart would go on from. Ctrl-C ends "
-    "it. Into a pipe it prints one table after the other; --json one object a line."
+    "far that is, how much of it is staged (all of it: safe from the trainer's end) and written, how fast, its slots, "
+    "and how old its last durable step is. Above them each run's newest checkpoint: what a restart would go on from. "
+    "Ctrl-C ends it. Into a pipe it prints one table after the other; --json one object a line."
 )
 EXAMPLES = (
     "asyncckpt top",

@@ -7,6 +7,7 @@ released when the number is known. So no byte is written twice.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ class _Held(NamedTuple):
 
 
 class PassingChecksums:
-    """The checksums of one file. For each window `sums`, then, in order and by one thread at a time, `released`, `put`.
+    """The checksums of one file. For each window `sums`; then, in order and by one thread at a time, `released`, and
+    `put` where it `concerns` the window: where a place of one lies in it.
 
     Args:
         file: The file.
@@ -42,6 +44,7 @@ class PassingChecksums:
         self._fields = sorted(((offset, piece) for piece, offset in file.crc_at), reverse=True)
         self._wanted = {piece for piece, _ in file.crc_at}
         self._known = {n: 0 for n in self._wanted if isinstance(p := file.pieces[n], Payload) and not p.nbytes}
+        self._at = sorted(offset for _, offset in file.crc_at)
         self._running = 0
         self._memory = Mapping(-1, _MAX_HELD * BLOCK_NBYTES)
         whole = self._memory.view()
@@ -53,6 +56,11 @@ class PassingChecksums:
         self._spare.clear()
         self._held.clear()
         self._memory.close()
+
+    def concerns(self, window: Window) -> bool:
+        """Whether a field, or some of its bytes, lies in a window; any thread. Else there is nothing to `put`."""
+        first = bisect_right(self._at, window.start - _CRC_NBYTES)
+        return first < len(self._at) and self._at[first] < window.end
 
     def sums(self, window: Window, room: memoryview) -> list[tuple[Run, int]]:
         """Return the checksums of a window's elements, run by run; any thread, in any order."""

@@ -10,6 +10,7 @@
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
     +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
     +-- SignalHandlerError           (RuntimeError)       a signal handler was asked for outside the main thread
+    +-- DirectoryInUseError          (RuntimeError)       another training is alive in this output directory: pid, host
     +-- UnsupportedPlatformError     (RuntimeError)       not Linux, or a kernel without memfd
     |   one save
     +-- SaveSkippedError             (RuntimeError)       on_busy="skip", on this rank or another
@@ -92,6 +93,10 @@ class ForkedError(AsyncCkptError, RuntimeError, code="forked"):
 
 class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_platform"):
     """This is not Linux, or its kernel lacks what asyncckpt needs."""
+
+
+class DirectoryInUseError(AsyncCkptError, RuntimeError, code="directory_in_use", fields=("path", "pid", "host")):
+    """Another training, which is alive, saves to this framework's output directory."""
 
 
 class SignalHandlerError(AsyncCkptError, RuntimeError, code="signal_handler", fields=("signal",)):

@@ -30,7 +30,7 @@ _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _CONVERTING = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\Z")
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
-    re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)\Z"),
+    re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)(?:\.tmp)?\Z"),
     re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
 )
 
@@ -146,13 +146,18 @@ def set_aside_name(converting: str) -> str:
     return f"{converting}.old"
 
 
+def replacing_name(name: str) -> str:
+    """Return the name under which a rank's index, objects or items are written before they replace those that stand."""
+    return f"{name}.tmp"
+
+
 def temporary_tombstone_name(save_id: SaveId) -> str:
     """Return the name under which a tombstone is written: not that of a manifest, which its save might still link."""
     return f"tombstone.{save_id}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether the file called `name`, of a save, is one that is given another name at its commit."""
+    """Whether the file called `name`, of a save, is one that is given another name once it is complete."""
     return name.endswith(".tmp") and owner_of(name) is not None
 
 

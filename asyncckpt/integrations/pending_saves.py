@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.exporter_process import ExporterProcess
-from asyncckpt.integrations.spool import Job, spool_of
+from asyncckpt.integrations.spool import AGAIN, Job, spool_of
 
 MAX_TRIES = 3
 """Exporters for one save, each of which was killed before the next one started. Chosen."""
@@ -42,7 +42,12 @@ class PendingSaves:
     def __init__(self, exporter: ExporterProcess) -> None:
         self._exporter = exporter
         self.saves: list[PendingSave] = []
+        self._late: list[PendingSave] = []  # that could not be published yet; the exporter tries again
         self._removals: dict[str, list[PendingSave]] = {}
+
+    def pending(self) -> list[str]:
+        """Return the targets that are not published yet: those that are tried again, and those under way."""
+        return [one.target for one in (*self._late, *self.saves)]
 
     def poll(self) -> list[str]:
         """Return the targets that were published since the last call; removes what nothing is awaited for any more."""
@@ -53,9 +58,17 @@ class PendingSaves:
             if error is not None:
                 _log.error("%s was not saved: %s", one.target, error)
             elif one.job is not None and one.job.is_open:
-                _log.error("%s was not published: %s", one.target, _said(one.job))
+                said = _said(one.job)
+                _log.error("%s was not published: %s", one.target, said)
+                if said.endswith(AGAIN):
+                    self._late.append(one)
             else:
                 one.is_published = True
+        for one in [one for one in self._late if one.job is not None and not one.job.is_open]:
+            self._late.remove(one)
+            ended.append(one)
+            one.is_published = True
+            _log.warning("%s is published now, or what was saved after it", one.target)
         self._remove_discarded()
         for one in ended:
             if one.is_published and one.is_discarded:
@@ -103,10 +116,12 @@ class PendingSaves:
 
     def _remove_discarded(self) -> None:
         for target, awaited in list(self._removals.items()):
-            if not any(one in self.saves for one in awaited):
-                del self._removals[target]
-                if any(one.is_published for one in awaited):
-                    remove(target)
+            is_published = any(one.is_published for one in awaited)
+            if any(one in self.saves or (one in self._late and not is_published) for one in awaited):
+                continue
+            del self._removals[target]
+            if is_published:
+                remove(target)
 
 
 def remove(path: str) -> None:

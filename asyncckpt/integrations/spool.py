@@ -24,6 +24,9 @@ _JOB_SUFFIX = ".job"
 MAX_JOB_NBYTES = 64 << 10
 """Of a job file: some paths."""
 
+AGAIN = "; it is tried again while the training lives"
+"""At the end of what is said of a job that its exporter tries again (`Job.failure_path`)."""
+
 _POLL_S = 0.05
 """How often a lock is tried and a manifest looked for. Chosen: an export takes longer."""
 

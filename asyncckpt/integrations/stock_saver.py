@@ -19,11 +19,12 @@ from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import WaitTimeoutError
+from asyncckpt.errors import DirectoryInUseError, WaitTimeoutError, from_wire, to_wire
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.capturing import Captured
 from asyncckpt.integrations.exporter import finish_exports, remove_if_empty
 from asyncckpt.integrations.exporter_process import ExporterProcess
+from asyncckpt.integrations.one_training import OneTraining
 from asyncckpt.integrations.pending_saves import PendingSave, PendingSaves
 from asyncckpt.integrations.spool import Job, job_for, spool_of
 from asyncckpt.integrations.stock_files import STOCK_KEY, rank_key
@@ -66,6 +67,7 @@ class StockSaver:
         self._exporter = ExporterProcess(timeout_s=self.checkpointer.config.commit_timeout_s)
         self._pending = PendingSaves(self._exporter)
         self._spools: set[str] = set()
+        self._alone: dict[str, OneTraining | None] = {}
 
     def save(
         self,
@@ -157,8 +159,11 @@ class StockSaver:
         return self._pending.poll()
 
     def pending(self) -> list[str]:
-        """Return the targets that are not published yet, oldest first."""
-        return [one.target for one in self._pending.saves]
+        """Return the targets that are not published yet, oldest first.
+
+        First those that could not be, and are tried again: `wait` does not wait for them.
+        """
+        return self._pending.pending()
 
     def discard(self, target: str | os.PathLike[str]) -> None:
         """Remove a target, once what was saved after it, or is being saved now, is published: never the last one.
@@ -207,10 +212,41 @@ class StockSaver:
 
         return list(json.loads(self._same(finish, 3 * timeout_s)))
 
+    def claim(self, directory: str | os.PathLike[str]) -> None:
+        """Keep other trainings out of `directory` until the end, or the end of rank 0's process; a collective.
+
+        Raises:
+            DirectoryInUseError: One that is alive has it; on every rank.
+            PlanTimeoutError, SaveFailedError: The ranks cannot agree.
+        """
+        path = absolute_path(directory)
+        if path in self._alone:
+            return
+
+        def take() -> str:
+            try:
+                self._alone[path] = OneTraining(path)
+            except DirectoryInUseError as error:
+                return json.dumps(to_wire(error))
+            return "null"
+
+        refusal = json.loads(self._same(take, AGREE_TIMEOUT_S))
+        if refusal is not None:
+            raise from_wire(refusal)
+        if self._rank.rank != 0:
+            self._alone[path] = None  # rank 0 has it
+
+    def _release(self) -> None:
+        while self._alone:
+            one = self._alone.popitem()[1]
+            if one is not None:
+                one.release()
+
     def leave(self) -> None:
         """End without waiting, after an error: what is staged is published all the same, by those who outlive us."""
         self._pending.saves.clear()
         self._exporter.close()
+        self._release()
         if self._is_own:
             self.checkpointer.leave()
 
@@ -228,6 +264,7 @@ class StockSaver:
             self._exporter.close(EXPORTER_END_S if not self._pending.saves else 0.0)
             for spool in self._spools:
                 remove_if_empty(spool)
+            self._release()
             if self._is_own:
                 self.checkpointer.close()
 

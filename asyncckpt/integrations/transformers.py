@@ -14,17 +14,16 @@ import logging
 import os
 import signal
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
-from asyncckpt.errors import ConfigError
 from asyncckpt.integrations.recording import Recording, recording
 from asyncckpt.integrations.stock_saver import StockSaver
+from asyncckpt.integrations.told_to_stop import ToldToStop
 
 TRAINER_STATE_NAME = "trainer_state.json"
 _PREFIX = "checkpoint-"
@@ -40,7 +39,8 @@ class AsyncCheckpointMixin:
     Args:
         *arguments, **keywords: Of the Trainer.
         checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`.
-        preemption_signal: When it comes, all ranks save after the step that they are in, and training ends; None: not.
+        preemption_signal: When it comes to any rank, all save after the same step, one of the next, and training ends;
+            None: nobody looks for it.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class AsyncCheckpointMixin:
         self._asyncckpt_run_dir: str | None = None
         self._asyncckpt_warned = False
         self._asyncckpt_signal = preemption_signal
+        self._asyncckpt_stop: ToldToStop | None = None
         self.add_callback(_Steps(self))  # type: ignore[attr-defined]
 
     @property
@@ -69,23 +70,31 @@ class AsyncCheckpointMixin:
         """Publish what a run that was killed had staged, and return it; before asking which checkpoint is the last.
 
         Every rank calls it. `train(resume_from_checkpoint=True)` does it by itself.
+
+        Raises:
+            DirectoryInUseError: Another training, which is alive, has this `output_dir`.
         """
         if self._asyncckpt_is_foreign():
             return []
+        self.stock_saver.claim(self.args.output_dir)  # type: ignore[attr-defined]
         return self.stock_saver.recover(os.path.join(self.args.output_dir, _PREFIX))  # type: ignore[attr-defined]
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer.train`. What an earlier run had staged is published first, then the newest is looked for.
 
         Raises:
-            ConfigError: `preemption_signal` outside of the main thread.
+            SignalHandlerError: `preemption_signal` outside of the main thread.
+            DirectoryInUseError: Another training, which is alive, has this directory. With `save_strategy="no"` never.
+            PlanTimeoutError: A rank was told to stop, and others do not say how far they are.
             Exception: As `Trainer.train`.
         """
         trainer: Any = super()
         with contextlib.ExitStack() as stack:
             if self._asyncckpt_signal is not None:
-                stack.enter_context(_handling(self._asyncckpt_signal, self))
+                self._asyncckpt_stop = stack.enter_context(ToldToStop(self._asyncckpt_signal))
+                stack.callback(setattr, self, "_asyncckpt_stop", None)
             try:
+                self._asyncckpt_claim(arguments[0] if arguments else keywords.get("trial"))
                 if resume_from_checkpoint:
                     self.recover_checkpoints()
                 result = trainer.train(resume_from_checkpoint, *arguments, **keywords)
@@ -99,6 +108,12 @@ class AsyncCheckpointMixin:
             if saver is not None:
                 saver.close()
             return result
+
+    def _asyncckpt_claim(self, trial: Any) -> None:
+        args = self.args  # type: ignore[attr-defined]
+        if not self._asyncckpt_is_foreign() and args.save_strategy != "no":
+            trainer: Any = super()
+            self.stock_saver.claim(trainer._get_output_dir(trial=trial))
 
     def _save_checkpoint(self, model: Any, trial: Any, *more: Any, **keywords: Any) -> None:
         trainer: Any = super()
@@ -202,7 +217,6 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.is_flagged = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
         trainer = self._trainer
@@ -210,36 +224,6 @@ class _Steps(TrainerCallback):
             published = trainer._asyncckpt_saver.poll()
             if published:
                 trainer._asyncckpt_rotate(published, os.path.dirname(published[-1]))
-        if trainer._asyncckpt_signal is not None and _any_rank(self.is_flagged, args.device):
+        if trainer._asyncckpt_stop is not None and trainer._asyncckpt_stop.at(state.global_step):
             control.should_save = control.should_training_stop = True
         return control
-
-
-def _any_rank(flag: bool, device: Any) -> bool:
-    """Whether it holds on any rank: signals reach them at different steps."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return flag
-    found = torch.tensor(int(flag), device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
-
-
-@contextlib.contextmanager
-def _handling(number: int, trainer: Any) -> Iterator[None]:
-    """Flag a signal while the training runs."""
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            "preemption_signal needs train() in the main thread: Python handles signals nowhere else",
-            field="preemption_signal",
-        )
-    steps = next(one for one in trainer.callback_handler.callbacks if isinstance(one, _Steps))
-    steps.is_flagged = False
-
-    def flag(*_: Any) -> None:
-        steps.is_flagged = True
-
-    before = signal.signal(number, flag)
-    try:
-        yield
-    finally:
-        signal.signal(number, before if before is not None else signal.SIG_DFL)

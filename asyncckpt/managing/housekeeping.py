@@ -81,7 +81,7 @@ class Housekeeping:
 
     def _prune(self) -> None:
         with self._lock:
-            busy, broken = set(self._busy), set(self._broken)
+            broken = set(self._broken)
         prune(
             self._root,
             self._files,
@@ -90,7 +90,7 @@ class Housekeeping:
             package=__version__,
             score=self._best_fn,
             broken=broken,
-            busy=busy,
+            busy=self._busy.keys(),  # as it is when each is about to go: a save may begin meanwhile
             dead_after_s=self._dead_after_s,
         )
 

@@ -104,7 +104,8 @@ class CheckpointManager(Resuming):
         self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
         try:
             rank = self._rank = self.checkpointer.rank_info
-            self._together = Rendezvous(self.checkpointer, next(_NUMBERS) if rank.world_size > 1 else 0)
+            number = next(_NUMBERS) if rank.world_size > 1 else 0
+            self._together = Rendezvous(rank, self.checkpointer.exchange, f"manager-{number}")
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._together.hurry)
             clock = self._clock(save_interval_s)
             self._together.prepare(self._preemption.stopping, clock if isinstance(clock, TimePlan) else None)

@@ -128,23 +128,23 @@ class WorkerNoticeboard(Noticeboard):
         return self._exchange.take(self._prefix + name, rank)[1:]
 
 
-def noticeboard_of(rank: RankInfo, exchange: Exchange, number: int) -> Noticeboard:
-    """Return the noticeboard of a manager's ranks.
+def noticeboard_of(rank: RankInfo, exchange: Exchange, name: str) -> Noticeboard:
+    """Return the noticeboard of some ranks.
 
     Args:
         rank: Of this process.
-        exchange: Where its checkpointer's ranks meet.
-        number: Of the manager; all ranks make them in the same order.
+        exchange: Where they meet.
+        name: Of the noticeboard, the same on all ranks, and used once.
 
     Raises:
         SaveFailedError: Code "several_machines": ranks of several nodes have no process group.
         TypeError: An exchange of somebody else.
     """
     if isinstance(exchange, GroupExchange):
-        return StoreNoticeboard(rank, exchange.part(f"manager-{number}"))
+        return StoreNoticeboard(rank, exchange.part(name))
     if isinstance(exchange, BoardExchange):
         exchange.refuse_several_nodes(rank.world_size, exchange.environ)
-        return WorkerNoticeboard(rank, exchange, f"manager-{number}/")
+        return WorkerNoticeboard(rank, exchange, f"{name}/")
     raise TypeError(f"{type(exchange).__name__} has no place for notices")
 
 

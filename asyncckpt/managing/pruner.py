@@ -32,10 +32,15 @@ class Pruner:
         with self._changed:
             if self._ended:
                 return
-            self._wanted += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="asyncckpt-retention", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="asyncckpt-retention", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # can't start new thread: the next commit asks again
+                    _log.warning("there is no thread for retention now; it is tried again after the next commit")
+                    return
+                self._thread = thread
+            self._wanted += 1
             self._changed.notify_all()
 
     def _run(self) -> None:

@@ -1,9 +1,12 @@
-"""Where a manager's ranks agree behind the training: the noticeboard, and the thread that looks at it."""
+"""Where ranks agree behind the training: the noticeboard, and the thread that looks at it."""
 
 from __future__ import annotations
 
-from asyncckpt.checkpointer import Checkpointer
+from collections.abc import Callable
+
+from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError
+from asyncckpt.exchange import Exchange
 from asyncckpt.managing.noticeboard import Noticeboard, noticeboard_of
 from asyncckpt.managing.stopping import Stopping
 from asyncckpt.managing.time_plan import TimePlan
@@ -17,12 +20,13 @@ class Rendezvous:
     """See the module. Does nothing where nothing has to be agreed on.
 
     Args:
-        checkpointer: Whose ranks they are.
-        number: Of the manager; all ranks make them in the same order.
+        rank: Which of the ranks this is.
+        find: Returns where they meet, at the first look; None: nowhere.
+        name: As of `noticeboard_of`.
     """
 
-    def __init__(self, checkpointer: Checkpointer, number: int) -> None:
-        self._checkpointer, self._number = checkpointer, number
+    def __init__(self, rank: RankInfo, find: Callable[[], Exchange] | None, name: str) -> None:
+        self._rank, self._exchange, self._name = rank, find, name
         self._stopping: Stopping | None = None
         self._watch: Watch | None = None
 
@@ -35,7 +39,7 @@ class Rendezvous:
         turns = [one.turn for one in (stopping, plan) if one is not None]
         if not turns:
             return
-        if self._checkpointer.exchange is None:
+        if self._exchange is None:
             raise ConfigError(
                 "several ranks agree on preemption_signal and save_interval_s by way of the checkpointer's own worker "
                 "or the process group; this one is made of other parts",
@@ -46,9 +50,8 @@ class Rendezvous:
         self._watch = Watch(self._find, turns, is_urgent)
 
     def _find(self) -> Noticeboard:
-        find = self._checkpointer.exchange
-        assert find is not None
-        return noticeboard_of(self._checkpointer.rank_info, find(), self._number)
+        assert self._exchange is not None
+        return noticeboard_of(self._rank, self._exchange(), self._name)
 
     def start(self) -> None:
         """Begin to look, at the first step: only then is it sure how the ranks meet."""

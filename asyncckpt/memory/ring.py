@@ -102,6 +102,10 @@ class Counters:
     def filled(self, count: int) -> None:
         self._write(self._offset, count)
 
+    def note_staged(self, nbytes: int) -> None:
+        """As `SlotControl.note_staged`."""
+        self._memory.control.note_staged(nbytes)
+
     @property
     def freed(self) -> int:
         """How many segments, from the first on, the worker needs no more."""

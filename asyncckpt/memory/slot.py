@@ -50,6 +50,7 @@ GENERATION_OFFSET = 72
 REQUEST_OFFSET_OFFSET = 80
 REQUEST_NBYTES_OFFSET = 88
 REQUEST_CHECKSUM_OFFSET = 96
+STAGED_OFFSET = 104
 TAIL_GENERATION_OFFSET = 64
 COUNTERS_OFFSET = 1024
 COUNTERS_NBYTES = 64
@@ -125,9 +126,24 @@ class SlotControl:
         """The generation in the head page."""
         return self._load(self._address + GENERATION_OFFSET)
 
+    @property
+    def staged_address(self) -> int:
+        """Where the trainer notes how many bytes it has copied, for who looks on. No decision depends on it."""
+        return self._address + STAGED_OFFSET
+
+    def staged_nbytes(self, generation: int) -> int:
+        """Return about how many bytes of `generation` were copied so far; 0 if the slot holds another one."""
+        found = self._load(self.staged_address)
+        return found if self._is_of(generation) else 0
+
+    def note_staged(self, nbytes: int) -> None:
+        """Say how many bytes of what is being staged were copied so far."""
+        self._store(self.staged_address, nbytes)
+
     def open(self, generation: int) -> None:
         """Begin to write the snapshot of `generation`; readers of the one before find it gone."""
         self._store(self._address + STATE_OFFSET, STATE_OPEN)
+        self._store(self.staged_address, 0)
         # IMPORTANT: the tail changes before the body, so that a reader of the old snapshot that compares both ends
         # after its last read cannot miss a writer.
         self._store(self._tail + TAIL_GENERATION_OFFSET, generation)

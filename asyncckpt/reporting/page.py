@@ -25,7 +25,8 @@ main { max-width: 960px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 16px; margin: 36px 0 2px; }
 p { margin: 2px 0 10px; color: var(--quiet); max-width: 75ch; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 10px; margin: 20px 0 0; }
+.tiles { display: grid; gap: 10px; margin: 20px 0 0; }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(min(200px, 38vw), 1fr)); }
 .tile { background: var(--raised); border-radius: 8px; padding: 10px 14px; }
 .tile b { display: block; font-size: 20px; font-weight: 600; }
 .tile span { color: var(--quiet); font-size: 13px; }

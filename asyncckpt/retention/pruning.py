@@ -7,15 +7,13 @@ there.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import owner_of
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.retention.ancestry import ancestry_in, is_ancestor, metrics_in
 from asyncckpt.retention.pins import is_pinned, pinned_in
@@ -25,7 +23,6 @@ from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.garbage import Rules
 from asyncckpt.storage.retiring import is_whole, retire, retire_rest
-from asyncckpt.storage.standing import standing_at
 
 Score = Callable[[Mapping[str, Any]], float]
 """From the metrics that a checkpoint was saved with to a number."""
@@ -133,7 +130,7 @@ def prune(
         umask: Of the modes of what is made meanwhile.
         package: asyncckpt's version.
         score, broken: As of `survey`.
-        busy: Names of directories to which a save is under way: they stay for now.
+        busy: Names of directories to which a save is under way: they stay for now. Asked right before each goes.
         dead_after_s: Longer than any save lives: a worker gives one up after `commit_timeout_s`.
         delete: False only says what would go.
 
@@ -157,13 +154,15 @@ def prune(
         elif one.name in unknown:
             done.append(Pruned(stored=one, is_removed=False, kept="best_fn fails on all metrics: it may be the best"))
         else:
-            done.append(_pruned(root, one, files, umask, package, delete=delete))
+            done.append(_pruned(root, one, files, umask, package, busy, delete=delete))
     if not is_sound:
         _log.warning("%s is not whole any more: nothing older is removed", os.path.join(root, newest.name))
     elif delete:
-        paths = [os.path.join(root, name) for name in found.names if name not in busy]
-        _finish(paths, files, umask)
-        _sweep(paths, newest.save_id.epoch, files, umask, package, dead_after_s)
+        rules = Rules(now=time.time(), older_than_s=dead_after_s, dead_before_epoch=newest.save_id.epoch)
+        for name in found.names:
+            if name not in busy:
+                _finish(os.path.join(root, name), files, umask)
+                _sweep(os.path.join(root, name), rules, files, umask, package)
     return done
 
 
@@ -177,46 +176,45 @@ def _unknown(found: Survey, newest: Stored) -> set[str]:
     return {one.name for one in found.stored if one.name in found.unscored and one.save_id.epoch < newest.save_id.epoch}
 
 
-def _pruned(root: str, one: Stored, files: Files, umask: int, package: str, *, delete: bool) -> Pruned:
+def _pruned(
+    root: str, one: Stored, files: Files, umask: int, package: str, busy: Collection[str], *, delete: bool
+) -> Pruned:
     path = os.path.join(root, one.name)
     if not delete:
         return Pruned(stored=one, is_removed=True)
+
+    def is_wanted() -> bool:
+        return one.name in busy or is_pinned(path, files)
+
     try:
-        gone = retire(path, one.save_id, files, umask=umask, package=package, is_wanted=lambda: is_pinned(path, files))
+        gone = retire(path, one.save_id, files, umask=umask, package=package, is_wanted=is_wanted)
     except OSError as error:
         _log.warning("%s cannot be removed: %s", path, error)
         return Pruned(stored=one, is_removed=False, error=error)
     if gone:
         _log.info("removed step %d, %s", one.step, path)
-    kept = "" if gone else "it was pinned or saved anew meanwhile"
+    kept = "" if gone else "it was pinned or saved anew meanwhile, or is about to be"
     return Pruned(stored=one, is_removed=gone, kept=kept)
 
 
-def _finish(paths: Sequence[str], files: Files, umask: int) -> None:
-    """Go on with removals that were broken off."""
-    for path in paths:
-        try:
-            retire_rest(path, files, umask=umask)
-        except OSError as error:
-            _log.warning("what is left of %s cannot be removed: %s", path, error)
+def _finish(path: str, files: Files, umask: int) -> None:
+    """Go on with a removal that was broken off."""
+    try:
+        retire_rest(path, files, umask=umask)
+    except OSError as error:
+        _log.warning("what is left of %s cannot be removed: %s", path, error)
 
 
-def _sweep(paths: Sequence[str], epoch: int, files: Files, umask: int, package: str, dead_after_s: float) -> None:
+def _sweep(path: str, rules: Rules, files: Files, umask: int, package: str) -> None:
     """Remove attempts of dead runs, behind a tombstone: who still writes one can commit it no more."""
-    for path in paths:
-        try:
-            standing = standing_at(path, files)
-            owners = {owner for name in files.listdir(path) if (owner := owner_of(name)) is not None}
-            owners -= set() if standing is None else {standing.save_id}
-            is_past = all(owner.epoch < epoch for owner in owners)
-            rules = Rules(now=time.time(), older_than_s=-math.inf if is_past else dead_after_s)
-            done = collect(path, files, rules, umask=umask, package=package)
-            if done is not None and done.removed:
-                _log.info("removed what saves that were never committed left in %s", path)
-        except FileNotFoundError:  # retention has just removed it
-            continue
-        except OSError as error:
-            _log.warning("what saves left in %s cannot be removed: %s", path, error)
+    try:
+        done = collect(path, files, rules, umask=umask, package=package)
+        if done is not None and done.removed:
+            _log.info("removed what saves that were never committed left in %s", path)
+    except FileNotFoundError:  # retention has just removed it
+        pass
+    except OSError as error:
+        _log.warning("what saves left in %s cannot be removed: %s", path, error)
 
 
 def _score_of(manifest: Manifest, score: Score | None) -> float | None:

@@ -17,9 +17,11 @@ import torch
 
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import STAGED_OFFSET
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.staging.cutting import COPIED_AS, copyable, cut_out, nbytes_before
+from asyncckpt.staging.cutting import copyable, cut_out, is_special, nbytes_before
 from asyncckpt.staging.moving import FULL, Moves, Pace, move_all
+from asyncckpt.staging.progress import MARK_NBYTES, Progress
 from asyncckpt.staging.watermark import Watermark
 
 LARGE_NBYTES = 64 * 1024
@@ -59,6 +61,7 @@ class SlotImage:
     def __init__(self, address: int, plan: SavePlan) -> None:
         self.plan = plan
         self._moves = Moves()
+        self.progress = Progress(address + STAGED_OFFSET)
         self._movers: list[threading.Thread] = []
         self._half: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # that a second thread is to copy
         self._headers: list[int] = []
@@ -86,7 +89,7 @@ class SlotImage:
         for c, b in zip(chunks, plan.boxes, strict=True):
             sizes[b.number] = sizes.get(b.number, 0) + c.nbytes
         self.deferrable = [number for number, nbytes in sizes.items() if nbytes >= DEFERRED_FROM_NBYTES]
-        self._has_special = any(dtype in COPIED_AS for dtype, _ in plan.signature[1])
+        self._has_special = any(is_special(dtype) for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
         self._address = address
         self.lay_out()
@@ -170,12 +173,18 @@ class SlotImage:
         """
         self._moves.fault, self._moves.moved = None, None
         others = list(share.small)
+        self.progress.begin()
+        unmarked = 0
         for n, target, nbytes, skipped in share.large:
             tensor = tensors[self._numbers[n]]
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 source = tensor.data_ptr() + skipped
                 for at in range(0, nbytes, pace.piece_nbytes):
-                    self._moves.append((target + at, source + at, min(pace.piece_nbytes, nbytes - at)))
+                    size = min(pace.piece_nbytes, nbytes - at)
+                    self._moves.append((target + at, source + at, size))
+                    unmarked += size
+                    if mark is None and unmarked >= MARK_NBYTES:
+                        unmarked = self.progress.mark(self._moves, unmarked)
             else:
                 others.append(n)
         late = [target.data_ptr() for target in self.targets(others) if target.numel()] if mark is not None else []
@@ -203,6 +212,7 @@ class SlotImage:
             self._moves.moved = None
         if self._moves.fault is not None:
             raise self._moves.fault
+        self.progress.end(unmarked)
 
     def drop_moves(self) -> None:
         """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""

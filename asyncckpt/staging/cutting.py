@@ -16,7 +16,7 @@ _AS_INTEGERS = {
     )
     for name in names
 }
-COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
+_COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
@@ -36,7 +36,12 @@ def cut_out(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
+def is_special(dtype: torch.dtype) -> bool:
+    """Whether `copyable` changes tensors of this dtype."""
+    return dtype in _COPIED_AS
+
+
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
-    integer = COPIED_AS.get(tensor.dtype)
+    integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)

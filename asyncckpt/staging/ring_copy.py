@@ -84,13 +84,16 @@ class RingCopy:
         Blocks: for all but the last segments to be written.
         """
         self._progressed_at = time.monotonic()
-        for number in range(len(self._image.ring.segments)):
+        done_nbytes = 0
+        for number, segment in enumerate(self._image.ring.segments):
             self._await_cell(number)
             left = self._image.fill(number, tensors, self._places, self._save_id, pace)
             for index, (targets, sources) in left.items():
                 self._engine.copy_here(index, targets, sources)
             # IMPORTANT: after every byte of it. The worker writes, and never looks again.
             self._counters.filled = number + 1
+            done_nbytes += segment.end - segment.start
+            self._counters.note_staged(done_nbytes)
 
     def drop_moves(self) -> None:
         """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""

@@ -116,8 +116,11 @@ class SlotPool:
             slot = self._try_allocate(wanted, deadline)
             with self._changed:
                 if slot is not None:
-                    self._use(slot, save_id)
                     self._slots.append(slot)
+                    if self._closed:  # by another thread, which has not seen it
+                        self._drop(slot, tell=True)
+                    self._check_open()
+                    self._use(slot, save_id)
                     return slot
                 if any(not s.free for s in self._slots):  # the machine has no room for one more: wait for one
                     self._wait(deadline, save_id, step, path)

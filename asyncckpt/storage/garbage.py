@@ -41,6 +41,7 @@ class Rules:
     Attributes:
         now: Seconds since 1970, as the file system counts.
         older_than_s: What was changed later than so long ago may be under way.
+        dead_before_epoch: Saves of runs before it are not, however young their files are.
         busy: Real paths to which a worker writes.
         tombstones: Also directories with nothing but a tombstone.
         locks: Also lock files that nobody holds, and temporary names of the committed save.
@@ -49,6 +50,7 @@ class Rules:
 
     now: float
     older_than_s: float
+    dead_before_epoch: int = 0
     busy: Collection[str] = ()
     tombstones: bool = False
     locks: bool = False
@@ -162,7 +164,9 @@ class _Look:
         age_s = self.rules.now - max(self.regular[name].st_mtime for name in names)
         if not kept and self._is_busy():
             kept = "the worker writes there"
-        if not kept and age_s < self.rules.older_than_s:
+        # IMPORTANT: of the very files that would go: a save of a living run may have begun to write there meanwhile.
+        is_dead = all(one.epoch < self.rules.dead_before_epoch for one in save_ids)
+        if not kept and not is_dead and age_s < self.rules.older_than_s:
             kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
         return Garbage(
             path=self.path,

@@ -22,11 +22,12 @@ from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET,
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import DCP, index_name, items_name, objects_name, shard_name
 from asyncckpt.storage.dcp_commit import dcp_items, refuse_foreign_metadata
-from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, write_new_file
+from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.image import Image, is_page_aligned
 from asyncckpt.storage.prints import shards_print
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.shard_writer import ShardWriter
+from asyncckpt.storage.small_files import SmallFiles
 from asyncckpt.storage.standing import overtaken
 
 EXTENT_NBYTES = 16 << 20
@@ -98,7 +99,7 @@ class RankWriter:
         ]
         self.dcp: tuple[bytes, bytes] | None = None
         self._items = b""
-        self._small: list[str] = []
+        self._small = SmallFiles(job, self.mode, files)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._threads = job.threads or DEFAULT_THREADS
@@ -212,10 +213,14 @@ class RankWriter:
                 self._error = error
 
     def keep_shards(self, flush: Callable[[ShardWriter], None]) -> None:
-        """In the place of `write_shards`: the files stand already, and `digests` are filled in; flush each again."""
+        """In the place of `write_shards`: the files stand already, and `digests` are filled in; flush each again.
+
+        What stands stays, if this fails: but where nobody else can commit it.
+        """
         started = time.perf_counter()
+        self._small.stand_already()
         for shard in self.shards:
-            shard.created = True  # from here they are this call's, to be removed if it fails
+            shard.created = self.job.world_size == 1
         with self._removed_on_failure():
             for shard in self.shards:
                 begun = time.perf_counter()
@@ -255,10 +260,10 @@ class RankWriter:
         """Write objects and index, flush the directory, and return the rank's line in the manifest."""
         job, index = self.job, self.index()
         if job.layout == DCP:
-            self._write_small(items_name(job.save_id, job.rank), self._items)
-        self._write_small(objects_name(job.save_id, job.rank), job.objects)
+            self._small.write(items_name(job.save_id, job.rank), self._items)
+        self._small.write(objects_name(job.save_id, job.rank), job.objects)
         reach("rank: objects written")
-        self._write_small(index_name(job.save_id, job.rank), index)
+        self._small.write(index_name(job.save_id, job.rank), index)
         reach("rank: index written")
         self.check()
         if job.fsync:
@@ -274,20 +279,9 @@ class RankWriter:
             nbytes=sum(s.nbytes for s in self.shards) + len(job.objects) + len(self._items) + len(index),
         )
 
-    def _write_small(self, name: str, data: bytes) -> None:
-        path = os.path.join(self.job.path, name)
-        try:
-            write_new_file(self.files, path, data, mode=self.mode, fsync=self.job.fsync)
-        except FileExistsError:
-            raise
-        except BaseException:
-            self._small.append(path)
-            raise
-        self._small.append(path)
-
     def remove_created(self) -> None:
         """Remove what this call created; a file that resists is left to a later clean-up."""
-        for path in [s.path for s in self.shards if s.created] + self._small:
+        for path in [s.path for s in self.shards if s.created] + self._small.created:
             try:
                 reach("failed: removing")
                 self.files.unlink(path)

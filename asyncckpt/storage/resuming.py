@@ -2,7 +2,8 @@
 
 An index is written when all shards of its rank have been flushed without an error. So where it stands, and is byte for
 byte the one that the image leads to, the shards are durable. The small files are written anew all the same: whether
-*their* fsync has failed, nobody has told, and a second fsync would not repeat it.
+*their* fsync has failed, nobody has told, and a second fsync would not repeat it. Each takes the old one's place in one
+step, since somebody may be committing them just now.
 """
 
 from __future__ import annotations
@@ -17,21 +18,14 @@ from concurrent.futures import Executor
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
-from asyncckpt.format.names import (
-    DCP,
-    SaveId,
-    index_name,
-    items_name,
-    objects_name,
-    temporary_dcp_metadata_name,
-    temporary_manifest_name,
-)
+from asyncckpt.format.names import SaveId, index_name, temporary_dcp_metadata_name, temporary_manifest_name
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.files import Files, fsync_directory, fsync_file, opened, read_small_file
 from asyncckpt.storage.image import Image
 from asyncckpt.storage.rank_files import EXTENT_NBYTES, RankWriter
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.shard_writer import ShardWriter
+from asyncckpt.storage.small_files import small_paths
 from asyncckpt.storage.standing import standing_at
 
 _logger = logging.getLogger("asyncckpt.storage")
@@ -69,12 +63,11 @@ def resume_rank_files(
     Blocks: for the writes.
     """
     writer = RankWriter(job, image, files, check)
-    kept = _finds_shards(writer)
-    _remove(_small_files(job) + ([] if kept else [s.path for s in writer.shards]), files)
-    if not kept:
-        writer.write_shards(pool)
-        return writer.finish(job), False
-    return _keep(writer), True
+    if _finds_shards(writer):
+        return _keep(writer), True
+    _remove(small_paths(job) + [s.path for s in writer.shards], files)
+    writer.write_shards(pool)
+    return writer.finish(job), False
 
 
 def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable[[], None]) -> RankResult | None:
@@ -94,9 +87,8 @@ def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable
     """
     writer = RankWriter(job, image, files, check)
     if not _finds_stated_shards(writer):
-        _remove(_small_files(job) + [s.path for s in writer.shards], files)
+        _remove(small_paths(job) + [s.path for s in writer.shards], files)
         return None
-    _remove(_small_files(job), files)
     return _keep(writer)
 
 
@@ -105,13 +97,6 @@ def _keep(writer: RankWriter) -> RankResult:
     _logger.info("files of rank %d stand already, and are kept", job.rank, extra={"save_id": str(job.save_id)})
     writer.keep_shards(lambda shard: _flush(shard, job, writer.files))
     return writer.finish(job)
-
-
-def _small_files(job: RankJob) -> list[str]:
-    """Return their paths, the index first: it says that the others are whole."""
-    names = [index_name(job.save_id, job.rank), objects_name(job.save_id, job.rank)]
-    names += [items_name(job.save_id, job.rank)] if job.layout == DCP else []
-    return [os.path.join(job.path, name) for name in names]
 
 
 def _finds_stated_shards(writer: RankWriter) -> bool:

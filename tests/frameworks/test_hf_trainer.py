@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import pathlib
 import random
+import re
 from typing import Any
 
 import pytest
 import real_worker
 import torch
 import trainings
+
+from asyncckpt.integrations.one_training import OneTraining
 
 pytest.importorskip("transformers", reason="`make test-frameworks` installs transformers")
 pytest.importorskip("accelerate", reason="`make test-frameworks` installs accelerate")
@@ -61,6 +64,35 @@ def test_interrupted_by_sigkill_and_sigterm_it_ends_as_an_uninterrupted_stock_tr
     assert [found] == trainings.result("hf_trainer", stock, worker.endpoint)
     kept = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert "checkpoint-40" in kept and len(kept) == 3, kept
+
+
+def test_of_two_ranks_one_is_told_to_stop_and_both_save_the_same_step(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path, rng: random.Random
+) -> None:
+    ours = str(tmp_path / "ours")
+    arguments = ["--dir", ours, "--steps", "5000"]  # far more than it will do
+    log = trainings.interrupt_one_of_two("hf_trainer", arguments, worker.endpoint, tmp_path, rng)
+    first, second = (int(step) for step in re.findall(r"at step (\d+) the weights", log))
+    assert first == second < 5000 and "told to stop: all ranks do so" in log
+    steps = ["--steps", str(first + 10)]
+    found = trainings.result("hf_trainer", ["--dir", ours, *steps], worker.endpoint, world_size=2)
+    stock = ["--dir", str(tmp_path / "stock"), *steps, "--stock"]
+    assert found == trainings.result("hf_trainer", stock, worker.endpoint, world_size=2)
+
+
+def test_a_training_in_the_directory_of_one_that_lives_is_refused(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    other = OneTraining(str(tmp_path / "out"))
+    try:
+        arguments = ["--dir", str(tmp_path / "out"), "--steps", "3"]
+        with pytest.raises(Exception, match="DirectoryInUseError"):
+            trainings.result("hf_trainer", arguments, worker.endpoint, world_size=2)
+    finally:
+        other.release()
+    assert not list((tmp_path / "out").iterdir())
+    trainings.result("hf_trainer", arguments, worker.endpoint)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-3"]
 
 
 def test_two_ranks_save_what_two_stock_ranks_go_on_from(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:

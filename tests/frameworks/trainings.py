@@ -36,7 +36,7 @@ def train(rank: int, example: str, arguments: Sequence[str], log: str | None) ->
         os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", TORCHELASTIC_RESTART_COUNT="0")
     else:
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
-    with open(log or os.devnull, "w", buffering=1) as said:
+    with open(log or os.devnull, "a", buffering=1) as said:
         sys.stdout = sys.stderr = said
         return importlib.import_module(f"examples.{example}").main(list(arguments))
 
@@ -73,6 +73,26 @@ def interrupt(
         ranks.kill(number=number)
         ranks.processes[0].join(TIMEOUT_S)
         assert not ranks.processes[0].is_alive(), f"the training goes on after {number.name}"
+
+
+def interrupt_one_of_two(
+    example: str, arguments: Sequence[str], endpoint: str, tmp_path: pathlib.Path, rng: random.Random
+) -> str:
+    """Train with two ranks, and send SIGTERM to one of them; returns what both have printed when both have ended."""
+    log = tmp_path / "log"
+    with rank_processes.running(2, train, example, arguments, str(log), **_options(endpoint)) as ranks:
+        at_step = rng.randint(SOONEST_STEP, 10)
+
+        def has_come() -> bool:
+            found = re.findall(r"step (\d+)\n", log.read_text() if log.exists() else "")
+            return bool(found) and int(found[-1]) >= at_step
+
+        real_worker.wait_until(has_come, f"step {at_step}", TIMEOUT_S)
+        os.kill(ranks.processes[rng.randrange(2)].pid or 0, signal.SIGTERM)
+        for process in ranks.processes:
+            process.join(TIMEOUT_S)
+            assert not process.is_alive(), "the training goes on after SIGTERM"
+    return log.read_text()
 
 
 def interrupted(

@@ -8,6 +8,7 @@ import pathlib
 import signal
 from collections.abc import Iterator
 
+import mounts
 import pytest
 import rank_processes
 import real_worker
@@ -118,6 +119,25 @@ def test_a_checkpoint_that_cannot_be_published_is_said_and_those_after_it_are_pu
     assert f"{tmp_path / 'one'} was not published" in caplog.text
     for job in jobs_in(str(tmp_path / ".asyncckpt")):
         job.close()
+
+
+@mounts.needs_root
+def test_what_a_full_disk_kept_from_being_published_is_published_when_there_is_room(
+    saver: StockSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = torch.arange(500_000.0)
+    with mounts.tmpfs(tmp_path / "disk", "size=8m") as disk:
+        (disk / "other").write_bytes(bytes(4 << 20))  # 4 MB are left: enough for the snapshot, not for both
+        saver.save(disk / "one", {"state.pt": captured_torch_save({"w": weights})}, step=1)
+        assert saver.wait(real_worker.DEADLINE_S) == [] and saver.pending() == [str(disk / "one")]
+        assert "was not published" in caplog.text and "tried again while the training lives" in caplog.text
+        (disk / "other").unlink()
+        found: list[str] = []
+        real_worker.wait_until(lambda: bool(found.extend(saver.poll()) or found), "its publication", 90)
+        assert found == [str(disk / "one")] and saver.pending() == []
+        assert torch.equal(torch.load(disk / "one" / "state.pt")["w"], weights)
+        saver.close(real_worker.DEADLINE_S)
+        assert os.listdir(disk) == ["one"]
 
 
 def _saves_and_hangs(rank: int, endpoint: str, target: str) -> None:

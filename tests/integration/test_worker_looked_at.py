@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -22,6 +23,8 @@ import torch
 from real_worker import DEADLINE_S, RealWorker, running, wait_until, written
 
 from asyncckpt import AsyncCheckpointer, cli
+from asyncckpt.memory.ring import Counters
+from asyncckpt.staging import copy_cpu, moving
 from asyncckpt.storage.event_log import EVENTS_NAME, read_events
 from asyncckpt_worker.supervisor import Supervisor
 
@@ -214,6 +217,38 @@ def test_who_says_nothing_or_nonsense_holds_up_neither_scrapes_nor_the_worker(
                 connection.sendall(said)
         assert get(worker)[0] == 200
     assert worker.alive
+
+
+@pytest.mark.parametrize("limit_nbytes", [None, 24 << 20], ids=["whole", "ring"])
+def test_top_shows_how_far_the_copy_of_a_rank_has_come(
+    limit_nbytes: int | None,
+    worker: RealWorker,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares: list[float] = []
+
+    def look() -> None:
+        (row,) = json_of(capsys, "top", "--once", "--json", "--endpoint", worker.endpoint)["ranks"]
+        if row["phase"] == "begun":
+            shares.append(row["staged"])
+
+    def one_after_the_other(moves: moving.Moves, pace: moving.Pace) -> None:
+        while moves:
+            ctypes.memmove(*moves.popleft())
+            look()
+
+    note = Counters.note_staged
+    monkeypatch.setattr(Counters, "note_staged", lambda self, nbytes: (note(self, nbytes), look()))
+    monkeypatch.setattr(copy_cpu, "move_all", one_after_the_other)
+    monkeypatch.setattr(copy_cpu, "MARK_NBYTES", 8 << 20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    state = {f"w{n}": torch.zeros(2 << 20) for n in range(5)}
+    with AsyncCheckpointer(endpoint=worker.endpoint, arena_limit_bytes=limit_nbytes) as checkpointer:
+        checkpointer.save(state, tmp_path / "a", step=1).written.result(DEADLINE_S)
+    assert shares == sorted(shares) and shares[-1] < 1
+    assert any(0.1 < share < 0.9 for share in shares), shares
 
 
 def test_top_shows_runs_and_ranks_and_its_json_is_one_line(

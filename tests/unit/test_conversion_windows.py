@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import threading
 import zlib
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,11 +19,13 @@ from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.conversion import proof, windows
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile
+from asyncckpt.conversion.runs import RunReader
 from asyncckpt.foreign.verification import verify_any
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.crc import joined
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.shard_writer import ShardWriter
 
 pytest.importorskip("numpy")
 
@@ -139,7 +142,10 @@ def test_checksums_before_and_behind_their_elements_are_put_whatever_the_windows
         for start, data in checksums.released(checksums.sums(window, view)):
             found[start : start + len(data)] = data
             n_written += len(data)
-        for start, end in checksums.put(window, view):
+        before, extents = bytes(room), checksums.put(window, view)
+        if not checksums.concerns(window):
+            assert (extents, bytes(room)) == ([(window.start, -(-window.end // 4096) * 4096)], before)
+        for start, end in extents:
             found[start:end] = view[start - window.start : end - window.start]
             n_written += end - start
     checksums.close()
@@ -184,6 +190,57 @@ def test_all_files_are_read_back_whatever_a_pass_holds(
             held[name] = offset + nbytes
     files = [file for file in (tmp_path / "x").iterdir() if not file.name.startswith(".")]
     assert held == {file.name: file.stat().st_size for file in files}
+
+
+@pytest.mark.parametrize("source", ["asyncckpt", "dcp", "torch", "safetensors"])
+def test_a_window_of_one_tensor_is_read_in_one_call(
+    source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = 8 * BLOCK_NBYTES
+    torch.save({"t": torch.arange(6 * window // 4, dtype=torch.int32)}, tmp_path / "torch")
+    if source != "torch":
+        asyncckpt.convert(tmp_path / "torch", tmp_path / source, to=source)
+    monkeypatch.setattr(windows, "WINDOW_NBYTES", window)
+    reads: list[tuple[int, int]] = []
+
+    def preadv(files: Files, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        if threading.current_thread().name.startswith("asyncckpt-convert") and len(buffers[0]) > 4096:
+            reads.append((offset, len(buffers[0])))
+        return real(files, fd, buffers, offset, flags)
+
+    real = Files.preadv
+    monkeypatch.setattr(Files, "preadv", preadv)
+    monkeypatch.setattr(Files, "resident", lambda files, fd, offset, nbytes: False)
+    asyncckpt.convert(tmp_path / source, tmp_path / "x", to="hf", read_back=False)
+    assert len(reads) <= 7, f"six windows and the rest of the last: {reads}"
+    assert sum(nbytes >= window - BLOCK_NBYTES for _, nbytes in reads) == 6
+
+
+def test_windows_without_a_checksums_place_wait_for_no_earlier_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
+    state = {"t": torch.arange(6 * BLOCK_NBYTES // 4, dtype=torch.int32)}
+    torch.save(state, tmp_path / "a")
+    first_may_go, written = threading.Event(), set()
+
+    def read(reader: RunReader, runs: Any, address: int, origin: int, buffer: memoryview) -> None:
+        if origin == 0:
+            assert first_may_go.wait(60), "the second and the third window wait for the first"
+        real_read(reader, runs, address, origin, buffer)
+
+    def write_extent(writer: ShardWriter, start: int, end: int) -> None:
+        real_write(writer, start, end)
+        written.add(start)
+        if {BLOCK_NBYTES, 2 * BLOCK_NBYTES} <= written:
+            first_may_go.set()
+
+    real_read, real_write = RunReader.read, ShardWriter.write_extent
+    monkeypatch.setattr(RunReader, "read", read)
+    monkeypatch.setattr(ShardWriter, "write_extent", write_extent)
+    asyncckpt.convert(tmp_path / "a", tmp_path / "x", to="torch")
+    states.assert_same(asyncckpt.load(tmp_path / "x"), state)
+    assert not verify_any(str(tmp_path / "x"), Files()).faults, "every CRC-32 is right"
 
 
 class Columns:

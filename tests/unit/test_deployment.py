@@ -6,6 +6,7 @@ import configparser
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_the_unit_has_only_what_systemd_knows() -> None:
         assert all(len(values) == 1 for values in keys.values())
 
 
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: pathlib.Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed (package systemd)")
+    text = (DEPLOYMENT / "asyncckpt-worker@.service").read_text()
+    path = tmp_path / "asyncckpt-worker@.service"
+    path.write_text(text.replace("/opt/asyncckpt/bin/asyncckpt-worker", shutil.which("true") or "/bin/true"))
+    found = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, timeout=60, check=False)
+    said = [line for line in found.stderr.splitlines() if path.stem in line]
+    assert not said, said
+    path.write_text(path.read_text().replace("WatchdogSec=", "WatchdogSecs="))
+    found = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, timeout=60, check=False)
+    assert "WatchdogSecs" in found.stderr, "it looks"
+
+
 # ---- SLURM
 
 
@@ -108,6 +123,14 @@ def pod() -> Any:
     job = yaml.safe_load((DEPLOYMENT / "sidecar.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     return job["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_the_manifest_is_valid_under_the_schemas_of_kubernetes(version: str) -> None:
+    reason = "kubernetes-validate is in no extra: it brings the schemas of every version"
+    validate = pytest.importorskip("kubernetes_validate", reason=reason)
+    yaml = pytest.importorskip("yaml", reason="PyYAML is in the dev extra only")
+    validate.validate(yaml.safe_load((DEPLOYMENT / "sidecar.yaml").read_text()), version, strict=True)
 
 
 def test_the_sidecar_shares_what_slots_and_socket_need(pod: Any) -> None:

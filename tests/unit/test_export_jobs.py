@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import pathlib
@@ -9,9 +11,9 @@ import pathlib
 import pytest
 
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.integrations.exporter import finish_exports
+from asyncckpt.integrations.exporter import FIRST_RETRY_S, LAST_RETRY_S, Retries, finish_exports
 from asyncckpt.integrations.pending_saves import remove
-from asyncckpt.integrations.spool import SPOOL_NAME, Job, job_for, jobs_in, read_job
+from asyncckpt.integrations.spool import AGAIN, SPOOL_NAME, Job, job_for, jobs_in, read_job
 
 
 def staged(root: pathlib.Path, target: str = "one", *, committed: bool = True) -> Job:
@@ -120,3 +122,59 @@ def test_a_removal_leaves_nothing_whatever_it_removes(tmp_path: pathlib.Path) ->
     for name in ("directory", "file", "link", "nothing"):
         remove(str(tmp_path / name))
     assert os.listdir(tmp_path) == []
+
+
+class Disk:
+    """What an exporter writes to; the clock is the test's."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.now = 100.0
+        self.done: list[tuple[str, float]] = []
+        self.retries = Retries(self.do, lambda: self.now)
+
+    def do(self, job: Job) -> None:
+        self.done.append((os.path.basename(job.target), self.now - 100.0))
+        if self.errors:
+            raise self.errors.pop(0)
+        job.close()
+
+
+def full(number: int = errno.ENOSPC) -> Exception:
+    """The error of a full disk, wrapped as ours are."""
+    try:
+        raise OSError(number, os.strerror(number))
+    except OSError as error:
+        found = RuntimeError("cannot be written")
+        found.__cause__ = error
+        return found
+
+
+def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_then_published(
+    tmp_path: pathlib.Path,
+) -> None:
+    job, disk = staged(tmp_path), Disk(*(full() for _ in range(9)))
+    assert not disk.retries.attempt(job)
+    assert pathlib.Path(job.failure_path).read_text().endswith(AGAIN)
+    while len(disk.retries):
+        disk.now += 0.5
+        disk.retries.turn()
+    times = [at for _, at in disk.done]
+    waits = [b - a for a, b in itertools.pairwise(times)]
+    assert waits[0] == FIRST_RETRY_S and waits[1] == 2 * FIRST_RETRY_S and waits[-1] == LAST_RETRY_S
+    assert not job.is_open and not os.path.exists(job.failure_path)
+
+
+def test_what_will_not_pass_is_not_tried_again(tmp_path: pathlib.Path) -> None:
+    job, disk = staged(tmp_path), Disk(full(errno.ENOTDIR))
+    assert not disk.retries.attempt(job) and not len(disk.retries)
+    assert not pathlib.Path(job.failure_path).read_text().endswith(AGAIN) and job.is_open
+
+
+def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_place(tmp_path: pathlib.Path) -> None:
+    old, new, disk = staged(tmp_path, "old"), staged(tmp_path, "new"), Disk(full(), full())
+    disk.retries.attempt(old)
+    disk.retries.attempt(new)
+    old.close()
+    disk.retries.turn(last=True)
+    assert disk.done[2:] == [("new", 0.0)] and not len(disk.retries)

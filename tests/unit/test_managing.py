@@ -196,6 +196,24 @@ def test_retention_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptur
     assert done == [0, 1] and "retention failed" in caplog.text
 
 
+def test_retention_without_a_thread_asks_for_one_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[int] = []
+    pruner = Pruner(lambda: done.append(1))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        pruner.request()
+    assert pruner.wait(0.0) and done == [] and "no thread for retention" in caplog.text
+    pruner.request()
+    assert pruner.wait(60.0) and done == [1]
+    pruner.close(60.0)
+
+
 # ---- ranks that agree without meeting -------------------------------------------------------------------------------
 
 

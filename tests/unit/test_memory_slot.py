@@ -78,6 +78,7 @@ def test_stores_are_in_the_order_of_the_spec(memory: Memory, monkeypatch: pytest
     memory.control.seal(b"x", PAGE_NBYTES)
     assert stored == [
         slots.STATE_OFFSET,
+        slots.STAGED_OFFSET,
         NBYTES - PAGE_NBYTES + slots.TAIL_GENERATION_OFFSET,
         slots.GENERATION_OFFSET,
         slots.REQUEST_OFFSET_OFFSET,
@@ -191,3 +192,12 @@ def test_random_damage_gives_the_request_or_a_refusal(memory: Memory, rng: rando
 def test_slot_size_has_room_for_everything() -> None:
     assert slots.slot_nbytes(0, 1) == 3 * PAGE_NBYTES
     assert slots.slot_nbytes(2 * PAGE_NBYTES, PAGE_NBYTES + 1) == 6 * PAGE_NBYTES
+
+
+def test_how_much_is_staged_is_told_of_the_generation_that_is(memory: Memory) -> None:
+    memory.control.open(1)
+    assert memory.control.staged_nbytes(1) == 0
+    memory.control.note_staged(5)
+    assert (memory.control.staged_nbytes(1), memory.control.staged_nbytes(2)) == (5, 0)
+    memory.control.open(2)
+    assert (memory.control.staged_nbytes(1), memory.control.staged_nbytes(2)) == (0, 0)

@@ -320,3 +320,8 @@ def test_a_checkpointer_restores_too(root: Path) -> None:
     with asyncckpt.SyncCheckpointer() as checkpointer:
         found = checkpointer.restore_latest(root, target())
     assert found.step == 20 and len(found.skipped) == 1
+
+
+def test_the_readers_word_for_map_location_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="default_map_location"):
+        asyncckpt.restore_latest(tmp_path, map_location="cpu")

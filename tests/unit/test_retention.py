@@ -419,6 +419,42 @@ def test_attempts_of_the_newest_run_stay_until_they_must_be_dead(
     assert any(owner_of(name) for name in os.listdir(tmp_path / "step-1")) is stays
 
 
+def test_a_save_that_begins_where_a_dead_run_left_files_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins after the look at the directory, and before the removal."""
+    begin(tmp_path, 5, SaveId(1, 5, RUN))
+    save(tmp_path, 2, SaveId(2, 0, RUN))
+    collected, begun = pruning.collect, []
+
+    def begun_first(path: str, *args: Any, **more: Any) -> Any:
+        if path.endswith("step-5"):
+            begun.append(begin(tmp_path, 5, SaveId(2, 1, RUN)))
+        return collected(path, *args, **more)
+
+    monkeypatch.setattr(pruning, "collect", begun_first)
+    prune_all(tmp_path)
+    assert {owner_of(name) for name in os.listdir(tmp_path / "step-5")} >= {SaveId(2, 1, RUN)}
+    assert tombstone_at(str(tmp_path / "step-5"), FILES) is None
+    publish(str(tmp_path / "step-5"), begun[0], files=FILES, umask=0o022, overwrite=True)
+    assert sorted(committed(tmp_path)) == [2, 5]
+
+
+def test_a_save_that_begins_while_others_are_removed_keeps_its_directory(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy: set[str] = set()
+    retired = pruning.retire
+
+    def begun_then(path: str, *args: Any, **more: Any) -> bool:
+        busy.add("step-2")
+        return retired(path, *args, **more)
+
+    monkeypatch.setattr(pruning, "retire", begun_then)
+    assert [(one.stored.step, one.is_removed) for one in prune_all(three, busy=busy)] == [(1, True), (2, False)]
+    assert sorted(committed(three)) == [2, 3]
+
+
 # ---- pins -----------------------------------------------------------------------------------------------------------
 
 

@@ -365,3 +365,16 @@ def test_the_largest_slot_is_no_spare_one(make: Make, plan: SavePlan) -> None:
     assert lender.released == [2]
     acquire(pool, plan, 100, LARGE)
     assert len(lender.made) == 2, "the large structure is as warm as it was"
+
+
+def test_a_slot_that_comes_when_the_pool_was_closed_is_given_back(plan: SavePlan) -> None:
+    lender = Lender()
+
+    def closed_meanwhile(nbytes: int, within_s: float | None) -> LentSlot | None:
+        pool.close()
+        return lender.allocate(nbytes, within_s)
+
+    pool = SlotPool(CheckpointerConfig(), closed_meanwhile, lender.release)
+    with pytest.raises(CheckpointerClosedError):
+        pool.acquire(SMALL, plan, SaveId(1, 0, "0123456789ab"), step=0, path="/c")
+    assert lender.made[0].memory.mapping.closed and lender.released == [1] and pool.nbytes == 0

@@ -30,6 +30,7 @@ SPEC = spec("format")
         ("items of layout dcp", names.items_name(SAVE_ID, 7)),
         ("temporary metadata", names.temporary_dcp_metadata_name(SAVE_ID)),
         ("temporary tombstone", names.temporary_tombstone_name(SAVE_ID)),
+        ("temporary index", names.replacing_name(names.index_name(SAVE_ID, 7))),
     ],
 )
 def test_file_name_follows_the_pattern(file: str, made: str) -> None:
@@ -38,7 +39,7 @@ def test_file_name_follows_the_pattern(file: str, made: str) -> None:
 
 
 def test_patterns_are_all_that_is_ours() -> None:
-    assert len(table(SPEC, "file", "name", "holds")) == 10
+    assert len(table(SPEC, "file", "name", "holds")) == 11
 
 
 def test_the_name_of_what_was_put_aside_follows_the_spec() -> None:

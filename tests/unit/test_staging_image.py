@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
+from asyncckpt.memory.slot import STAGED_OFFSET  # noqa: E402
 from asyncckpt.planning.planner import PlanCache  # noqa: E402
 from asyncckpt.staging import copy_cpu, moving  # noqa: E402
 from asyncckpt.staging.copy_cpu import LARGE_NBYTES, SlotImage  # noqa: E402
@@ -104,7 +105,7 @@ def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch:
             both.wait()  # each has begun before any can have finished
         real(moves, *pace)
 
-    monkeypatch.setattr(SlotImage.copy, "__defaults__", (Pace(threads=2),))
+    monkeypatch.setattr(SlotImage.copy, "__defaults__", (Pace(threads=2), None))
     monkeypatch.setattr(copy_cpu, "move_all", noted)
     state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
     assert staged.stage(state) == [bits_of_large(state["a"])]
@@ -286,7 +287,7 @@ def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPat
     try:
         image = copy_cpu.SlotImage(memory.address, plan)
         with monkeypatch.context() as patch:
-            patch.setattr(image, "_copy_by_torch", lambda *_: 1 / 0)
+            patch.setattr(image, "_copy_by_torch", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 image.fill(flat.tensors, SaveId(1, 2, "0123456789ab"))
         assert not image._moves
@@ -348,6 +349,32 @@ def prepared(staged: Staged, state: dict[str, Any]) -> tuple[SlotImage, list[Any
     for target in staged.image._targets:
         target.zero_()
     return staged.image, list(staged.flat.tensors)
+
+
+# ---- how far a copy has come
+
+
+def test_a_copy_says_how_far_it_is_after_every_few_pieces(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 18), "small": torch.arange(5)}
+    image, tensors = prepared(staged, state)
+    assert staged.memory is not None
+    word = ctypes.c_uint64.from_address(staged.memory.address + STAGED_OFFSET)
+    word.value = 7  # what was copied before `save()` returned, say
+    seen: list[int] = []
+
+    def one_after_the_other(moves: moving.Moves, pace: Pace) -> None:
+        while moves:
+            target, source, nbytes = moves.popleft()
+            ctypes.memmove(target, source, nbytes)
+            seen.append(word.value - 7)
+
+    monkeypatch.setattr(copy_cpu, "move_all", one_after_the_other)
+    monkeypatch.setattr(copy_cpu, "MARK_NBYTES", 2 << 20)
+    image.copy(tensors, image._all, Pace(threads=1, piece_nbytes=1 << 20))
+    assert sorted(set(seen)) == [0, 2 << 20, 4 << 20] and seen == sorted(seen)
+    assert word.value - 7 == 5 << 20
+    for n, tensor in enumerate(tensors):
+        assert torch.equal(image._targets[image._numbers.index(n)], tensor)
 
 
 # ---- memory that goes away under a copy

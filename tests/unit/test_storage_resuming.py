@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing, manifest_of, shard_paths
+from storage_samples import OTHER_ID, SAVE_ID, FailingFiles, RecordingFiles, Snapshot, failing, manifest_of, shard_paths
 
 from asyncckpt.format.names import index_name, objects_name, temporary_manifest_name
 from asyncckpt.storage.commit import check_rank_files
@@ -62,8 +62,58 @@ def test_small_files_are_written_anew_since_nobody_knows_whether_their_fsync_fai
         for name, holder in holders.items():
             assert os.fstat(holder.fileno()).st_ino != os.stat(tmp_path / name).st_ino
             holder.close()
-        unlinked = [os.path.basename(path) for name, path in files.calls if name == "unlink"]
-        assert unlinked[0] == INDEX  # while it stands, it says that the others are whole
+        assert sorted(os.listdir(tmp_path)) == sorted([INDEX, OBJECTS, *inodes(tmp_path)])
+
+
+class Committed(RecordingFiles):
+    """Looks, ahead of each call, whether a rank's files are as they were committed."""
+
+    def __init__(self, path: Path, result: RankResult) -> None:
+        super().__init__()
+        self._path, self._manifest = str(path), manifest_of(result)
+
+    def before(self, name: str, args: Any) -> None:
+        check_rank_files(self._path, self._manifest, files=Files())
+
+
+WAYS = ["from the slot", "of a ring"]
+
+
+def go_on(how: str, snapshot: Snapshot, path: Path, files: Files, **changes: Any) -> None:
+    if how == "of a ring":
+        assert keep(snapshot, path, files, **changes) is not None
+    else:
+        assert resume(snapshot, path, files, **changes)[1]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_another_nodes_worker_may_have_committed_is_whole_at_every_instant(tmp_path: Path, how: str) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        first = snapshot.write(str(tmp_path), world_size=2)
+        (tmp_path / f"{INDEX}.tmp").write_text("of a worker that died here")
+        files = Committed(tmp_path, first)
+        go_on(how, snapshot, tmp_path, files, world_size=2)
+        assert_whole(tmp_path, first, snapshot)
+        assert "rename" in files.names() and not (tmp_path / f"{INDEX}.tmp").exists()
+
+
+def _is_small(files: RecordingFiles, where: Any) -> bool:
+    return str(files.paths.get(where, where)).endswith(".tmp")
+
+
+@pytest.mark.parametrize("method", ["fsync", "unlink", "open", "pwrite", "rename", "close"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_call_that_fails_takes_nothing_from_what_another_nodes_worker_may_have_committed(
+    tmp_path: Path, how: str, method: str
+) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        first = snapshot.write(str(tmp_path), world_size=2)
+        before = sorted(os.listdir(tmp_path))
+        files = FailingFiles(errno.ENOSPC, wanted=lambda name, args: name == method and _is_small(files, args[0]))
+        with pytest.raises(OSError, match="No space"):
+            go_on(how, snapshot, tmp_path, files, world_size=2)
+        check_rank_files(str(tmp_path), manifest_of(first), files=Files())
+        assert sorted(os.listdir(tmp_path)) == before
 
 
 def _damage_value(path: Path) -> None:

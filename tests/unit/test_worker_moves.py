@@ -13,7 +13,7 @@ from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, pack
 from asyncckpt.protocol.messages import StatusReport
 from asyncckpt.storage.event_log import read_events
 from asyncckpt_worker import events as ev
-from asyncckpt_worker.moves import Moved, with_progress
+from asyncckpt_worker.moves import ALMOST, Moved, with_progress
 from asyncckpt_worker.telling import Teller
 
 
@@ -91,14 +91,31 @@ def test_a_rank_shows_its_last_save_and_its_last_durable_step(bench: Watched) ->
     assert (run["in_flight"], run["ranks"], run["gone"]) == (1, 1, 0)
 
 
+def nothing(slot: int, generation: int) -> int:
+    return 0
+
+
 def test_what_is_written_so_far_is_that_of_the_writer_or_all(bench: Watched) -> None:
     slot = bench.slot()
     bench.at_writing(slot)
     rows = bench.brain.report()["ranks"]
-    assert with_progress(rows, {})[0]["written_nbytes"] is None
-    assert with_progress(rows, {(FIRST, 0): 5})[0]["written_nbytes"] == 5
+    assert with_progress(rows, {}, nothing)[0]["written_nbytes"] is None
+    assert with_progress(rows, {(FIRST, 0): 5}, nothing)[0]["written_nbytes"] == 5
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
-    assert with_progress(bench.brain.report()["ranks"], {})[0]["written_nbytes"] == 1
+    assert with_progress(bench.brain.report()["ranks"], {}, nothing)[0]["written_nbytes"] == 1
+
+
+def test_what_is_staged_so_far_is_what_the_slot_says_until_its_seal_was_seen(bench: Watched) -> None:
+    slot = bench.slot()
+    bench.begin(slot, generation=3, nbytes=100)
+    told = {(slot, 3): 25}
+    (row,) = with_progress(bench.brain.report()["ranks"], {}, lambda number, g: told.get((number, g), 0))
+    assert row["staged"] == 0.25 and not {"slot", "generation"} & set(row)
+    told[slot, 3] = 100
+    (row,) = with_progress(bench.brain.report()["ranks"], {}, lambda number, g: told.get((number, g), 0))
+    assert row["staged"] == ALMOST < 1
+    (remote,) = bench.brain.report()["ranks"]
+    assert with_progress([{**remote, "slot": None}], {}, nothing)[0]["staged"] is None, "on another node"
 
 
 def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
