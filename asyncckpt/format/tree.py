@@ -168,7 +168,8 @@ def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:
     if not nodes or set(map(type, nodes)) != {tuple} or set(map(len, nodes)) != {2}:
         return False
     numbers = [number for _, number in nodes]
-    if set(map(itemgetter(0), nodes)) != {"T"} or set(map(type, numbers)) != {int}:
+    kinds = list(map(itemgetter(0), nodes))
+    if set(map(type, kinds)) != {str} or set(kinds) != {"T"} or set(map(type, numbers)) != {int}:
         return False
     if set(map(type, keys)) != {str} or len(set(keys)) != len(keys) or max(map(len, keys)) > MAX_KEY_CHARS:
         return False

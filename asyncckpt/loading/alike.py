@@ -18,7 +18,7 @@ from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.target_tensors import shares_own_memory
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS, is_flat
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.torch_types import address_of, torch_dtype
 
 _KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
 
@@ -91,16 +91,18 @@ def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement]
             return None
         if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
             return None
-        address, is_row_major = value.data_ptr(), value.is_contiguous()
+        address, is_row_major = address_of(value), value.is_contiguous()
         if not is_row_major and shares_own_memory(value):
             return None
         if address:
             places.add(address)
+            found.append(
+                Placement(tensor, value, (0,) * len(shape), address if is_row_major and value.is_cpu else None)
+            )
         elif value.numel() or value.is_meta:
             return None
         else:
             empty.add(id(value))
-        found.append(Placement(tensor, value, (0,) * len(shape), address if is_row_major and value.is_cpu else None))
     return found if len(places) + len(empty) == len(values) else None
 
 

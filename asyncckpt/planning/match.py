@@ -30,6 +30,7 @@ from asyncckpt.planning.state_dict import (
     plain_metadata,
 )
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
+from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of
 
 
 class _Mismatch(Exception):
@@ -135,7 +136,7 @@ class _Walk:
                 raise _Mismatch
             return
         address = value.data_ptr()
-        if not address:
+        if address < NO_ADDRESS_BELOW and not address_of(value):
             if value.numel():
                 raise _Mismatch
             address = id(value)  # an empty tensor under two names is one
@@ -163,6 +164,8 @@ class _Walk:
         if local is not None:  # the usual DTensor
             dtype, shape = self._shapes[number]
             if local.dtype is not dtype or local.shape != shape or local.is_neg() or local.is_conj():
+                raise _Mismatch
+            if local.numel() and not address_of(local):
                 raise _Mismatch
             self._same_or_new(number, leaf, [local], (local.data_ptr(), local.stride()) if local.numel() else None)
             return

@@ -9,7 +9,7 @@ import torch
 from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.sharding.grid import Box, Grid
 from asyncckpt.planning.sharding.shards import Sharded, refused
-from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.planning.torch_types import address_of, dtype_name
 
 
 class ShardLeaf(NamedTuple):
@@ -52,7 +52,7 @@ def sources_of(found: Sharded) -> list[torch.Tensor]:
     for tensor, _ in found.shards:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             raise refused(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
-        if tensor.numel() and not tensor.data_ptr():
+        if tensor.numel() and not address_of(tensor):
             raise refused(found.type_name, "it has elements and no memory: its storage was freed or never allocated")
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()

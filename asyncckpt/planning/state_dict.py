@@ -21,7 +21,7 @@ from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, so
 from asyncckpt.planning.sharding.recognising import Describe, describer
 from asyncckpt.planning.sharding.shards import Sharded, named, refused
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of, dtype_name
 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
@@ -194,6 +194,8 @@ class _Walk:
             )
         # The same elements under several names are stored once: same address, shape, strides and dtype.
         address = value.data_ptr()
+        if address < NO_ADDRESS_BELOW:
+            address = address_of(value)
         key = (
             (address, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
             if address

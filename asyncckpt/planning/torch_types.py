@@ -12,6 +12,9 @@ from asyncckpt.errors import UnsupportedLeafError
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
+NO_ADDRESS_BELOW = 1 << 40
+"""What is below may be an offset: memory hardly ever lies there, and no storage is that long."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `name`.
@@ -30,6 +33,12 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str | None:
     """Return the table's name of `dtype`, or None when it cannot be stored."""
     return _BY_DTYPE.get(dtype)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the elements lie; 0: nowhere. `data_ptr()` of a view of freed storage is how far inside it began."""
+    address = tensor.data_ptr()
+    return address if address >= NO_ADDRESS_BELOW or (address and tensor.untyped_storage().data_ptr()) else 0
 
 
 def encode_torch(value: Any) -> tuple[str, Any] | None:

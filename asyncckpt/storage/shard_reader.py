@@ -187,13 +187,14 @@ class ShardReader:
         nbytes, every = batch.wanted.nbytes, batch.wanted.every
         preadv, fd, at, done = self._files.preadv, self._fd, batch.start, 0
         try:
-            if self.has(batch):
+            cached = self.has(batch)
+            if not cached or self._files.address(fd) is None:  # of a file that it may not write, it is told yes
+                self._fetch_ranges(batch)
+            if cached:
                 done = self._files.gather(fd, address, at, nbytes, every, batch.times)
                 # IMPORTANT: after it. What lies between a file's end and its page's end is there, as zeros.
                 if self._files.fstat(fd).st_size < at + (batch.times - 1) * every + nbytes:
                     done = 0
-            else:
-                self._fetch_ranges(batch)
             at += done * every  # what is left, if anything, comes one by one, or says why it does not
             for start in range(done * nbytes, batch.nbytes, nbytes):
                 with buffer[start : start + nbytes] as view:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import pickle
 import random
 import shutil
 import struct
@@ -15,6 +16,7 @@ import foreign_samples
 import pytest
 import states
 import torch
+import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.errors import (
@@ -248,6 +250,20 @@ def test_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: pathlib.P
         )
     states.assert_same(asyncckpt.load(tmp_path), {"w": whole})
     states.assert_same(asyncckpt.open_checkpoint(tmp_path).tensor("w", slice(1, 4)), whole[1:4])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_tensor_without_elements_may_have_no_chunk(tmp_path: pathlib.Path) -> None:
+    state = {"empty": torch.zeros(0, 3), "full": torch.arange(5)}
+    dcp.save(state, checkpoint_id=tmp_path / "c")
+    listing = tmp_path / "c" / ".metadata"
+    found = pickle.loads(listing.read_bytes())
+    found.state_dict_metadata["empty"].chunks.clear()
+    found.storage_data = {index: where for index, where in found.storage_data.items() if index.fqn != "empty"}
+    listing.write_bytes(pickle.dumps(found))
+    target = {"empty": torch.zeros(0, 3), "full": torch.zeros(5, dtype=torch.int64)}
+    asyncckpt.load(tmp_path / "c", target, strict=True)
+    assert torch.equal(target["full"], state["full"])
 
 
 def test_a_tensor_in_two_files_without_offsets_is_refused(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
+from asyncckpt.errors import (
+    AliasMismatchError,
+    ConfigError,
+    LeafTypeMismatchError,
+    ShapeMismatchError,
+    UnsupportedLeafError,
+)
 from asyncckpt.loading import matching
 
 ALONE = asyncckpt.RankInfo(0, 1)
@@ -140,6 +146,17 @@ def test_names_that_share_a_tensor_on_one_side_only_go_the_long_way(
         with pytest.raises(AliasMismatchError):
             asyncckpt.load(path, target)
     assert ways == [False]
+
+
+def test_a_target_whose_storage_was_freed_is_refused_wherever_it_begins(tmp_path: Path, ways: list[bool]) -> None:
+    path = saved(tmp_path, {"w": torch.ones(8)})
+    for start in (0, 2):
+        memory = torch.ones(10)
+        target = {"w": memory[start : start + 8]}
+        memory.untyped_storage().resize_(0)
+        with pytest.raises(UnsupportedLeafError, match="its storage was freed"):
+            asyncckpt.load(path, target)
+    assert ways == [False, False]
 
 
 def test_another_dtype_is_converted_and_said(

@@ -118,11 +118,11 @@ def test_another_structure_does_not_match(what: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize(
-    "make", [lambda: torch.nested.nested_tensor([torch.ones(3)]), lambda: torch.ones(3).as_subclass(Odd), None]
+    "make", [lambda: torch.nested.nested_tensor([torch.ones(3)]), lambda: torch.ones(3).as_subclass(Odd), 0, 2]
 )
 def test_what_flatten_refuses_does_not_match(make: Any) -> None:
-    if make is None:
-        bad = torch.ones(3)
+    if isinstance(make, int):
+        bad = torch.ones(make + 3)[make:]  # a freed view's `data_ptr()` is not 0
         bad.untyped_storage().resize_(0)
     else:
         bad = make()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import msgpack
 import pytest
+from mutations import altered, packed
 
-from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format import structure
+from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError
+from asyncckpt.format import structure, tree
 from asyncckpt.format.structure import MAX_INT, decode_structure
 
 
@@ -58,6 +60,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a number that is true": (("tree", 1, 5, 1), True),
     "a key that is none": (("tree", 1, 4), 1.5),
     "a key that is too long": (("tree", 1, 4), "k" * 4097),
+    "a node whose kind is a map": (("tree", 1, 5, 0), {}),
+    "a node whose kind holds a map": (("tree", 1, 5, 0), [{}]),
     "a node of three": (("tree", 1, 5), ["T", 2, 2]),
 }
 
@@ -79,6 +83,46 @@ def test_one_wrong_thing_among_plain_tensors_is_refused(what: str, monkeypatch: 
     with pytest.raises(CorruptCheckpointError) as expected:
         one_by_one(raw, monkeypatch)
     assert found.value.message == expected.value.message
+
+
+def test_altered_documents_end_as_one_by_one(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    def end(raw: bytes) -> Any:
+        try:
+            return decode_structure(raw)
+        except AsyncCkptError as error:
+            return type(error), error.message
+
+    for _ in range(400):
+        raw: Any = mixed(rng)
+        for _ in range(rng.choice((0, 1, 1, 1, 2))):
+            raw = altered(raw, rng)
+        data = packed(raw)
+        found = end(data)
+        with monkeypatch.context() as patched:
+            patched.setattr(structure, "_plain_tensors", lambda raw, parts: None)
+            patched.setattr(tree, "_are_tensors", lambda keys, nodes, n_tensors: False)
+            expected = end(data)
+        assert repr(found) == repr(expected)  # True is 1, but does not look like it
+
+
+def mixed(rng: random.Random) -> dict[str, Any]:
+    """Tensors of all kinds in several parts, a few with gaps, in no order; nested, some deeper than allowed."""
+    ends = [64] * rng.choice((1, 1, 2, 3))
+    tensors: list[Any] = []
+    for n in range(rng.randrange(7)):
+        part, (dtype, itemsize) = rng.randrange(len(ends)), rng.choice([("float32", 4), ("bool", 1), ("complex64", 8)])
+        shape = rng.choice(([], [0], [4, 2], [8], [0, 3], [2, 2, 2]))
+        nbytes = math.prod(shape) * itemsize
+        box = [[0] * len(shape), shape] if rng.random() < 0.05 else []
+        tensors.append([f"t{n}", dtype, shape, [[part, ends[part], nbytes, *box]]])
+        ends[part] += nbytes + rng.choice((0, 0, 5))
+    if rng.random() < 0.5:
+        rng.shuffle(tensors)
+    items = [member for n in range(len(tensors)) for member in (f"k{n}", ["T", n])]
+    node: list[Any] = ["d", items] if rng.random() < 0.8 else ["o", items, 0]
+    for _ in range(rng.choice((0, 1, 62, 63, 64, 65)) if rng.random() < 0.2 else 0):
+        node = ["d", ["inner", node]]
+    return {"structure": 1, "parts": ends, "tensors": tensors, "n_objects": 1, "tree": node}
 
 
 def test_plain_tensors_come_out_as_one_by_one(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:

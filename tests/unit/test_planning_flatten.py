@@ -158,6 +158,13 @@ def _freed() -> torch.Tensor:
     return tensor
 
 
+def _view_of_freed() -> torch.Tensor:
+    tensor = torch.ones(1000)
+    view = tensor[2:]
+    tensor.untyped_storage().resize_(0)
+    return view
+
+
 def _deep(levels: int, leaf: Any) -> Any:
     for _ in range(levels):
         leaf = {"d": leaf}
@@ -178,6 +185,7 @@ REFUSED = {
     "lazy parameter": torch.nn.parameter.UninitializedParameter,
     "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "freed storage": _freed,
+    "view of freed storage": _view_of_freed,
     "subclass of str": lambda: type("S", (str,), {})("x"),
     "subclass of float": lambda: type("F", (float,), {})(1.0),
 }

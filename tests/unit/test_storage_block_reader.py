@@ -458,15 +458,16 @@ def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_mor
     assert files.most == expected
 
 
+@pytest.mark.parametrize("said", [False, True], ids=["cold", "cold, and not ours to know"])
 @pytest.mark.parametrize(("every", "asked"), [(400, True), (2000, False)])
 def test_ranges_that_lie_near_each_other_are_brought_in_together(
-    every: int, asked: bool, saved: tuple[str, dict[str, bytes]]
+    every: int, asked: bool, said: bool, saved: tuple[str, dict[str, bytes]]
 ) -> None:
     spans = []
 
     class Advised(Files):
         def resident(self, fd: int, offset: int, nbytes: int) -> bool:
-            return False
+            return said  # the kernel says yes of every file that the process may not write
 
         def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
             spans.append((offset, offset + nbytes))
