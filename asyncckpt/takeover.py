@@ -133,7 +133,7 @@ class Takeover:
     # ---- in the background ------------------------------------------------------------------------------------------
 
     def begin(self, connection: Connection) -> None:
-        """Find or start a worker, since one is dead that had saves; they fail without a thread for it. Does not wait."""
+        """Find or start a worker, as one is dead that had saves; they fail without a thread for it. Does not wait."""
         refused = self._start(connection)
         if refused is not None:
             self._nobody(connection, refused)
