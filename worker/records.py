@@ -166,7 +166,7 @@ class RankSave:
     """A worker that is dead may have written its files, or some, or committed it."""
 
     leftovers: bool = False
-    """It was being staged when its worker died, which may have begun to write it: files may stand, a manifest not."""
+    """A worker that is dead may have begun to write it: files may stand, which go if the save fails."""
 
     seen: str = ""
     """The phase that was told of last (`moves`), and `since` when it is in it."""
