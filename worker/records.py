@@ -162,6 +162,9 @@ class RankSave:
     told: int = 0
     """How far the leader has been told of it: begun, sealed, delivered."""
 
+    ringed: bool = False
+    """Its ring is being written, and not sealed: as its worker has said last, where another one leads."""
+
     resumed: bool = False
     """A worker that is dead may have written its files, or some, or committed it."""
 
