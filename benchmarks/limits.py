@@ -156,12 +156,16 @@ class Limits:
 
     def measure(self) -> dict[str, float]:
         """Return the fewest seconds for a write, a read and a copy of `nbytes`, over the candidates."""
-        target, source = self._slot.mapping.address, self._source.address
         return {
             "write_s": min(write_s(self._path, self._view(), *c) for c in self.best_writes),
             "read_s": min(read_s(self._path, self._view(), self.nbytes, *c) for c in self.best_reads),
-            "copy_s": min(copy_s(target, source, self.nbytes, threads) for threads in THREADS),
+            "copy_s": self.copy_s(),
         }
+
+    def copy_s(self) -> float:
+        """Return the fewest seconds for a copy of `nbytes` into warm shared memory."""
+        target, source = self._slot.mapping.address, self._source.address
+        return min(copy_s(target, source, self.nbytes, threads) for threads in THREADS)
 
     def close(self) -> None:
         """Free memory and file."""

@@ -58,6 +58,11 @@ class CountingFiles(Files):
         self.nbytes += count if count > SAVE_ID_NBYTES else 0
         return count
 
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+        count = super().gather(fd, target, offset, nbytes, every, times)
+        self.nbytes += count * nbytes
+        return count
+
 
 def main() -> None:
     """Measure, print, and keep the result file."""

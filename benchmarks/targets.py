@@ -68,14 +68,10 @@ def _beside_best_peer(measure: str) -> Values:
 
 
 def _save_load(measure: str, per: str) -> Values:
-    """Return what finds a measure in a result of `benchmarks.save_load`, over a limit of the same round."""
+    """Return what finds a measure in a result of `benchmarks.save_load`, over a limit of the moment or the round."""
 
     def found(result: dict[str, Any]) -> list[float]:
-        return [
-            value / row["limits"][per]
-            for row in result["rounds"]
-            for value in ([save[measure] for save in row["saves"]] if measure in row["saves"][0] else [row[measure]])
-        ]
+        return [save[measure] / save.get(per, row["limits"][per]) for row in result["rounds"] for save in row["saves"]]
 
     return found
 

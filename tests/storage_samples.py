@@ -165,6 +165,8 @@ def _recorded(name: str) -> Callable[..., Any]:
                 self.paths.pop(args[0], None)
             elif name == "preadv" and result:
                 self.read_ranges.append((args[2], result))
+            elif name == "gather":
+                self.read_ranges += [(args[2] + n * args[4], args[3]) for n in range(result)]
         if failure:
             raise failure
         self.after(name, args)

@@ -35,6 +35,7 @@ from asyncckpt.storage.read_plan import (
     pages_of,
     plan_batches,
     plan_extents,
+    with_verifiers,
 )
 from asyncckpt.storage.shard_reader import ShardReader, damaged
 
@@ -71,7 +72,7 @@ def read_shards(
         save_id: Whose files they must be; None: files of another format, which have no digests to verify.
         requests: One per file.
         files: The storage seam.
-        threads: Readers, the calling thread among them.
+        threads: Readers, the calling thread among them; half as many more verify meanwhile.
         verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
         on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
         buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
@@ -126,7 +127,7 @@ class _Reader:
     ) -> None:
         self._path, self._save_id, self._files = path, save_id, files
         self._verify, self._on_corrupt = verify, on_corrupt
-        self._lock = threading.Lock()
+        self._lock, self._disk = threading.Lock(), threading.Semaphore()
         self._todo: list[_Extent] = []
         self._sources: list[_Source] = []
         self._error: BaseException | None = None
@@ -134,7 +135,7 @@ class _Reader:
 
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Cut what is wanted of a file into extents."""
-        limit = min(extent_nbytes, BUFFERS_NBYTES // threads)
+        limit = min(extent_nbytes, BUFFERS_NBYTES // with_verifiers(threads))
         unit, exact_below = (request.block_nbytes, 0) if self._verify else (PAGE_NBYTES, EXACT_BELOW_NBYTES)
         groups = plan_extents(request, threads, unit=unit, exact_below=exact_below, extent_nbytes=limit)
         batches = plan_batches(request)
@@ -147,10 +148,11 @@ class _Reader:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
         room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
-        threads = max(1, min(threads, len(todo), BUFFERS_NBYTES // room))
+        self._disk = threading.Semaphore(max(1, threads))
+        threads = max(1, min(with_verifiers(threads), len(todo), BUFFERS_NBYTES // room))
         try:
             if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
-                threads = min(threads, max(1, (os.cpu_count() or 1) // 2))  # short calls: more wait for the interpreter
+                threads = min(threads, os.cpu_count() or 1)  # nothing waits for a disk
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
             else:
@@ -201,9 +203,7 @@ class _Reader:
             self._error = self._error or error
 
     def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
-        reader = self._open(source)
-        reader.fetch_ranges(batch)
-        reader.read_batch(batch, buffer, address)
+        self._open(source).read_batch(batch, buffer, address)
         self._release(source, cached_nbytes=batch.nbytes)
 
     def _read_through(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
@@ -236,7 +236,8 @@ class _Reader:
             start = steps[at].start
             low, nbytes = pages_of(start, end, reader.nbytes)
             try:
-                reader.read(buffer, low, nbytes)
+                with self._disk:
+                    reader.read(buffer, low, nbytes)
             except OSError as error:
                 wanted = [w for step in steps[at:] for w in step.wanted]
                 raise named(error, str(error.filename), f"tensor {fqns_of(wanted)}") from error

@@ -15,6 +15,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
+from asyncckpt.storage.gathering import gather_from_file
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -68,6 +70,10 @@ class Files:
     def address(self, fd: int) -> int | None:
         """Return where the bytes of an open file lie in this process's memory; None where they do not."""
         return None
+
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+        """Copy cached ranges to address `target`, as `gathering.gather_from_file`; says how many. Raises nothing."""
+        return gather_from_file(fd, target, offset, nbytes, every, times)
 
     def advise_random(self, fd: int) -> None:
         """Switch the kernel's read-ahead off for this descriptor."""

@@ -175,19 +175,27 @@ class ShardReader:
         """
         sink, position = batch.wanted.sink, batch.first * batch.wanted.nbytes
         if not isinstance(sink, int):
-            self._read_ranges(buffer, batch)
+            self._read_ranges(buffer, address, batch)
             if sink is not None:
                 sink.deliver(position, address, batch.nbytes)
             return
         memory = (ctypes.c_char * batch.nbytes).from_address(sink + position)
         with memoryview(memory) as typed, typed.cast("B") as target:
-            self._read_ranges(target, batch)
+            self._read_ranges(target, sink + position, batch)
 
-    def _read_ranges(self, buffer: memoryview, batch: Batch) -> None:
-        nbytes, every, at = batch.wanted.nbytes, batch.wanted.every, batch.start
-        preadv, fd = self._files.preadv, self._fd
+    def _read_ranges(self, buffer: memoryview, address: int, batch: Batch) -> None:
+        nbytes, every = batch.wanted.nbytes, batch.wanted.every
+        preadv, fd, at, done = self._files.preadv, self._fd, batch.start, 0
         try:
-            for start in range(0, batch.nbytes, nbytes):
+            if self.has(batch):
+                done = self._files.gather(fd, address, at, nbytes, every, batch.times)
+                # IMPORTANT: after it. What lies between a file's end and its page's end is there, as zeros.
+                if self._files.fstat(fd).st_size < at + (batch.times - 1) * every + nbytes:
+                    done = 0
+            else:
+                self._fetch_ranges(batch)
+            at += done * every  # what is left, if anything, comes one by one, or says why it does not
+            for start in range(done * nbytes, batch.nbytes, nbytes):
                 with buffer[start : start + nbytes] as view:
                     if preadv(fd, [view], at) != nbytes:
                         self.read(view, at, nbytes)  # a short read, which says why
@@ -209,7 +217,7 @@ class ShardReader:
         end = batch.start + (batch.times - 1) * batch.wanted.every + batch.wanted.nbytes
         return self.is_cached(start, end - start)
 
-    def fetch_ranges(self, batch: Batch) -> None:
+    def _fetch_ranges(self, batch: Batch) -> None:
         """Have ranges that lie close together brought into the page cache whole: small reads would each wait."""
         nbytes, every = batch.wanted.nbytes, batch.wanted.every
         if every <= _NEAR * nbytes:

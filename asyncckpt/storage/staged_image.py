@@ -23,6 +23,7 @@ from asyncckpt.memory.copying import view_at
 from asyncckpt.memory.mapping import drop_at, populate_at
 from asyncckpt.storage.contents import Contents, RankContents, join
 from asyncckpt.storage.files import MODE_FILE, Files
+from asyncckpt.storage.gathering import gather
 
 _FIRST_FD = 1 << 30
 """Of files that the kernel knows nothing of: far above every real descriptor (fs.nr_open is 2^20)."""
@@ -127,6 +128,14 @@ class OverlaidFiles(Files):
     def resident(self, fd: int, offset: int, nbytes: int) -> bool:
         """Whether a range is in memory."""
         return fd >= _FIRST_FD or self._below.resident(fd, offset, nbytes)
+
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+        """Copy ranges that lie in memory."""
+        if fd < _FIRST_FD:
+            return self._below.gather(fd, target, offset, nbytes, every, times)
+        view, lies_at = self._opened[fd]
+        end = offset + (times - 1) * every + nbytes
+        return gather(target, lies_at + offset, nbytes, every, times) if lies_at and end <= len(view) else 0
 
     def advise_random(self, fd: int) -> None:
         """Nothing to advise of a held file."""

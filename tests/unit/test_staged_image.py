@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pathlib
 import stat
@@ -63,6 +64,25 @@ def test_held_file_is_read_like_one_on_disk(tmp_path: pathlib.Path, memory: Mapp
         files.fstat(fd)
     name = str(tmp_path / f"rank-00000.{SAVE_ID}.objects.json")
     assert read_small_file(files, name, 100) == b'["objects"]'
+
+
+@pytest.mark.parametrize(("offset", "times", "copied"), [(10, 4, 4), (1990, 4, 4), (1991, 4, 0), (4990, 1, 1)])
+def test_many_ranges_of_a_held_file_are_copied_unless_they_go_beyond_it(
+    tmp_path: pathlib.Path, memory: Mapping, offset: int, times: int, copied: int
+) -> None:
+    files, path = OverlaidFiles(Files(), staged(tmp_path, memory)), str(tmp_path / SHARD)
+    fd, found = files.open(path, os.O_RDONLY), ctypes.create_string_buffer(10 * times)
+    assert files.gather(fd, ctypes.addressof(found), offset, 10, 1000, times) == copied
+    expected = [bytes(n % 251 for n in range(at, at + 10)) for at in range(offset, offset + copied * 1000, 1000)]
+    assert found.raw[: 10 * copied] == b"".join(expected)
+
+
+def test_many_ranges_of_a_file_below_are_copied(tmp_path: pathlib.Path, memory: Mapping) -> None:
+    files = OverlaidFiles(Files(), staged(tmp_path, memory))
+    (tmp_path / "other.bin").write_bytes(b"a-b-c-")
+    fd, found = files.open(str(tmp_path / "other.bin"), os.O_RDONLY), ctypes.create_string_buffer(3)
+    assert files.gather(fd, ctypes.addressof(found), 0, 1, 2, 3) == 3 and found.raw == b"abc"
+    files.close(fd)
 
 
 def test_other_files_are_those_below(tmp_path: pathlib.Path, memory: Mapping) -> None:

@@ -385,6 +385,79 @@ def test_ranges_at_equal_distances_come_back_one_behind_the_other(
     assert report.cached_nbytes == sum(n for at, n in files.read_ranges if at >= 4096) == 2 * len(expected)
 
 
+@pytest.mark.parametrize("gathered", [0, 1, 4])
+def test_ranges_that_cannot_be_copied_together_are_read_one_by_one(
+    saved: tuple[str, dict[str, bytes]], gathered: int
+) -> None:
+    class Partly(RecordingFiles):
+        def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+            ctypes.memset(target, 0xAA, nbytes * times)  # what is behind those that count may have changed
+            return Files.gather(self, fd, target, offset, nbytes, every, gathered) if gathered else 0
+
+    contents = read_contents(saved[0], Files())
+    ((_, chunk),) = contents.tensors["t00"].chunks
+    index, sink, files = contents.ranks[0].index, Gathered(500), Partly()
+    wanted = [Wanted(chunk.offset_bytes, 100, "t00", sink, 5, 1000)]
+    request = ShardRequest(shard=index.shards[chunk.part], block_nbytes=index.block_nbytes, wanted=wanted)
+    read_shards(saved[0], SAVE_ID, [request], files=files, verify=False)
+    assert bytes(sink.data) == b"".join(saved[1]["t00"][n * 1000 : n * 1000 + 100] for n in range(5))
+    assert sum(n == 100 for _, n in files.read_ranges) == 5 - gathered
+
+
+@pytest.mark.parametrize("cut", [1, 3000, 5000])
+def test_ranges_of_a_file_that_was_cut_short_are_not_taken_for_zeros(own: str, cut: int) -> None:
+    """What lies between a file's end and its page's end is mapped as zeros."""
+    contents = read_contents(own, Files())
+    ((_, chunk),) = contents.tensors["t29"].chunks
+    index = contents.ranks[0].index
+    shard = index.shards[chunk.part]
+
+    class Cutting(Files):
+        def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+            os.truncate(os.path.join(own, shard.name), shard.nbytes - cut)
+            return super().gather(fd, target, offset, nbytes, every, times)
+
+    first = shard.nbytes - 4 * 1000 - 100
+    request = ShardRequest(
+        shard=shard, block_nbytes=index.block_nbytes, wanted=[Wanted(first, 100, "t29", Gathered(500), 5, 1000)]
+    )
+    with pytest.raises(CorruptCheckpointError, match="ends early"):
+        read_shards(own, SAVE_ID, [request], files=Cutting(), verify=False)
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (4, 4), (6, 6)])
+def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_more(
+    tmp_path: Path, threads: int, expected: int
+) -> None:
+    class Slow(Uncached):
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = self.most = self.begun = 0
+            self.meeting = threading.Barrier(expected)
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if len(buffers[0]) < MIB:
+                return Files.preadv(self, fd, buffers, offset, flags)
+            with self.lock:
+                self.now += 1
+                self.most = max(self.most, self.now)
+                self.begun += 1
+                first = self.begun <= expected
+            if first:
+                self.meeting.wait(60)
+            with self.lock:
+                self.now -= 1
+            return Files.preadv(self, fd, buffers, offset, flags)
+
+    path = str(tmp_path / "c")
+    with Snapshot({f"t{n}": 2 * MIB for n in range(12)}) as snapshot:
+        snapshot.save(path, fsync=False)
+        files = Slow()
+        fqns = tuple(snapshot.values)
+        assert read(path, fqns, files, threads=threads, extent_nbytes=2 * MIB) == snapshot.values
+    assert files.most == expected
+
+
 @pytest.mark.parametrize(("every", "asked"), [(400, True), (2000, False)])
 def test_ranges_that_lie_near_each_other_are_brought_in_together(
     every: int, asked: bool, saved: tuple[str, dict[str, bytes]]
@@ -392,6 +465,9 @@ def test_ranges_that_lie_near_each_other_are_brought_in_together(
     spans = []
 
     class Advised(Files):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            return False
+
         def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
             spans.append((offset, offset + nbytes))
             raise OSError(22, "this file system takes no advice")

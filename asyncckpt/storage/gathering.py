@@ -1,0 +1,72 @@
+"""Many short ranges, equally far apart, copied by one call: from this process's memory, or from cached pages of a file.
+
+A call from Python for each range costs more than the range. The kernel takes a list of them where it copies between
+processes (process_vm_readv(2)), and a process may name itself. It goes through the page tables itself, so pages of a
+mapped file that are gone, because the file was cut short, are an error and no SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import struct
+
+MAX_RANGES = 1024
+"""Of one call: IOV_MAX, limits.h of Linux."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [ctypes.c_int, *(ctypes.c_char_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def gather(target: int, source: int, nbytes: int, every: int, times: int) -> int:
+    """Copy ranges of memory, one behind the other. Releases the GIL.
+
+    Args:
+        target: Address of `times * nbytes` bytes.
+        source: Address of the first range.
+        nbytes: Of each range, above 0.
+        every: Bytes from one range to the next.
+        times: How many there are.
+
+    Returns:
+        How many were copied, from the first on; fewer where a page is not there, or a sandbox refuses the call. What
+        lies behind these in the target may have changed.
+    """
+    done, pid = 0, os.getpid()
+    while done < times:
+        count = min(MAX_RANGES, times - done)
+        start = source + done * every
+        starts = range(start, start + count * every, every)
+        pairs = itertools.chain.from_iterable(zip(starts, itertools.repeat(nbytes), strict=False))
+        ranges = struct.pack(f"{2 * count}Q", *pairs)
+        whole = struct.pack("2Q", target + done * nbytes, count * nbytes)
+        found: int = _libc.process_vm_readv(pid, whole, 1, ranges, count, 0)
+        done += max(0, found) // nbytes
+        if found != count * nbytes:
+            break
+    return done
+
+
+def gather_from_file(fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+    """Copy ranges of a file whose pages are cached, as `gather` does; the first one begins at `offset`.
+
+    A page that is not cached is read, alone.
+    """
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    length = offset + (times - 1) * every + nbytes - start
+    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
+    if address is None or address == _MAP_FAILED:
+        return 0
+    try:
+        _libc.madvise(address, length, mmap.MADV_RANDOM)
+        return gather(target, address + offset - start, nbytes, every, times)
+    finally:
+        _libc.munmap(address, length)
