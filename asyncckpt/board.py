@@ -52,7 +52,8 @@ class BoardExchange(Exchange):
             SaveFailedError: Code "several_machines": torchrun's environment says that they are on several nodes.
         """
         here = environ.get("LOCAL_WORLD_SIZE", "")
-        if here.isdigit() and 0 < int(here) < world_size:
+        is_number = here.isascii() and here.isdecimal() and len(here) <= len(str(world_size))
+        if is_number and 0 < int(here) < world_size:
             raise SaveFailedError(
                 f"{here} of {world_size} ranks are on this node, and no process group is initialised: ranks of several "
                 "nodes agree on their first save over one; call torch.distributed.init_process_group() before it (any "

@@ -142,8 +142,10 @@ class Connection:
             with contextlib.suppress(AsyncCkptError):
                 self.connect()
 
-        self._connecting = threading.Thread(target=run, name="asyncckpt-connect", daemon=True)
-        self._connecting.start()
+        thread = threading.Thread(target=run, name="asyncckpt-connect", daemon=True)
+        with contextlib.suppress(RuntimeError):  # can't start new thread: the first save connects
+            thread.start()
+            self._connecting = thread
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
         if error.facts().get("detail") == "silent":

@@ -258,7 +258,11 @@ class Coordination:
     def _stay_away(self, sequences: range) -> None:
         """Tell ranks that meet at saves which this one took without meeting. In a thread, as this one must not wait."""
         for name in [f"save/{one}" for one in sequences if one not in self._met]:
-            threading.Thread(target=self.refuse_meeting, args=(name, LATE), name="asyncckpt-late", daemon=True).start()
+            thread = threading.Thread(target=self.refuse_meeting, args=(name, LATE), name="asyncckpt-late", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # can't start new thread: the others wait for as long as they have patience
+                _log.warning("the other ranks cannot be told that this one does not meet them at %s: %s", name, error)
 
     def expect_changes(self, leader: str, number: int) -> None:
         """Let the next save wait a moment for changes of which the worker has told. Thread-safe."""

@@ -68,12 +68,13 @@ class Session(SessionThread):
             start_after_s: See `start`.
 
         Raises:
-            WorkerUnavailableError: Nobody answered in time; ProtocolVersionError: another version answered.
+            WorkerUnavailableError: Nobody answered in time, or no thread can be started.
+            ProtocolVersionError: another version answered.
             EndpointError: Somebody else may be listening there.
         """
         try:
             check_directory(self.endpoint)
-            self.thread.start()
+            self._start()
             if start is None:
                 self._await_welcome(min(time.monotonic() + SAY_AFTER_S, deadline))
                 if not self._welcome.done():
@@ -99,6 +100,13 @@ class Session(SessionThread):
                     detail="no answer to hello",
                 ) from None
             raise
+
+    def _start(self) -> None:
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            text = f"no thread can speak to the worker at {self.endpoint}: {error}"
+            raise WorkerUnavailableError(text, endpoint=self.endpoint, detail="thread") from error
 
     def _await_welcome(self, until: float) -> None:
         with contextlib.suppress(concurrent.futures.TimeoutError):

@@ -133,14 +133,24 @@ class Takeover:
     # ---- in the background ------------------------------------------------------------------------------------------
 
     def begin(self, connection: Connection) -> None:
-        """Find or start a worker, since one is dead that had saves. Does not wait."""
+        """Find or start a worker, as one is dead that had saves; they fail without a thread for it. Does not wait."""
+        refused = self._start(connection)
+        if refused is not None:
+            self._nobody(connection, refused)
+
+    def _start(self, connection: Connection) -> AsyncCkptError | None:
         with self._starting:
             self._wanted = True
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, args=(connection,), name="asyncckpt-takeover", daemon=True
-                )
-                self._thread.start()
+            if self._thread is not None:
+                return None
+            thread = threading.Thread(target=self._run, args=(connection,), name="asyncckpt-takeover", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # can't start new thread
+                self._wanted = False
+                return WorkerUnavailableError(f"nobody looks for another worker: {error}", endpoint=self._endpoint)
+            self._thread = thread
+            return None
 
     def _run(self, connection: Connection) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.protocol.lifecycle import SUBMITTED, WRITING
+from asyncckpt.protocol.lifecycle import BEGUN, SUBMITTED, WRITING
 from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.tables import Tables
@@ -11,7 +11,7 @@ from asyncckpt_worker.tables import Tables
 def _overdue(save: Save, since: float) -> float:
     """Return until when the ranks are waited for that have not sealed; infinity if there are none.
 
-    One whose ring is being written here makes progress, or its job ends it: that has the same time for each segment.
+    One whose ring is being written makes progress, or its job ends it: that has the same time for each segment.
     """
     missing, timeout_s = save.missing, save.timeout_s
     if not missing:
@@ -19,7 +19,8 @@ def _overdue(save: Save, since: float) -> float:
     streaming = {rank: entry for rank, entry in save.ranks.items() if entry.streaming}
     if any(rank not in streaming for rank in missing):
         return since + timeout_s
-    idle = [streaming[rank].written_at for rank in missing if not streaming[rank].writing]
+    written = [streaming[rank] for rank in missing if not (streaming[rank].writing or streaming[rank].ringed)]
+    idle = [entry.written_at for entry in written]
     return max(since, min(idle)) + timeout_s if idle else float("inf")
 
 
@@ -30,7 +31,7 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
         return float("inf"), None
     found: tuple[float, RankSave | None] = (_overdue(save, since), None)
     for entry in save.ranks.values() if t.heard else ():  # only with followers
-        if entry.link and entry.phase in (SUBMITTED, WRITING):
+        if entry.link and (entry.phase in (SUBMITTED, WRITING) or (entry.phase == BEGUN and entry.ringed)):
             heard = t.heard.get(entry.link, since)
             found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
     run, turn = t.runs.get(save.save_id[-12:]), save.turn_since

@@ -50,6 +50,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         link=slot.link,
         prepared=bool(slot.link),
         resumed=generation <= slot.adopted,
+        leftovers=generation <= slot.adopted,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_RANKS
-from asyncckpt.protocol.lifecycle import ABANDONED, DURABLE, FAILED
+from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, DURABLE, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Begin, Consent, Lineage, Withdraw
 from asyncckpt.protocol.relay import (
@@ -22,6 +22,7 @@ from asyncckpt.protocol.relay import (
     GaveUp,
     Joined,
     Left,
+    Ringed,
     Sealed,
 )
 from asyncckpt.protocol.request import decode_request
@@ -110,6 +111,8 @@ class Hearing:
                 self._lineages.ask(session, Lineage(id=0, run=link.run_id, path=record.path))
             case Begun():
                 self._begun(link, session, record)
+            case Ringed():
+                self._ringed(link, record)
             case Sealed():
                 self._sealed(link, session, record)
             case Delivered():
@@ -187,6 +190,11 @@ class Hearing:
             if self._intake.refuse_other_world(session, record.save_id) is None:
                 self._intake.begin(session, begin)
         self._end_if_not_ours(link, record.save_id, record.rank)
+
+    def _ringed(self, link: Link, record: Ringed) -> None:
+        entry = self._t.entry((record.save_id, record.rank))
+        if entry is not None and entry.link == link.stream.name and entry.phase == BEGUN:
+            entry.streaming, entry.ringed, entry.written_at = True, record.writing, self._t.now
 
     def _sealed(self, link: Link, session: Session, record: Sealed) -> None:
         request = decode_request(record.request, _ANY_OFFSET)

@@ -9,7 +9,7 @@ from asyncckpt.protocol.codec import pack
 from asyncckpt.protocol.fields import MAX_RECORD_NBYTES
 from asyncckpt.protocol.lifecycle import BEGUN, DURABLE, SUBMITTED, WRITING
 from asyncckpt.protocol.message import Message
-from asyncckpt.protocol.relay import Asked, Begun, Delivered, Sealed
+from asyncckpt.protocol.relay import Asked, Begun, Delivered, Ringed, Sealed
 from asyncckpt.protocol.request import encode_request
 from asyncckpt_worker.records import RankSave
 from asyncckpt_worker.results import pack_result
@@ -48,6 +48,10 @@ def told_of(save_id: str, entry: RankSave) -> Iterator[bytes]:
                 commit_timeout_s=entry.commit_timeout_s,
             )
         )
+    writing = entry.ring and entry.writing
+    if reached == 1 and writing != entry.ringed:
+        entry.ringed = writing
+        yield packed(Ringed(save_id=save_id, rank=entry.rank, writing=writing))
     if entry.told < 2 <= reached:
         entry.told = 2
         assert entry.request is not None

@@ -162,11 +162,14 @@ class RankSave:
     told: int = 0
     """How far the leader has been told of it: begun, sealed, delivered."""
 
+    ringed: bool = False
+    """Its ring is being written, and not sealed: as its worker has said last, where another one leads."""
+
     resumed: bool = False
     """A worker that is dead may have written its files, or some, or committed it."""
 
     leftovers: bool = False
-    """It was being staged when its worker died, which may have begun to write it: files may stand, a manifest not."""
+    """A worker that is dead may have begun to write it: files may stand, which go if the save fails."""
 
     seen: str = ""
     """The phase that was told of last (`moves`), and `since` when it is in it."""

@@ -73,7 +73,7 @@ class SaveBook:
         save, entry = self._t.saves.get(event.key[0]), self._t.entry(event.key)
         if save is None or entry is None or not entry.writing:
             return
-        entry.writing = False
+        entry.writing, self._t.touched[event.key] = False, None
         slot = self._t.slots.get(entry.slot)
         if slot is not None:
             slot.writes.discard(event.key)

@@ -16,6 +16,7 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
     early = entry.phase == BEGUN
     entry.writing, entry.streaming = True, early or entry.ring
     t.slots[entry.slot].writes.add(key)
+    t.touched[key] = None
     t.actions.append(
         Write(
             key=key,

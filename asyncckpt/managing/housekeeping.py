@@ -23,6 +23,13 @@ WAIT_S = 60.0
 _log = logging.getLogger("asyncckpt")
 
 
+class Hold:
+    """One save's hold on the directory `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 class Housekeeping:
     """See the module. `ended` from any thread, the rest from the training's.
 
@@ -41,7 +48,7 @@ class Housekeeping:
         self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
         self._files, self._pid, self._umask = Files(), os.getpid(), current_umask()
         self._lock = threading.Lock()
-        self._busy: dict[str, int] = {}
+        self._busy: dict[str, set[Hold]] = {}
         self._broken: set[str] = set()
         self._abandoned: frozenset[str] = frozenset()
         self._pruner = Pruner(self._prune)
@@ -49,8 +56,8 @@ class Housekeeping:
 
     # ---- saves, and what goes after them
 
-    def begins(self, name: str, patience_s: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """A save to the directory `name` begins: nothing is removed there until it has ended.
+    def begins(self, save: Hold, patience_s: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """A save begins: nothing is removed from its directory until it has ended.
 
         Blocks: at most `patience_s`, until what earlier commits have made superfluous is gone: the disk must not fill
         up because saves are faster than removals. Once that was in vain, it waits no more until something is removed.
@@ -62,17 +69,24 @@ class Housekeeping:
         if self._is_behind and patience_s and not is_hurried():
             _log.warning("what retention gives up in %s is not removed as fast as new steps are saved", self._root)
         with self._lock:
-            self._busy[name] = self._busy.get(name, 0) + 1
+            self._busy.setdefault(save.name, set()).add(save)
 
-    def ended(self, name: str, *, is_committed: bool) -> None:
-        """A save to it has been committed, or has failed."""
+    def ended(self, save: Hold, *, is_committed: bool) -> None:
+        """It has been committed, or has failed, or has not even begun. Twice is fine."""
         with self._lock:
             if is_committed:
-                self._broken.discard(name)
-            self._busy[name] -= 1
-            if not self._busy[name]:
-                del self._busy[name]
+                self._broken.discard(save.name)
+            holds = self._busy.get(save.name, set())
+            holds.discard(save)
+            if not holds:
+                self._busy.pop(save.name, None)
         self.tidy()
+
+    @property
+    def busy(self) -> set[str]:
+        """Names of directories to which a save is under way."""
+        with self._lock:
+            return set(self._busy)
 
     def tidy(self) -> None:
         """Have removed what has to go, behind the training."""

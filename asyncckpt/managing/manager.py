@@ -17,7 +17,7 @@ from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import CheckpointerClosedError, ConfigError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.managing.advice import Advice
-from asyncckpt.managing.housekeeping import Housekeeping
+from asyncckpt.managing.housekeeping import Hold, Housekeeping
 from asyncckpt.managing.preemption import Preemption
 from asyncckpt.managing.rendezvous import Rendezvous
 from asyncckpt.managing.resuming import Resuming
@@ -178,34 +178,41 @@ class CheckpointManager(Resuming):
             commits have made superfluous, so that the disk does not fill up.
         """
         self._check_usable()
-        name, more = self._names.name(step), told(self._ancestry, metrics)
+        more = told(self._ancestry, metrics)
         config = self.checkpointer.config
         if not self._has_looked:
             self._has_looked = True
             self._house.warn_of_others()
         patience_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
-        self._house.begins(name, patience_s, lambda: self._preemption.left_s is not None)
-        began = time.monotonic()
-        try:
+        hold, handle = Hold(self._names.name(step)), None
+        try:  # IMPORTANT: an interrupt may come between any two lines, and the directory must not stay busy for ever
+            self._house.begins(hold, patience_s, lambda: self._preemption.left_s is not None)
+            began = time.monotonic()
             with self._preemption.in_time(step):
                 handle = self.checkpointer.save(
                     state, self._names.path(step), step=step, metadata={**(metadata or {}), **more}, **kw
                 )
+            self._free_at_the_end(hold, handle)
         except BaseException:
-            self._house.ended(name, is_committed=False)
+            self._free_at_the_end(hold, handle, is_committed=False)
             raise
         self._advice.took(time.monotonic() - began)
         self._last_step = step
         if self._times is not None:
             self._times.saved()
         if not isinstance(handle, SaveHandle):
-            self._house.ended(name, is_committed=True)
             self._house.wait(None)
             return None
-        handle.written.add_done_callback(lambda done: self._house.ended(name, is_committed=_has_succeeded(done)))
         if self._preemption.left_s is not None:
             self._preemption.see_staged(handle)
         return handle
+
+    def _free_at_the_end(self, hold: Hold, handle: SaveHandle | None, *, is_committed: bool = True) -> None:
+        """Give the directory free once a save has ended: one without a handle has. Twice is fine."""
+        if not isinstance(handle, SaveHandle):
+            return self._house.ended(hold, is_committed=is_committed)
+        house = self._house
+        return handle.written.add_done_callback(lambda done: house.ended(hold, is_committed=_has_succeeded(done)))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether to save and stop at `step`: True on all ranks at the same one, and at all later ones.

@@ -98,7 +98,12 @@ class Preemption:
             return
         timer = threading.Timer(left_s, self._say_late, (step,))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError as error:  # can't start new thread: the save counts, not what is said of it
+            _log.warning("told to stop: nobody will say if step %d is not staged in time: %s", step, error)
+            yield
+            return
         try:
             yield
         finally:

@@ -46,12 +46,20 @@ class Watch:
         self._ended = False
         self._failed = 0
         self._thread: threading.Thread | None = None
+        self._lacks_thread = False
 
     def start(self) -> None:
-        """Begin, once."""
+        """Begin, once. Without a thread for it, which is said once, the next call tries again."""
         if self._thread is None and not self._ended:
-            self._thread = threading.Thread(target=self._run, name="asyncckpt-watch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="asyncckpt-watch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # can't start new thread
+                if not self._lacks_thread:
+                    self._lacks_thread = True
+                    _log.warning("the ranks cannot agree on when to save or to stop for now: %s", error)
+                return
+            self._thread = thread
 
     def wake(self) -> None:
         """Look at once."""

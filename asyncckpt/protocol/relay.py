@@ -130,6 +130,17 @@ class Begun(Message):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ringed(Message):
+    """A rank's ring is written at the follower while it is filled (`writing`), or was, and is not sealed yet."""
+
+    save_id: str
+    rank: int
+    writing: bool
+    name: ClassVar[str] = "ringed"
+    checks: ClassVar[dict[str, Check]] = {"save_id": check.save_id, "rank": check.uint, "writing": check.flag}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sealed(Message):
     """A rank's snapshot was taken up. `request`: as it lies in the slot, without its objects."""
 
@@ -246,7 +257,7 @@ class Changed(Message):
     checks: ClassVar[dict[str, Check]] = {"data": check.record_bytes}
 
 
-_OF_FOLLOWERS = (Joined, Left, Asked, Begun, Sealed, Delivered, GaveUp, Declined, Consented)
+_OF_FOLLOWERS = (Joined, Left, Asked, Begun, Ringed, Sealed, Delivered, GaveUp, Declined, Consented)
 _OF_LEADERS = (EpochFound, Ended, Changed)
 
 PEER_MESSAGES: dict[str, type[Message]] = {c.name: c for c in (Piece, Waits, Unlinked)}

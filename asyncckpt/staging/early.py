@@ -44,7 +44,7 @@ class EarlyCopy:
 
         def tell(nbytes: int) -> None:
             counters.filled = nbytes
-            image.progress.reach(nbytes)
+            image.progress.come_to(nbytes)
 
         self._mark = Watermark(address + PAGE_NBYTES, address + image.body_end, tell)
 

@@ -41,7 +41,7 @@ class Progress:
         moves.append((ctypes.addressof(self._word), ctypes.addressof(value), ctypes.sizeof(value)))
         return 0
 
-    def reach(self, nbytes: int) -> None:
+    def come_to(self, nbytes: int) -> None:
         """So much is there at least; where moves are not in the order in which they were put."""
         self._word.value = max(self._word.value, nbytes)
 

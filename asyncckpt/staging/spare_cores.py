@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
+from asyncckpt.errors import ConfigError
+
 LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 """Set by torchrun: how many processes train on this node."""
 
@@ -17,6 +19,9 @@ def cores_to_spare() -> bool:
 
     Where devices compute, the host's cores wait for them. Else torch's threads, of all ranks of the node, are counted
     against the cores that this process may use.
+
+    Raises:
+        ConfigError: As `local_ranks`.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
@@ -24,6 +29,15 @@ def cores_to_spare() -> bool:
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
-    """Return how many ranks the launcher says that the node has; 1 if it says nothing."""
+    """Return how many ranks the launcher says that the node has; 1 if it says nothing.
+
+    Raises:
+        ConfigError: More digits than Python reads.
+    """
     text = environ.get(LOCAL_RANKS, "")
-    return max(1, int(text)) if text.isascii() and text.isdecimal() else 1
+    try:
+        return max(1, int(text)) if text.isascii() and text.isdecimal() else 1
+    except ValueError as error:
+        raise ConfigError(
+            f"{LOCAL_RANKS} has {len(text)} digits: expected how many processes train on this node", field=LOCAL_RANKS
+        ) from error

@@ -58,6 +58,7 @@ def resume_rank_files(
         The result, and whether the shards that stood there were kept.
 
     Raises:
+        OSError: Whether they stand cannot be found out, and they stay: another node's worker may be committing them.
         Exception: As `write_rank_files`.
 
     Blocks: for the writes.
@@ -119,7 +120,11 @@ def _finds_stated_shards(writer: RankWriter) -> bool:
 
 
 def _finds_shards(writer: RankWriter) -> bool:
-    """Whether the shards stand and are durable; their digests are then filled in."""
+    """Whether the shards stand and are durable; their digests are then filled in.
+
+    Raises:
+        OSError: That cannot be found out.
+    """
     job, files = writer.job, writer.files
     try:
         found = read_small_file(files, os.path.join(job.path, index_name(job.save_id, job.rank)), MAX_INDEX_NBYTES)
@@ -127,7 +132,7 @@ def _finds_shards(writer: RankWriter) -> bool:
             status = files.lstat(shard.path)
             if not stat.S_ISREG(status.st_mode) or status.st_size != shard.nbytes:
                 return False
-    except OSError:  # most often: it is not there
+    except FileNotFoundError:
         return False
     for shard, (offset, nbytes) in zip(writer.shards, job.parts, strict=True):
         shard.digests[:] = _digests(writer, offset, nbytes)

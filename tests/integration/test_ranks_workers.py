@@ -119,6 +119,22 @@ def test_ranks_of_two_workers_make_one_checkpoint_and_all_of_them_hear_of_it(
     assert second["saves"][-1]["ranks"] == {"1": "committed"}
 
 
+def saves_a_ring(rank: int, places: tuple[str, ...], path: str) -> int:
+    with checkpointer_of(rank, places, arena_limit_bytes=1_500_000 if rank == 1 else None) as checkpointer:
+        state = {"own": PerRank(torch.arange(700_000.0) + rank), "step": 1}
+        report = checkpointer.save(state, path).written.result(DEADLINE_S)
+        assert torch.equal(checkpointer.load(path)["own"], state["own"].value)
+    return int(report.details.get("ring_nbytes", 0))
+
+
+def test_a_ring_that_a_follower_writes_is_part_of_the_checkpoint(tmp_path: pathlib.Path, workers: Workers) -> None:
+    rings = rank_processes.run(2, saves_a_ring, endpoints(workers), str(tmp_path / "c"))
+    assert rings[0] == 0 and 0 < rings[1] < 1_500_000
+    first, second = (worker.status()["counters"] for worker in workers)
+    assert second["saves_ringed"] == 1
+    assert first.get("protocol_errors", 0) == second.get("protocol_errors", 0) == 0
+
+
 def test_one_worker_listens_nowhere_and_of_two_the_first_on_the_loopback_only(
     tmp_path: pathlib.Path, workers: Workers
 ) -> None:

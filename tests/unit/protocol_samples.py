@@ -109,6 +109,7 @@ BETWEEN_WORKERS: tuple[m.Message, ...] = (
         overwrite=False,
         commit_timeout_s=1800.0,
     ),
+    r.Ringed(save_id=SAVE_ID, rank=1, writing=True),
     r.Sealed(save_id=SAVE_ID, rank=1, request=b"request"),
     r.Delivered(save_id=SAVE_ID, rank=1, result={"index_name": "x"}, report={"nbytes": 7}),
     r.GaveUp(save_id=SAVE_ID, outcome="failed", error=to_wire(SaveFailedError("disk full", code="ENOSPC"))),

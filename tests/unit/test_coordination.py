@@ -277,6 +277,23 @@ def test_a_rank_that_took_a_save_too_early_does_not_let_the_others_wait_for_it()
             thread.join(60)
 
 
+def test_a_change_is_taken_also_where_no_thread_tells_the_others_that_this_rank_stays_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is taken in the session's thread, which must not end by that."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ranks = Ranks()
+    ranks.save(0)
+    ranks.each[1].advance(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        ranks.each[1].take_change(WORKER, 1, 1, Change(contributions={}, per_rank=("name",)).encode())
+    assert "cannot be told that this one does not meet them at save/1: can't start new thread" in caplog.text
+
+
 def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_saves_that_it_took() -> None:
     """Rank 0 failed to agree for save 1 and meets in save 2; rank 1 took both before it heard, and meets in save 3."""
     ranks = Ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -22,10 +23,14 @@ from real_worker import wait_until
 torch = pytest.importorskip("torch")
 
 from asyncckpt import RngState, optimal_interval, refresh_master_params  # noqa: E402
+from asyncckpt.config import CheckpointerConfig, RankInfo  # noqa: E402
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SignalHandlerError  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.handle import SaveHandle  # noqa: E402
 from asyncckpt.managing import housekeeping, stopping, time_plan  # noqa: E402
 from asyncckpt.managing.advice import AFTER_SAVES, Advice  # noqa: E402
-from asyncckpt.managing.housekeeping import Housekeeping  # noqa: E402
+from asyncckpt.managing.housekeeping import Hold, Housekeeping  # noqa: E402
+from asyncckpt.managing.manager import CheckpointManager  # noqa: E402
 from asyncckpt.managing.master_params import MasterParams, master_pairs  # noqa: E402
 from asyncckpt.managing.noticeboard import Noticeboard  # noqa: E402
 from asyncckpt.managing.preemption import Preemption  # noqa: E402
@@ -35,6 +40,7 @@ from asyncckpt.managing.signals import SignalNote, signals_of  # noqa: E402
 from asyncckpt.managing.step_names import StepNames  # noqa: E402
 from asyncckpt.managing.stopping import Stopping  # noqa: E402
 from asyncckpt.managing.time_plan import TimePlan  # noqa: E402
+from asyncckpt.managing.watch import Watch  # noqa: E402
 from asyncckpt.retention.policy import RetentionPolicy  # noqa: E402
 
 
@@ -118,8 +124,9 @@ def removing(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[House
 
     monkeypatch.setattr(housekeeping, "prune", slow)
     house = Housekeeping(str(root), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
-    house.begins("a", 60.0)
-    house.ended("a", is_committed=True)
+    save = Hold("a")
+    house.begins(save, 60.0)
+    house.ended(save, is_committed=True)
     assert begun.wait(60)
     return house, ended
 
@@ -128,15 +135,15 @@ def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     house, ended = removing(tmp_path, monkeypatch)
-    house.begins("b", 0.01)
-    house.begins("c", 60.0)  # it has been waited for in vain: not again
+    house.begins(Hold("b"), 0.01)
+    house.begins(Hold("c"), 60.0)  # it has been waited for in vain: not again
     assert caplog.text.count("is not removed as fast") == 1
     waiting = threading.Thread(target=house.wait, args=(60.0,))
     waiting.start()
     ended.set()
     waiting.join(60)
     assert not waiting.is_alive()
-    house.begins("d", 60.0)
+    house.begins(Hold("d"), 60.0)
     house.close(60.0)
 
 
@@ -146,7 +153,7 @@ def test_a_save_does_not_wait_for_removals_once_there_is_a_hurry(
     """A signal that comes while it waits leaves the grace to the snapshot."""
     house, ended = removing(tmp_path, monkeypatch)
     asked = itertools.count()
-    house.begins("b", 1e6, lambda: next(asked) > 0)
+    house.begins(Hold("b"), 1e6, lambda: next(asked) > 0)
     assert "is not removed as fast" not in caplog.text
     ended.set()
     house.close(60.0)
@@ -169,11 +176,84 @@ def test_in_an_empty_root_nobody_is_warned_of(
     house.close(60.0)
 
 
+def test_a_directory_is_busy_until_each_of_its_saves_has_ended_however_often_that_is_said(
+    tmp_path: pathlib.Path,
+) -> None:
+    house = Housekeeping(str(tmp_path), RetentionPolicy(), None, is_leader=True, dead_after_s=1.0)
+    first, second, never = Hold("a"), Hold("a"), Hold("a")
+    for save in (first, second):
+        house.begins(save, 0.0)
+    for save in (never, first, first):
+        house.ended(save, is_committed=False)
+        assert house.busy == {"a"}
+    house.ended(second, is_committed=True)
+    assert house.busy == set()
+    house.close(60.0)
+
+
+class Interrupted:
+    """Raises a KeyboardInterrupt at the nth place of `CheckpointManager.save`: between its lines, or as a call returns.
+
+    Attributes:
+        places: How many there were.
+    """
+
+    def __init__(self, nth: int) -> None:
+        self._nth, self.places, self._before = nth, 0, sys.gettrace()
+        self._codes = {CheckpointManager.save.__code__: "line", Housekeeping.begins.__code__: "return"}
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        wanted = self._codes.get(frame.f_code)
+        if event == wanted:
+            self.places += 1
+            if self.places == self._nth:
+                raise KeyboardInterrupt
+        return None if wanted is None else self._trace
+
+    def __enter__(self) -> Interrupted:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+
+class StandIn:
+    """A checkpointer that begins saves and ends none."""
+
+    rank_info, config, exchange = RankInfo(0, 1), CheckpointerConfig(), None
+
+    def __init__(self) -> None:
+        self.handles: list[SaveHandle] = []
+
+    def save(self, state: Any, path: str, *, step: int, metadata: Any) -> SaveHandle:
+        self.handles.append(SaveHandle(step=step, path=path, save_id=SaveId(1, step, "0" * 12)))
+        return self.handles[-1]
+
+
+def test_wherever_a_save_is_interrupted_its_directory_is_busy_for_as_long_as_it_goes_on(tmp_path: pathlib.Path) -> None:
+    for nth in itertools.count(1):
+        saver: Any = StandIn()
+        manager = CheckpointManager(tmp_path, checkpointer=saver)
+        with Interrupted(nth) as interrupted, contextlib.suppress(KeyboardInterrupt):
+            manager.save(7, {})
+        assert manager._house.busy == {"step-00000007" for _ in saver.handles}, f"place {nth}"
+        for handle in saver.handles:
+            handle.fail(TimeoutError("the test's end"))
+            handle.written.exception(0.0)
+        assert manager._house.busy == set(), f"place {nth}"
+        manager.close()
+        if interrupted.places < nth:
+            break
+    assert nth > 20
+
+
 def test_only_rank_0_removes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping, "prune", lambda *given, **more: pytest.fail("it does"))
     house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=False, dead_after_s=1.0)
-    house.begins("a", 0.0)
-    house.ended("a", is_committed=True)
+    save = Hold("a")
+    house.begins(save, 0.0)
+    house.ended(save, is_committed=True)
     house.wait(60.0)
     house.close(60.0)
 
@@ -469,6 +549,43 @@ def test_a_save_within_the_grace_says_nothing(caplog: pytest.LogCaptureFixture) 
     with preemption.in_time(8):
         pass
     assert not caplog.text
+
+
+def _refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def test_the_last_save_goes_on_without_a_thread_that_watches_the_grace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    preemption = Preemption((), 3600.0, 1, lambda: None)
+    preemption.tell()
+    saved = []
+    with monkeypatch.context() as patched:
+        _refuse_threads(patched)
+        with preemption.in_time(8):
+            saved.append(8)
+    assert saved == [8] and "can't start new thread" in caplog.text
+
+
+def test_a_watch_without_a_thread_says_so_once_and_asks_for_one_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked, last = threading.Event(), []
+    watch = Watch(lambda: SimulatedBoard(Wall(1), 0), [lambda board: looked.set()])
+    with monkeypatch.context() as patched:
+        _refuse_threads(patched)
+        for _ in range(2):
+            watch.start()
+    assert caplog.text.count("can't start new thread") == 1
+    for _ in range(2):
+        watch.start()
+    assert looked.wait(60)
+    watch.close(last.append, 60.0)
+    assert len(last) == 1
 
 
 def test_a_forked_child_is_ended_by_the_signal_as_if_nobody_handled_it() -> None:

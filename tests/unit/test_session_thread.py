@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncckpt import session_thread
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.connection import Connection
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.identity import start_ticks
@@ -61,6 +65,49 @@ class Queue:
 
     def send_multipart(self, frames: list[bytes], _: int) -> None:
         self.seen.append(codec.decode(frames, messages.REQUESTS).name)
+
+
+def test_a_session_without_a_thread_is_a_typed_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    os.chmod(tmp_path, 0o700)
+    one = Session(
+        f"ipc://{tmp_path}/w.sock",
+        hello=greeting(0, 1, "0"),
+        worker_timeout_s=3.0,
+        pending=lambda: [],
+        on_saves=lambda _: None,
+        on_lost=lambda _: None,
+    )
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(WorkerUnavailableError, match="can't start new thread") as caught:
+        one.open(time.monotonic() + 60.0, None)
+    assert caught.value.detail == "thread"
+
+
+def test_a_connection_that_gets_no_thread_to_begin_with_is_made_by_the_first_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    connection = Connection(
+        "ipc:///nowhere/w.sock",
+        named=True,
+        config=CheckpointerConfig(),
+        greet=lambda replaces: greeting(0, 1, "0"),
+        pending=lambda: [],
+        on_saves=lambda _: None,
+        on_open=lambda _: None,
+        on_lost=lambda session, error: None,
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        connection.connect_soon()
+    assert connection.close(1.0)
 
 
 def test_answer_of_one_callback_leaves_before_the_next_callback_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from asyncckpt.errors import ConfigError  # noqa: E402
 from asyncckpt.staging.spare_cores import LOCAL_RANKS, cores_to_spare, local_ranks  # noqa: E402
 
 
@@ -44,6 +45,12 @@ def test_where_a_gpu_computes_the_host_s_cores_are_to_spare(monkeypatch: pytest.
 @pytest.mark.parametrize(("text", "ranks"), [("3", 3), ("0", 1), ("", 1), ("-2", 1), ("many", 1), ("\u0663", 1)])
 def test_what_a_launcher_says_of_the_node_s_ranks(text: str, ranks: int) -> None:
     assert local_ranks({LOCAL_RANKS: text}) == ranks
+
+
+def test_more_digits_than_python_reads_are_a_typed_error() -> None:
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE has 5000 digits") as caught:
+        local_ranks({LOCAL_RANKS: "9" * 5000})
+    assert caught.value.field == LOCAL_RANKS
 
 
 def test_without_a_launcher_a_process_trains_alone() -> None:

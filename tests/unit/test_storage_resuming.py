@@ -116,6 +116,21 @@ def test_a_call_that_fails_takes_nothing_from_what_another_nodes_worker_may_have
         assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.parametrize(("method", "error"), [("preadv", errno.EIO), ("open", errno.ESTALE), ("lstat", errno.EIO)])
+@pytest.mark.parametrize("how", WAYS)
+def test_nothing_is_removed_where_it_cannot_be_found_out_what_stands(
+    tmp_path: Path, how: str, method: str, error: int
+) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        first = snapshot.write(str(tmp_path), world_size=2)
+        before = inodes(tmp_path)
+        with pytest.raises(OSError) as caught:
+            go_on(how, snapshot, tmp_path, failing(method, error), world_size=2)
+        assert caught.value.errno == error
+        check_rank_files(str(tmp_path), manifest_of(first), files=Files())
+        assert inodes(tmp_path) == before
+
+
 def _damage_value(path: Path) -> None:
     """The slot's bytes are others: see the test."""
 
@@ -268,12 +283,3 @@ def test_of_a_ring_what_is_not_whole_is_removed(tmp_path: Path, how: str) -> Non
         changes = {"objects": b"others"} if how == "another request" else {}
         assert keep(snapshot, tmp_path, **changes) is None
         assert os.listdir(tmp_path) == ["another's"]
-
-
-def test_of_a_ring_nothing_is_removed_where_its_index_cannot_be_read(tmp_path: Path) -> None:
-    with Snapshot(LENGTHS, n_parts=2) as snapshot:
-        snapshot.write(str(tmp_path))
-        before = sorted(os.listdir(tmp_path))
-        with pytest.raises(OSError, match="reading bytes"):
-            keep(snapshot, tmp_path, failing("preadv", errno.EIO))
-        assert sorted(os.listdir(tmp_path)) == before

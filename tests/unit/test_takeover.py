@@ -291,6 +291,29 @@ def test_what_comes_afterwards_waits_for_what_is_under_way(parts: Parts) -> None
     parts.takeover.join(60)
 
 
+def test_without_a_thread_the_saves_fail_typed_and_the_next_takeover_gets_one(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    parts.begin()
+    parts.seal()
+    connection: Any = FakeConnection()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        parts.takeover.begin(connection)
+    ((saves, error),) = parts.given_up
+    assert saves == [str(SAVE)] and isinstance(error, WorkerUnavailableError)
+    assert "can't start new thread" in str(error)
+    assert parts.pool.held() == [] and not parts.takeover.is_under_way
+    assert not parts.takeover.afterwards(lambda: None), "nobody would ever call it"
+    parts.takeover.join(60)
+    parts.takeover.begin(connection)
+    parts.takeover.join(60)
+    assert connection.calls == 1
+
+
 class State(dict[str, int]):
     """What a training loop saves."""
 

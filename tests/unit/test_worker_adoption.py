@@ -197,6 +197,25 @@ def test_a_worker_that_drains_adopts_nothing(bench: Bench) -> None:
     assert code(adopt(bench)) == "worker_unavailable"
 
 
+@pytest.mark.parametrize("at", ["looking whether it is committed", "writing"])
+def test_what_the_worker_before_has_left_goes_when_the_save_fails_here(at: str) -> None:
+    bench = two_ranks()
+    slots = [adopted(bench, peer=peer) for peer in (b"p", b"q")]
+    for rank in (0, 1):
+        bench.read(slots[rank], generation=4, rank=rank, world_size=2)
+    bench.feed(ev.Prepared, key=(FIRST, 0), error=None if at == "writing" else ERROR)
+    assert not bench.of(ac.Remove), "another rank's files are being looked for"
+    bench.feed(ev.Prepared, key=(FIRST, 1))
+    if at == "writing":
+        bench.feed(ev.Written, key=(FIRST, 1), error=ERROR)
+        assert not bench.of(ac.Remove), "rank 0 writes still"
+        bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert [a.save_id for a in bench.of(ac.Remove)] == [FIRST]
+    bench.feed(ev.Removed, save_id=FIRST)
+    bench.feed(ev.Tick)
+    assert not bench.of(ac.Remove)
+
+
 def test_news_of_a_save_of_the_worker_before_are_not_published() -> None:
     bench = two_ranks()
     for rank, peer in enumerate((b"p", b"q")):

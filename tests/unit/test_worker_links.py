@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 from simulated_workers import KEY, SECRET, result_of
-from worker_bench import CONFIG, ERROR, FIRST, OTHER_RUN, PATH, RUN, Bench, code
+from worker_bench import (
+    COMMIT_TIMEOUT_S,
+    CONFIG,
+    ERROR,
+    FIRST,
+    OTHER_RUN,
+    PATH,
+    REQUEST,
+    RUN,
+    SECOND,
+    Bench,
+    code,
+)
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_RANKS
-from asyncckpt.protocol.relay import Ended, Joined, Piece, Unlinked
+from asyncckpt.protocol.relay import Ended, Joined, Piece, Ringed, Unlinked
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
 from asyncckpt_worker import leading, sessions
@@ -283,6 +295,79 @@ def test_a_follower_that_is_silent_while_it_writes_is_named(pair: Pair) -> None:
     pair.leader.feed(ev.Tick)
     (row,) = pair.leader.pushed()
     assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
+
+
+def fills_a_ring(pair: Pair) -> None:
+    """The leader's rank has sealed, and the follower's fills a ring, which is written there."""
+    pair.stages(pair.leader)
+    worker = pair.follower
+    worker.begin(1)
+    worker.feed(ev.Prepared, key=(FIRST, 1))
+    worker.submit(1)
+    reads_the_ring(pair, streamed=True)
+    assert len(worker.of(ac.Write)) == 1
+    pair.pump()
+
+
+def reads_the_ring(pair: Pair, *, streamed: bool) -> None:
+    request = replace(REQUEST, rank=1, world_size=2, ring_segments=4, ring_segment_nbytes=1 << 18)
+    pair.follower.feed(ev.SlotRead, slot=1, generation=1, request=request, streamed=streamed, opened=streamed)
+
+
+def phases(pair: Pair) -> tuple[str | None, str | None]:
+    return pair.leader.phase(rank=0), pair.leader.phase(rank=1)
+
+
+def test_a_ring_that_a_follower_writes_is_waited_for_though_another_rank_has_sealed_long_ago(pair: Pair) -> None:
+    fills_a_ring(pair)
+    for _ in range(20):
+        pair.pump(0.5 * COMMIT_TIMEOUT_S)
+    assert phases(pair) == ("writing", "begun")
+    pair.writes(pair.follower)
+    for _ in range(9):
+        pair.pump(0.1 * COMMIT_TIMEOUT_S)
+    assert phases(pair) == ("writing", "begun")
+    pair.follower.submit(1)
+    reads_the_ring(pair, streamed=False)
+    pair.pump()
+    assert phases(pair) == ("writing", "durable")
+
+
+def test_a_ring_that_a_follower_has_written_is_waited_for_commit_timeout_s(pair: Pair) -> None:
+    fills_a_ring(pair)
+    pair.pump(0.9 * COMMIT_TIMEOUT_S)
+    pair.pump(0.9 * COMMIT_TIMEOUT_S)
+    pair.writes(pair.follower)
+    pair.pump(1.1 * COMMIT_TIMEOUT_S)
+    assert phases(pair) == ("failed", "failed")
+    error = pair.rows(0)[-1]["error"]
+    assert error["code"] == "commit_timeout" and list(error["fields"]["missing_ranks"]) == [1]
+
+
+def test_a_follower_that_is_silent_while_it_writes_a_ring_is_named(pair: Pair) -> None:
+    fills_a_ring(pair)
+    pair.leader.now += 1.1 * COMMIT_TIMEOUT_S
+    pair.leader.feed(ev.Tick)
+    (row,) = pair.leader.pushed()
+    assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
+
+
+def test_a_ring_that_fails_at_a_follower_ends_the_save_here(pair: Pair) -> None:
+    fills_a_ring(pair)
+    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
+    pair.pump()
+    assert phases(pair) == ("failed", "failed")
+    assert pair.rows(0)[-1]["error"]["text"] == ERROR["text"]
+
+
+@pytest.mark.parametrize("save_id", [FIRST, SECOND])
+def test_a_ring_of_which_nothing_was_heard_is_no_breach_of_the_rules(pair: Pair, save_id: str) -> None:
+    (name,) = pair.leader.brain.tables.heard
+    (known,) = pair.leader.brain._leading._links.values()
+    pair.stages(pair.leader)
+    pair.leader.brain._leading._hearing.take(known, Ringed(save_id=save_id, rank=1, writing=True))
+    assert list(pair.leader.brain.tables.heard) == [name]
+    assert phases(pair) == ("writing", None)
 
 
 def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
