@@ -93,6 +93,7 @@ test-fault: .venv/.dev
 		ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault \
 		tests/unit/test_worker_simulation.py tests/unit/test_worker_crash_simulation.py \
+		tests/unit/test_worker_early_simulation.py tests/unit/test_worker_ring_simulation.py \
 		tests/unit/test_worker_kept_simulation.py tests/unit/test_workers_simulation.py tests/unit/test_layout_dcp.py \
 		tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py \
 		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py
