@@ -168,8 +168,11 @@ class DcpAsync(Dcp):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
+        import torch.distributed as dist
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        # Its thread meets the other ranks' while the training's collectives go on.
+        self.group = None if self.alone else dist.new_group(backend="gloo")
         self.stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,
@@ -188,6 +191,7 @@ class DcpAsync(Dcp):
             storage_writer=FileSystemWriter(path, thread_count=2),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD,
             async_stager=self.stager,
+            process_group=self.group,
         )
         assert isinstance(response, AsyncSaveResponse)
         return Saved(response.staging_completion, response.upload_completion)
