@@ -1,4 +1,4 @@
-"""What a save costs a training of two ranks, replicated and sharded: ours beside DCP.
+"""What a save costs a training of two ranks, replicated and sharded: ours beside `dcp.save`.
 
     python -m benchmarks.ranks [--rounds 3] [--saves 4] [--only NAME ...] [--budget-s 600] [--dir D] [--out FILE]
 
@@ -31,7 +31,9 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.on_rank import ARRANGEMENTS
 
 WORLD_SIZE = 2
-DEFAULT = ("asyncckpt", "dcp.save", "dcp.async_save, thread")
+DEFAULT = ("asyncckpt", "dcp.save")
+"""Not `dcp.async_save`: beside these trainings its first save has not ended within the deadline; why is not known."""
+
 DEADLINE_S = 180.0
 """For one contender in one round."""
 
