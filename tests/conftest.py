@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,8 @@ _SEED = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed; a process that runs a part of the tests takes that of the one that has started it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     given = getattr(config, "workerinput", {}).get("seed") or os.environ.get(SEED_VARIABLE)
     config.stash[_SEED] = int(given or random.SystemRandom().getrandbits(32))
 
