@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.loading.spreading import runs_of
 from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.storage.read_plan import Runs
 
 _HUGE_PAGES_FROM_NBYTES = 4 << 20
 """Tensors of this size hold at least one aligned 2 MiB page inside."""
@@ -117,6 +119,15 @@ class BoxSink:
         if offset % itemsize == 0:
             return 0
         return next((s for n, s in zip(self._box.sizes, self._box.strides, strict=True) if n > 1), 1) * itemsize
+
+    def runs(self, position: int, nbytes: int) -> list[Runs] | None:
+        """Return where the elements of a piece go, if they are long runs and lie in host memory as they are stored."""
+        target, offsets, sizes, strides, dtype = self._box
+        whole = (position | nbytes) % dtype.itemsize == 0
+        if self._lock is not None or not whole or not target.is_cpu or target.dtype != dtype or _is_lazy(target):
+            return None
+        first, count = position // dtype.itemsize, nbytes // dtype.itemsize
+        return runs_of(target, strides, boxes_within(sizes, strides, offsets, first, first + count), first)
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:

@@ -6,7 +6,6 @@ by O_DIRECT in large extents.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
@@ -22,12 +21,14 @@ from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import copy_bytes, view_at
 from asyncckpt.memory.mapping import Mapping
+from asyncckpt.storage.damage import damaged_blocks
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
     EXTENT_NBYTES,
     Batch,
     ShardRequest,
+    Spreading,
     Step,
     buffer_nbytes,
     fqns_of,
@@ -37,7 +38,7 @@ from asyncckpt.storage.read_plan import (
     plan_extents,
     with_verifiers,
 )
-from asyncckpt.storage.shard_reader import ShardReader, damaged
+from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
@@ -104,8 +105,13 @@ class _Source:
 
     request: ShardRequest
     remaining: int = 0
-    reader: ShardReader | None = None
+    readers: dict[bool, ShardReader] = field(default_factory=dict)
+    """One for what is read through, one for all else."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
 
 
 class _Extent(NamedTuple):
@@ -160,8 +166,7 @@ class _Reader:
                     self._work_together(memory, room, threads)
         finally:
             for source in self._sources:
-                if source.reader is not None:
-                    source.reader.close()
+                source.close()
         if self._error is not None:
             raise self._error
 
@@ -207,12 +212,17 @@ class _Reader:
         self._release(source, cached_nbytes=batch.nbytes)
 
     def _read_through(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
-        opened = ShardReader(self._path, source.request.shard, self._save_id, self._files, read_ahead=True)
-        with contextlib.closing(opened) as reader:
-            for step in steps:
-                with buffer[: step.end - step.start] as view:
-                    reader.read_buffered(view, step.start, len(view))
-                    self._hand_on(source, step, view, address)
+        reader = self._open(source, through=True)
+        for step in steps:
+            start, nbytes, (wanted,) = step.start, step.end - step.start, step.wanted
+            sink = wanted.sink
+            runs = sink.runs(start - wanted.offset, nbytes) if isinstance(sink, Spreading) else None
+            if runs is not None and reader.copy_through(start, nbytes, runs):
+                reach("load: bytes read")
+                continue
+            with buffer[:nbytes] as view:
+                reader.read_through(view, start)
+                self._hand_on(source, step, view, address)
         self._release(source, cached_nbytes=steps[-1].end - steps[0].start)
 
     def _read(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
@@ -248,12 +258,14 @@ class _Reader:
             start = end
         self._release(source, cached_nbytes=start - steps[0].start, disk_nbytes=end - start)
 
-    def _open(self, source: _Source) -> ShardReader:
+    def _open(self, source: _Source, *, through: bool = False) -> ShardReader:
         with source.lock:
-            if source.reader is None:
-                source.reader = ShardReader(self._path, source.request.shard, self._save_id, self._files)
+            if through not in source.readers:
+                shard = source.request.shard
+                opened = ShardReader(self._path, shard, self._save_id, self._files, read_ahead=through)
+                source.readers[through] = opened
                 reach("load: shard opened")
-            return source.reader
+            return source.readers[through]
 
     def _release(self, source: _Source, *, cached_nbytes: int, disk_nbytes: int = 0) -> None:
         """Count an extent that was read; close the file behind its last."""
@@ -262,8 +274,8 @@ class _Reader:
             self.disk_nbytes += disk_nbytes
         with source.lock:
             source.remaining -= 1
-            if source.remaining == 0 and source.reader is not None:
-                source.reader.close()
+            if source.remaining == 0:
+                source.close()
 
     def _hand_on(self, source: _Source, step: Step, view: memoryview, address: int) -> None:
         """Verify a step, whose bytes are in `view` at `address`, and give each range its part."""
@@ -286,14 +298,8 @@ class _Reader:
             found = block_digests(exact, unit)
         if found == digests[first : first + len(found)]:
             return True
-        sound = True
-        for start in range(step.start, step.end, unit):
-            end = min(start + unit, step.end)
-            where = start // unit * DIGEST_NBYTES
-            if found[where - first : where - first + DIGEST_NBYTES] != digests[where : where + DIGEST_NBYTES]:
-                error = damaged(self._path, source.request, step.wanted, start, end)
-                if self._on_corrupt is None:
-                    raise error
-                self._on_corrupt(error)
-                sound = False
-        return sound
+        for error in damaged_blocks(self._path, source.request, step, found):
+            if self._on_corrupt is None:
+                raise error
+            self._on_corrupt(error)
+        return False

@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
+from asyncckpt.storage.bringing import bring
 from asyncckpt.storage.gathering import gather_from_file
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,9 +72,13 @@ class Files:
         """Return where the bytes of an open file lie in this process's memory; None where they do not."""
         return None
 
-    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
         """Copy cached ranges to address `target`, as `gathering.gather_from_file`; says how many. Raises nothing."""
-        return gather_from_file(fd, target, offset, nbytes, every, times)
+        return gather_from_file(fd, target, offset, nbytes, every, times, apart)
+
+    def bring(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Have a range read into the page cache in large pages, as `bringing.bring`. Raises nothing."""
+        return bring(fd, offset, nbytes)
 
     def advise_random(self, fd: int) -> None:
         """Switch the kernel's read-ahead off for this descriptor."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
@@ -24,6 +24,8 @@ THROUGH_STEP_NBYTES = 2 << 20
 """One read of what is read through, and the piece that is handed on at once. On two cores 1 MiB takes 9 % more time
 of the processor, 256 KiB a third more: each piece costs some calls into torch (ADR 0026)."""
 
+THROUGH_EXTENT_NBYTES = 2 << 20
+
 EXACT_BELOW_NBYTES = 128 << 10
 """Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
 
@@ -37,11 +39,33 @@ def with_verifiers(readers: int) -> int:
     return readers + readers // 2 if readers > 1 else 1
 
 
+class Runs(NamedTuple):
+    """Runs of a piece of a range that go to memory as they are, in bytes.
+
+    The first one begins at `start` of the piece, others `every` bytes apart; they go to `target`, `apart` bytes apart.
+    """
+
+    start: int
+    nbytes: int
+    every: int
+    times: int
+    target: int
+    apart: int
+
+
 class Sink(Protocol):
     """Takes the verified bytes of one wanted range, in pieces, in any order, from several threads."""
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         """Take `nbytes` at `address`, which belong at `position` of the range; they are gone afterwards."""
+
+
+@runtime_checkable
+class Spreading(Sink, Protocol):
+    """A sink that knows where in memory its bytes go."""
+
+    def runs(self, position: int, nbytes: int) -> Sequence[Runs] | None:
+        """Return where everything that it takes of a piece goes, if somebody else may put it there; else None."""
 
 
 class Wanted(NamedTuple):
@@ -145,7 +169,7 @@ def plan_extents(
     in_rows = sorted((w for w in request.wanted if w.times == 1 and w.every and w.nbytes), key=itemgetter(0))
     dense = [w for w in in_rows if not _is_through(w)]
     through = [w for w in in_rows if _is_through(w)]
-    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(through, threads, EXTENT_NBYTES)
+    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(through, threads, THROUGH_EXTENT_NBYTES)
 
 
 def is_through(steps: Sequence[Step]) -> bool:
@@ -163,14 +187,23 @@ def _plan_rows(wanted: Sequence[Wanted], threads: int, extent_nbytes: int) -> li
     extents: list[list[Step]] = []
     for w in wanted:
         end, joins = w.offset + w.nbytes, _is_through(w)
-        size = THROUGH_STEP_NBYTES // w.every * w.every or THROUGH_STEP_NBYTES
-        for at in range(w.offset, end, size):
-            step, last = Step(at, min(at + size, end), [w]), extents[-1] if extents else []
+        for low, high in itertools.pairwise((*_cuts(w), end)):
+            step, last = Step(low, high, [w]), extents[-1] if extents else []
             if last and step.end - last[0].start <= limit and (joins or step.start == last[-1].end):
                 last.append(step)
             else:
                 extents.append([step])
     return extents
+
+
+def _cuts(w: Wanted) -> Iterable[int]:
+    """Return where the steps of a range in rows begin."""
+    end, size = w.offset + w.nbytes, THROUGH_STEP_NBYTES
+    if w.every > size or not _is_through(w):
+        return range(w.offset, end, size // w.every * w.every or size)
+    # At the last row before each unit of the file: then a step needs no page of a unit that is another thread's.
+    edges = range((w.offset // size + 1) * size, end, size)
+    return dict.fromkeys((w.offset, *(edge - (edge - w.offset) % w.every for edge in edges)))
 
 
 def buffer_nbytes(steps: Sequence[Step]) -> int:

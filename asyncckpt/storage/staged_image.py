@@ -129,13 +129,19 @@ class OverlaidFiles(Files):
         """Whether a range is in memory."""
         return fd >= _FIRST_FD or self._below.resident(fd, offset, nbytes)
 
-    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
         """Copy ranges that lie in memory."""
         if fd < _FIRST_FD:
-            return self._below.gather(fd, target, offset, nbytes, every, times)
+            return self._below.gather(fd, target, offset, nbytes, every, times, apart)
         view, lies_at = self._opened[fd]
         end = offset + (times - 1) * every + nbytes
-        return gather(target, lies_at + offset, nbytes, every, times) if lies_at and end <= len(view) else 0
+        if not lies_at or end > len(view):
+            return 0
+        return gather(target, lies_at + offset, nbytes, every, times, apart)
+
+    def bring(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Nothing to bring of a held file."""
+        return fd >= _FIRST_FD or self._below.bring(fd, offset, nbytes)
 
     def advise_random(self, fd: int) -> None:
         """Nothing to advise of a held file."""
