@@ -17,13 +17,38 @@ from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.loading.sinks import BoxSink, new_tensor
 from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.storage.block_reader import read_shards
+from asyncckpt.storage.bringing import UNIT_NBYTES
 from asyncckpt.storage.contents import Contents
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.files import MODE_FILE, Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 from asyncckpt.storage.source import Inline, Located, Strided
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_LARGE_NBYTES = 4 * UNIT_NBYTES
+"""What is read through of a part, from which on the large pages around its headers are wanted too."""
+
 Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
+
+
+class _BringingFiles(Files):
+    """Opens, reads and closes files of another seam, and brings in large pages around what it reads.
+
+    IMPORTANT: of files all of which is read through afterwards. A small page that is there, of a header, would keep the
+    kernel from taking its neighbours as a large one.
+    """
+
+    def __init__(self, below: Files) -> None:
+        self._below = below
+
+    def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
+        return self._below.open(path, flags, mode)
+
+    def close(self, fd: int) -> None:
+        self._below.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
+        self._below.bring(fd, offset, sum(map(len, buffers)))
+        return self._below.preadv(fd, buffers, offset, flags)
 
 
 def read_foreign(
@@ -42,11 +67,17 @@ def read_foreign(
     source = contents.source
     assert source is not None
     parts = [part for _, part in ranges]
+    bringing = _BringingFiles(files)
+    large = {part for (_, part), wanted in ranges.items() if sum(map(_through_nbytes, wanted)) >= _LARGE_NBYTES}
+
+    def place_of(part: int) -> Located | Strided | Inline:
+        return source.place(part, bringing if part in large else files)
+
     if len(parts) > 1 and threads > 1:
         with ThreadPoolExecutor(threads, "asyncckpt-find") as pool:
-            places = list(pool.map(lambda part: source.place(part, files), parts))
+            places = list(pool.map(place_of, parts))
     else:
-        places = [source.place(part, files) for part in parts]
+        places = [place_of(part) for part in parts]
     plain: dict[int, list[Wanted]] = {}
     for place, wanted in zip(places, ranges.values(), strict=True):
         if isinstance(place, Inline):
@@ -60,6 +91,10 @@ def read_foreign(
     shards = contents.ranks[0].index.shards
     # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
     source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
+
+
+def _through_nbytes(wanted: Wanted) -> int:
+    return wanted.nbytes if wanted.every and wanted.times == 1 else 0
 
 
 def _placed(wanted: Wanted, start: int) -> Wanted:

@@ -7,6 +7,7 @@ by O_DIRECT in large extents.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -16,12 +17,11 @@ from typing import NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
-from asyncckpt.format.checksum import DIGEST_NBYTES, block_digests
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import copy_bytes, view_at
 from asyncckpt.memory.mapping import Mapping
-from asyncckpt.storage.damage import damaged_blocks
+from asyncckpt.storage.damage import is_sound
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
@@ -213,16 +213,18 @@ class _Reader:
 
     def _read_through(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         reader = self._open(source, through=True)
-        for step in steps:
-            start, nbytes, (wanted,) = step.start, step.end - step.start, step.wanted
+        for _, group in itertools.groupby(steps, lambda step: id(step.wanted[0])):
+            together = list(group)
+            (start, _, (wanted,)), end = together[0], together[-1].end
             sink = wanted.sink
-            runs = sink.runs(start - wanted.offset, nbytes) if isinstance(sink, Spreading) else None
-            if runs is not None and reader.copy_through(start, nbytes, runs):
-                reach("load: bytes read")
+            runs = sink.runs(start - wanted.offset, end - start) if isinstance(sink, Spreading) else None
+            if runs is not None and reader.copies.copy(start, end - start, runs):
                 continue
-            with buffer[:nbytes] as view:
-                reader.read_through(view, start)
-                self._hand_on(source, step, view, address)
+            for step in together:
+                with buffer[: step.end - step.start] as view:
+                    reader.copies.bring(step.start, len(view))
+                    reader.read_buffered(view, step.start, len(view))
+                    self._hand_on(source, step, view, address)
         self._release(source, cached_nbytes=steps[-1].end - steps[0].start)
 
     def _read(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
@@ -280,7 +282,7 @@ class _Reader:
     def _hand_on(self, source: _Source, step: Step, view: memoryview, address: int) -> None:
         """Verify a step, whose bytes are in `view` at `address`, and give each range its part."""
         reach("load: bytes read")
-        if self._verify and not self._is_sound(source, step, view):
+        if self._verify and not is_sound(self._path, source.request, step, view, self._on_corrupt):
             return
         start, end, wanted = step
         for offset, nbytes, _, sink, _, _, _ in wanted:
@@ -290,16 +292,3 @@ class _Reader:
                 copy_bytes(sink + low - offset, address + low - start, high - low)
             elif sink is not None:
                 sink.deliver(low - offset, address + low - start, high - low)  # type: ignore[union-attr]
-
-    def _is_sound(self, source: _Source, step: Step, view: memoryview) -> bool:
-        unit, digests = source.request.block_nbytes, source.request.shard.digests
-        first = step.start // unit * DIGEST_NBYTES
-        with view[: step.end - step.start] as exact:  # `view` may be longer
-            found = block_digests(exact, unit)
-        if found == digests[first : first + len(found)]:
-            return True
-        for error in damaged_blocks(self._path, source.request, step, found):
-            if self._on_corrupt is None:
-                raise error
-            self._on_corrupt(error)
-        return False

@@ -24,7 +24,9 @@ THROUGH_STEP_NBYTES = 2 << 20
 """One read of what is read through, and the piece that is handed on at once. On two cores 1 MiB takes 9 % more time
 of the processor, 256 KiB a third more: each piece costs some calls into torch (ADR 0026)."""
 
-THROUGH_EXTENT_NBYTES = 2 << 20
+THROUGH_EXTENT_NBYTES = 4 << 20
+"""What one thread reads through at a time: what one fault brings in. Longer ones, of 8 and 16 MiB, were slower when
+cold: threads that are far apart find less of what others have brought (ADR 0034)."""
 
 EXACT_BELOW_NBYTES = 128 << 10
 """Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""

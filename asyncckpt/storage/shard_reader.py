@@ -14,17 +14,14 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
+from asyncckpt.storage.cached_copies import CachedCopies
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.gathering import near
-from asyncckpt.storage.read_plan import Batch, Runs
+from asyncckpt.storage.read_plan import Batch
 
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EINTR})
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR})
-
-_TRIES = 8
-"""So often in a row what was brought in may not be there, wholly, before a file is read without that. Chosen: pages of
-it that were cached before make it one in a few, a file system that reads little at a fault all."""
 
 
 class ShardReader:
@@ -35,7 +32,7 @@ class ShardReader:
         shard: Name and exact length of the file.
         save_id: Whose file it must be; None: a file of another format, which may be reached by a link.
         files: The storage seam.
-        read_ahead: The file is read by `read_through`, front to back, and the kernel reads ahead: it takes a third of
+        read_ahead: The file is read by `read_buffered`, front to back, and the kernel reads ahead: it takes a third of
             the time that pages cost that are asked for by number, for it takes them in larger units.
 
     Raises:
@@ -52,7 +49,7 @@ class ShardReader:
         self._flags = os.O_RDONLY | (os.O_NOFOLLOW if save_id is not None else 0)
         self._direct_fd = -1
         self._tried_direct = False
-        self._nowait, self._tries = True, _TRIES
+        self._nowait = True
         self._lock = threading.Lock()
         try:
             self._fd = files.open(self._path, self._flags | os.O_NONBLOCK)
@@ -60,6 +57,7 @@ class ShardReader:
             if error.errno not in _NOT_A_FILE:
                 raise
             raise self._corrupt("it is missing" if error.errno == errno.ENOENT else str(error.strerror)) from error
+        self.copies = CachedCopies(files, self._fd)
         try:
             self._check(save_id, read_ahead)
         except BaseException:
@@ -131,48 +129,6 @@ class ShardReader:
                 raise named(error, self._path, f"reading bytes {offset} to {offset + len(view)}") from error
             return False
 
-    def read_through(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from `offset` through the page cache, into which it is brought in large pages if that works.
-
-        Raises:
-            CorruptCheckpointError: The file ends early.
-            OSError: The read failed.
-        """
-        self._bring(offset, len(view))
-        self.read_buffered(view, offset, len(view))
-
-    def copy_through(self, offset: int, nbytes: int, wanted: Sequence[Runs]) -> bool:
-        """Copy what is wanted of a range to where it goes, if the range can be brought into the page cache.
-
-        Returns:
-            False where something is missing, of the range or of the copies: whoever reads it then learns what.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
-        if not self._bring(offset, nbytes):
-            return False
-        for runs in wanted:
-            at = offset + runs.start
-            if self._gather(runs.target, at, runs.nbytes, runs.every, runs.times, runs.apart) < runs.times:
-                return False
-        return True
-
-    def _gather(self, target: int, at: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
-        done = self._files.gather(self._fd, target, at, nbytes, every, times, apart)
-        # IMPORTANT: after it. What lies between a file's end and its page's end is there, as zeros.
-        return done if self._files.fstat(self._fd).st_size >= at + (times - 1) * every + nbytes else 0
-
-    def _bring(self, offset: int, nbytes: int) -> bool:
-        """Have a range brought into the page cache in large pages; whether it seems to be there now."""
-        if not self._nowait or self._tries <= 0:
-            return False
-        found = self._files.bring(self._fd, offset, nbytes) and self.read_cached(
-            memoryview(bytearray(1)), offset + nbytes - 1
-        )
-        self._tries = _TRIES if found else self._tries - 1
-        return found
-
     def read(self, buffer: memoryview, offset: int, nbytes: int) -> None:
         """Fill `buffer[:nbytes]` from `offset`, by O_DIRECT where it works.
 
@@ -231,13 +187,13 @@ class ShardReader:
         nbytes, every = batch.wanted.nbytes, batch.wanted.every
         preadv, fd, at, done = self._files.preadv, self._fd, batch.start, 0
         try:
-            brought = near(nbytes, every) and self._bring(at, (batch.times - 1) * every + nbytes)
+            brought = near(nbytes, every) and self.copies.bring(at, (batch.times - 1) * every + nbytes)
             cached = brought or self.has(batch)
             # Of a file that it may not write, it is told yes.
             if not brought and (not cached or self._files.address(fd) is None):
                 self._fetch_ranges(batch)
             if cached:
-                done = self._gather(address, at, nbytes, every, batch.times)
+                done = self.copies.gather(address, at, nbytes, every, batch.times)
             at += done * every  # what is left, if anything, comes one by one, or says why it does not
             for start in range(done * nbytes, batch.nbytes, nbytes):
                 with buffer[start : start + nbytes] as view:
