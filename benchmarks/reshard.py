@@ -58,8 +58,8 @@ class CountingFiles(Files):
         self.nbytes += count if count > SAVE_ID_NBYTES else 0
         return count
 
-    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int) -> int:
-        count = super().gather(fd, target, offset, nbytes, every, times)
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
+        count = super().gather(fd, target, offset, nbytes, every, times, apart)
         self.nbytes += count * nbytes
         return count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import pickle
 import random
@@ -163,6 +164,22 @@ def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_b
         asyncckpt.load(tmp_path / "t.pt", {"w": target}, threads=rng.randrange(1, 4))
         box = value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].contiguous()
         assert torch.equal(target.tensor.view(torch.uint8), box.view(torch.uint8))
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_columns_of_a_large_dcp_item_come_whether_or_not_they_can_be_brought_in_large_pages(
+    brought: bool, tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not brought:
+        monkeypatch.setattr(Files, "bring", lambda *_: False)
+    value = torch.randint(0, 1 << 31, (900, 4096), dtype=torch.int32)
+    foreign_samples.save_dcp({"note": "x" * rng.randrange(1, 99), "w": value}, tmp_path / "c")
+    with (tmp_path / "c" / "__0_0.distcp").open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    first = rng.randrange(2000)
+    target = asyncckpt.ShardedSlice(torch.zeros(900, 2048, dtype=torch.int32), (900, 4096), (0, first))
+    asyncckpt.load(tmp_path / "c", {"w": target})
+    assert torch.equal(target.tensor, value[:, first : first + 2048])
 
 
 @pytest.mark.parametrize("cached", [True, False])
