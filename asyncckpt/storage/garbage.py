@@ -169,7 +169,8 @@ class _Look:
             kept = "the worker writes there"
         # IMPORTANT: of the very files that would go: a save of a living run may have begun to write there meanwhile.
         is_dead = all(one.epoch < self.rules.dead_before_epoch for one in save_ids)
-        if not kept and age_s < (min(QUIET_S, self.rules.older_than_s) if is_dead else self.rules.older_than_s):
+        quiet_s = min(QUIET_S, self.rules.older_than_s) if is_dead else self.rules.older_than_s
+        if not kept and age_s < quiet_s:
             kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
         return Garbage(
             path=self.path,
