@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,10 +22,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo, check_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
-from asyncckpt.exchange import Exchange, Meeting, Patience, refused
+from asyncckpt.exchange import POLL_S, Exchange, Meeting, Patience, refused
 
 _MIN_TIMEOUT_S = 1.0
 """gloo is given this much although the ranks came at the last moment."""
+
+SILENT_S = 5.0
+"""How long ranks may say nothing, when a meeting has broken down, before they are named. Chosen: gloo tells at once."""
 
 
 def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -114,11 +118,12 @@ class GroupMeeting(Meeting):
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
-        self._one_machine = False
+        self._one_machine = self._has_left = False
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-            self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
+            if not self._store.check(["refused"]):  # else this rank has heard it, and whose failure it was
+                self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
 
     def is_given_up(self) -> bool:
         """Whether ranks have waited in vain for others to come.
@@ -137,14 +142,46 @@ class GroupMeeting(Meeting):
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
+            lost: list[int] = []
+            # IMPORTANT: first: ranks that wait for this one learn of it by its connections, which end with the group.
+            self._group = None
+            traceback.clear_frames(error.__traceback__)
             with contextlib.suppress(RuntimeError):
                 self._look_for_refusal()  # it says why
+                lost = self._lost()
+            who = f"ranks {lost[:20]} have ended, or hang," if lost else f"rank {self._rank.rank} lost the others"
             raise SaveFailedError(
-                f"rank {self._rank.rank} lost the other ranks while they agreed on the save: {error}",
+                f"{who} while the ranks agreed on the save: {error}",
                 code="exchange",
-                rank=self._rank.rank,
+                rank=lost[0] if len(lost) == 1 else None,
                 detail=str(error)[:1000],
             ) from error
+
+    def _lost(self) -> list[int]:
+        """Return the ranks that say nothing more, the same on all others; none when that cannot be told.
+
+        The first that has lost the others finds it out for all: thousands would ask the store for thousands.
+        """
+        store, world_size = self._store, self._rank.world_size
+        self._leave()
+        is_first = store.add("breaks", 1) == 1
+        until = time.monotonic() + SILENT_S * (1 if is_first else 2)
+        while time.monotonic() < until and not (is_first and store.add("left", 0) >= world_size - 1):
+            if store.check(["lost"]):
+                return [int(rank) for rank in store.get("lost").split()]
+            time.sleep(POLL_S)
+        if not is_first:
+            return []
+        lost = [rank for rank in range(world_size) if not store.check([f"left/{rank}"])]
+        store.set("lost", " ".join(map(str, lost)))
+        return lost
+
+    def _leave(self) -> None:
+        """Say that this rank was there to the end, whatever that was."""
+        if not self._has_left:
+            self._has_left = True
+            self._store.set(f"left/{self._rank.rank}", "1")
+            self._store.add("left", 1)
 
     def _arrive(self, deadline: float) -> None:
         """Wait for all ranks, by the store alone."""
@@ -183,7 +220,10 @@ class GroupMeeting(Meeting):
         return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline, self._one_machine), deadline)
 
     def close(self) -> None:
-        self._group = None  # closes its connections
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._leave()  # before the others lose the connections
+        self._group = None
 
 
 class Circle:
