@@ -158,30 +158,30 @@ class GroupMeeting(Meeting):
             ) from error
 
     def _lost(self) -> list[int]:
-        """Return the ranks that say nothing more, the same on all others; none when that cannot be told.
+        """Return the ranks that say nothing more, else those that left early; none when that cannot be told.
 
         The first that has lost the others finds it out for all: thousands would ask the store for thousands.
         """
         store, world_size = self._store, self._rank.world_size
-        self._leave()
-        is_first = store.add("breaks", 1) == 1
-        until = time.monotonic() + SILENT_S * (1 if is_first else 2)
-        while time.monotonic() < until and not (is_first and store.add("left", 0) >= world_size - 1):
-            if store.check(["lost"]):
-                return [int(rank) for rank in store.get("lost").split()]
+        self._leave("lost")
+        n_left = store.add("left", 1)
+        until = time.monotonic() + SILENT_S * (1 if n_left == 1 else 2)
+        while time.monotonic() < until and not (n_left == 1 and store.add("left", 0) >= world_size - 1):
+            if store.check(["gone"]):
+                return [int(rank) for rank in store.get("gone").split()]
             time.sleep(POLL_S)
-        if not is_first:
+        if n_left > 1:
             return []
-        lost = [rank for rank in range(world_size) if not store.check([f"left/{rank}"])]
-        store.set("lost", " ".join(map(str, lost)))
-        return lost
+        said = {r: bytes(store.get(f"left/{r}")) for r in range(world_size) if store.check([f"left/{r}"])}
+        gone = [r for r in range(world_size) if r not in said] or [r for r, how in said.items() if how != b"lost"]
+        store.set("gone", " ".join(map(str, gone)))
+        return gone
 
-    def _leave(self) -> None:
-        """Say that this rank was there to the end, whatever that was."""
+    def _leave(self, how: str) -> None:
+        """Say that this rank goes: by itself ("closed"), or because it has lost others ("lost")."""
         if not self._has_left:
             self._has_left = True
-            self._store.set(f"left/{self._rank.rank}", "1")
-            self._store.add("left", 1)
+            self._store.set(f"left/{self._rank.rank}", how)
 
     def _arrive(self, deadline: float) -> None:
         """Wait for all ranks, by the store alone."""
@@ -194,17 +194,21 @@ class GroupMeeting(Meeting):
         if store.add("count", 1) == world_size:
             store.set("all", "1")
         while not store.check(["all"]):
-            self._look_for_refusal()
+            self._look_for_refusal(patience)
             try:
                 patience.wait(lambda: [r for r in range(world_size) if not store.check([f"here/{r}"])])
-            except PlanTimeoutError:
-                store.set("given up", "1")
-                self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
+            except PlanTimeoutError as error:
+                missing = " ".join(map(str, error.missing_ranks))
+                store.set("given up", missing)
+                self.refuse(f"it waited {patience.waited_s:.0f} s for ranks {missing[:100]} and gave up")
                 raise
         self._one_machine = store.add(here, 0) == world_size
 
-    def _look_for_refusal(self) -> None:
+    def _look_for_refusal(self, patience: Patience | None = None) -> None:
         if self._store.check(["refused"]):
+            missing = [int(one) for one in self._store.get("given up").split()] if self.is_given_up() else []
+            if patience is not None and missing and self._rank.rank not in missing:  # it has waited for them, too
+                raise patience.too_late(missing)
             rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
             raise refused(int(rank), reason)
 
@@ -222,7 +226,7 @@ class GroupMeeting(Meeting):
     def close(self) -> None:
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
-                self._leave()  # before the others lose the connections
+                self._leave("closed")  # before the others lose the connections
         self._group = None
 
 

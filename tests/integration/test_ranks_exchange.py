@@ -13,6 +13,7 @@ import rank_processes
 import real_worker
 import torch
 import torch.distributed as dist
+from real_worker import wait_until
 
 from asyncckpt import AsyncCheckpointer, process_group
 from asyncckpt.config import RankInfo
@@ -83,6 +84,27 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_onc
         kind, _, waited = ranks.receive(1)
         assert kind == "SaveFailedError"
         assert waited < 50
+
+
+def rank_one_does_not_come(rank: int) -> list[int]:
+    found = find_exchange(find_rank_info(None))
+    assert found is not None
+    if rank == 1:
+        rank_processes.talk().hear()
+        return []
+    if rank == 0:
+        wait_until(lambda: found.part("absent").check(["here/2"]), "rank 2 has come")
+    with pytest.raises(PlanTimeoutError) as caught:  # rank 0 has less patience, and gives up for all
+        found.meet("absent", "save()").gather(b"x", time.monotonic() + (60 if rank else 0.3))
+    return list(caught.value.missing_ranks)
+
+
+def test_all_others_name_the_rank_that_does_not_come_although_one_gives_up_first() -> None:
+    with rank_processes.running(3, rank_one_does_not_come) as ranks:
+        found = [ranks.receive(rank) for rank in (0, 2)]
+        ranks.send(1, "go")
+        ranks.receive(1)
+    assert found == [[1], [1]]
 
 
 def alone_then_new_group(exchange: Exchange, rank: int) -> list[int]:
