@@ -1,7 +1,7 @@
 """A disk that is read and written at once: so many large reads, and so many writes, are under way at any time.
 
-Most disks read as fast while they write as they do otherwise. Threads that each read, then write, fall into step, as
-the disk serves all at once: all read while nothing is written, and then all write.
+A disk may read as fast while it writes as it does otherwise. Threads that each read, then write, fall into step, for
+it serves all at once: all read while nothing is written, and then all write (ADR 0039).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class BothWays(Files):
         self._reads, self._writes = threading.Semaphore(each), threading.Semaphore(each)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read at `offset` into `buffers`. Blocks: where it is much, and may wait for the disk, until it is its turn."""
+        """Read at `offset` into `buffers`. Blocks: for its turn, where it is much and may wait for the disk."""
         if flags or len(buffers[0]) < _LARGE_NBYTES:
             return super().preadv(fd, buffers, offset, flags)
         with self._reads:
             return super().preadv(fd, buffers, offset)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Write at `offset`. Blocks: until it is its turn."""
+        """Write at `offset`. Blocks: for its turn."""
         with self._writes:
             return super().pwrite(fd, buffer, offset)

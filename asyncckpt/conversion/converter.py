@@ -98,7 +98,7 @@ def convert(
             own. None: one file; for `hf` 5 GB.
         overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
         partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
-        threads: That read and write; None takes 4.
+        threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
         read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
             types, shapes, places and values are compared, not the elements of tensors.
         progress: Called with (bytes done, bytes in all); bytes that are written and read back both count.

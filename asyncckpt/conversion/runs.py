@@ -54,7 +54,7 @@ class RunReader:
             address: Where the byte at `origin` of the file goes; the others behind it.
             origin: See `address`.
             buffer: Page-aligned memory that is read into first.
-            arriving: Takes elements that lie in one piece; others are put to their addresses, and it knows nothing of them.
+            arriving: Takes elements that lie in one piece; of others, which are put to their places, it knows nothing.
 
         Raises:
             CorruptCheckpointError: The files differ from what was saved.
@@ -68,7 +68,9 @@ class RunReader:
             if chunk.sizes != saved.global_shape:
                 ranges += self._of_chunks(saved, run, to)
             elif run.start == 0 and run.is_last:
-                ranges.append(((rank, chunk.part), Wanted(chunk.offset_bytes, run.nbytes, saved.fqn, arriving.sink(run))))
+                ranges.append(
+                    ((rank, chunk.part), Wanted(chunk.offset_bytes, run.nbytes, saved.fqn, arriving.sink(run)))
+                )
             elif not self._copied(run, to):
                 start = chunk.offset_bytes + run.start
                 ranges.append(((rank, chunk.part), Wanted(start, run.nbytes, saved.fqn, arriving.sink(run))))

@@ -1,7 +1,7 @@
 """Writes the files of a target: threads that each read a window, complete it and write it, by O_DIRECT where it works.
 
-Nothing is handed from thread to thread, so that the disk always has reads and writes to do. Only what checksums of
-whole tensors there are, and where they go, is settled in turn.
+Nothing is handed from thread to thread; how many read, and how many write, the `Files` may settle (`both_ways`). Only
+what checksums of whole tensors there are, and where they go, is settled in turn.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import ShardWriter
 
-MAX_THREADS = 6
-"""With a window and a buffer to read each, they have 198 MiB."""
+MAX_THREADS = 8
+"""With a window and a buffer to read each, they have 200 MiB."""
 
 ENDS_NBYTES = 1 << 20
 """What is read around the elements of a window, as whole blocks of the source: so much more is in the buffer, that one

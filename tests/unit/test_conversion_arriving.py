@@ -40,9 +40,7 @@ def test_elements_go_to_their_places_and_every_sum_is_right(rng: Random) -> None
                 _deliver(arriving, run, contents[run.piece][run.start : run.start + run.nbytes], rng)
             assert bytes(room[: window.end - window.start]) == whole[window.start : window.end]
             assert arriving.crcs == {
-                run.piece: zlib.crc32(whole[run.at : run.at + run.nbytes])
-                for run in window.runs
-                if run.piece in summed
+                run.piece: zlib.crc32(whole[run.at : run.at + run.nbytes]) for run in window.runs if run.piece in summed
             }
             assert arriving.digests == {
                 at // BLOCK_NBYTES: block_digest(whole[at : at + BLOCK_NBYTES])
