@@ -1,4 +1,4 @@
-"""A disk that is read and written at once: so many large reads, and so many writes, are under way at any time.
+"""A disk that is read and written at once: so many large reads, and as many writes, are under way at once.
 
 A disk may read as fast while it writes as it does otherwise. Threads that each read, then write, fall into step, for
 it serves all at once: all read while nothing is written, and then all write (ADR 0039).
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from asyncckpt.storage.files import Files
 
 _LARGE_NBYTES = 1 << 20
-"""A shorter read, of a header say, does not wait for its turn. Chosen, not measured."""
+"""A shorter read, of a header say, does not wait for its turn; nor does a shorter write, of a block that was held back
+for its checksum, while whoever comes next waits for it. Chosen, not measured."""
 
 
 class BothWays(Files):
@@ -34,6 +35,8 @@ class BothWays(Files):
             return super().preadv(fd, buffers, offset)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Write at `offset`. Blocks: for its turn."""
+        """Write at `offset`. Blocks: for its turn, where it is much."""
+        if len(buffer) < _LARGE_NBYTES:
+            return super().pwrite(fd, buffer, offset)
         with self._writes:
             return super().pwrite(fd, buffer, offset)

@@ -63,13 +63,14 @@ def test_half_of_the_threads_read_and_half_of_them_write(
     assert disk.under_way == {"read": each + 2, "write": each + 2}, "those that waited came next"
 
 
-def test_a_short_read_and_one_of_what_is_cached_wait_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_short_or_cached_waits_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     disk, files = Disk(monkeypatch), BothWays(2)
-    started = _started([lambda: files.preadv(3, [LARGE], 0)])
+    started = _started([lambda: files.preadv(3, [LARGE], 0), lambda: files.pwrite(3, LARGE, 0)])
     try:
-        disk.wait_for(read=1, write=0)
+        disk.wait_for(read=1, write=1)
         started += _started([lambda: files.preadv(3, [SMALL], 0), lambda: files.preadv(3, [LARGE], 0, 8)])
-        disk.wait_for(read=3, write=0)
+        started += _started([lambda: files.pwrite(3, SMALL, 0)])
+        disk.wait_for(read=3, write=2)
     finally:
         disk.may_go.set()
         for thread in started:
