@@ -1,4 +1,4 @@
-"""A disk that is read and written at once: so many large reads, and as many writes, are under way at once.
+"""A disk that is read and written at once: of large reads and of writes, so many of each at a time.
 
 A disk may read as fast while it writes as it does otherwise. Threads that each read, then write, fall into step, for
 it serves all at once: all read while nothing is written, and then all write (ADR 0039).
