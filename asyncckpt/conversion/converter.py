@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.config import RankInfo
+from asyncckpt.conversion.both_ways import BothWays
 from asyncckpt.conversion.changes import changes
 from asyncckpt.conversion.holding import Holding, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
@@ -37,6 +38,7 @@ from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
+from asyncckpt.storage.read_plan import with_verifiers
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
 """Endings of files in a Hugging Face directory that hold weights, and so are not copied along."""
@@ -96,7 +98,7 @@ def convert(
             own. None: one file; for `hf` 5 GB.
         overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
         partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
-        threads: That read and write; None takes 4.
+        threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
         read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
             types, shapes, places and values are compared, not the elements of tensors.
         progress: Called with (bytes done, bytes in all); bytes that are written and read back both count.
@@ -222,8 +224,9 @@ class _Conversion:
         mode = MODE_FILE & ~self._umask
         if target.is_directory:
             self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
-        reader = RunReader(outline.contents, outline.tensors, self._files)
-        blocks = write_files(temporary, target, reader, self._files, mode, self._step, threads=self._threads)
+        files, threads = BothWays(self._threads), with_verifiers(self._threads)
+        reader = RunReader(outline.contents, outline.tensors, files)
+        blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
         for name in extras:
             self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
         if target.finish is not None:

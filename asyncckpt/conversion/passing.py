@@ -62,11 +62,24 @@ class PassingChecksums:
         first = bisect_right(self._at, window.start - _CRC_NBYTES)
         return first < len(self._at) and self._at[first] < window.end
 
-    def sums(self, window: Window, room: memoryview) -> list[tuple[Run, int]]:
-        """Return the checksums of a window's elements, run by run; any thread, in any order."""
+    @property
+    def wanted(self) -> set[int]:
+        """The pieces whose checksums there are, by their numbers."""
+        return self._wanted
+
+    def sums(self, window: Window, room: memoryview, known: dict[int, int]) -> list[tuple[Run, int]]:
+        """Return the checksums of a window's elements, run by run; any thread, in any order.
+
+        Args:
+            window: See above.
+            room: Its memory, filled.
+            known: By piece: those that are computed already.
+        """
         found = []
         for run in window.runs:
-            if run.piece in self._wanted:
+            if run.piece in known:
+                found.append((run, known[run.piece]))
+            elif run.piece in self._wanted:
                 at = run.at - window.start
                 with room[at : at + run.nbytes] as elements:
                     found.append((run, zlib.crc32(elements)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from asyncckpt.conversion.arriving import Arriving
 from asyncckpt.conversion.payloads import CARRIERS, strided_view
 from asyncckpt.conversion.windows import Run
 from asyncckpt.dtypes import DTYPES
@@ -45,7 +46,7 @@ class RunReader:
         self._lock = threading.Lock()
         self._view: tuple[int, torch.Tensor | None] = (-1, None)
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> None:
+    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview, arriving: Arriving) -> None:
         """Read and verify runs.
 
         Args:
@@ -53,6 +54,7 @@ class RunReader:
             address: Where the byte at `origin` of the file goes; the others behind it.
             origin: See `address`.
             buffer: Page-aligned memory that is read into first.
+            arriving: Takes elements that lie in one piece; of others, which are put to their places, it knows nothing.
 
         Raises:
             CorruptCheckpointError: The files differ from what was saved.
@@ -66,10 +68,12 @@ class RunReader:
             if chunk.sizes != saved.global_shape:
                 ranges += self._of_chunks(saved, run, to)
             elif run.start == 0 and run.is_last:
-                ranges.append(((rank, chunk.part), Wanted(chunk.offset_bytes, run.nbytes, saved.fqn, to)))
+                ranges.append(
+                    ((rank, chunk.part), Wanted(chunk.offset_bytes, run.nbytes, saved.fqn, arriving.sink(run)))
+                )
             elif not self._copied(run, to):
                 start = chunk.offset_bytes + run.start
-                ranges.append(((rank, chunk.part), Wanted(start, run.nbytes, saved.fqn, to)))
+                ranges.append(((rank, chunk.part), Wanted(start, run.nbytes, saved.fqn, arriving.sink(run))))
         read_ranges(self._contents, ranges, self._files, threads=1, verify=True, buffer=buffer)
 
     def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[_Range]:

@@ -1,28 +1,29 @@
 """Writes the files of a target: threads that each read a window, complete it and write it, by O_DIRECT where it works.
 
-Nothing is handed from thread to thread, so that the disk always has reads and writes to do. Only what checksums of
-whole tensors there are, and where they go, is settled in turn.
+Nothing is handed from thread to thread; how many read, and how many write, the `Files` may settle (`both_ways`). Only
+what checksums of whole tensors there are, and where they go, is settled in turn.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
 from asyncckpt.conversion import windows
+from asyncckpt.conversion.arriving import Arriving
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.windows import Run, Window, windows_of
 from asyncckpt.format.layout import round_up
-from asyncckpt.memory.mapping import Mapping
+from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import ShardWriter
 
-MAX_THREADS = 6
-"""With a window and a buffer to read each, they have 198 MiB."""
+MAX_THREADS = 8
+"""With a window and a buffer to read each, they have 200 MiB."""
 
 ENDS_NBYTES = 1 << 20
 """What is read around the elements of a window, as whole blocks of the source: so much more is in the buffer, that one
@@ -33,7 +34,7 @@ nothing on its way: a seventh of the time (ADR 0019)."""
 class ReadsRuns(Protocol):
     """Reads the elements that a window wants, from several threads: `asyncckpt.conversion.runs.RunReader`."""
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> None:
+    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview, arriving: Arriving) -> None:
         """Read and verify runs; see there."""
 
 
@@ -124,10 +125,14 @@ class _Output:
         if self.checksums is not None:
             self.checksums.close()
 
-    def write(self, start: int, data: memoryview) -> None:
-        """Write whole blocks at `start`; whole pages at the end of the file."""
+    def arriving(self, window: Window, address: int, room: memoryview) -> Arriving:
+        """Return what takes the elements of a window."""
+        return Arriving(window, address, room, () if self.checksums is None else self.checksums.wanted)
+
+    def write(self, start: int, data: memoryview, digests: Mapping[int, bytes]) -> None:
+        """Write whole blocks at `start`, some of whose digests are known; whole pages at the end of the file."""
         self._image.put(start, data)
-        self.writer.write_extent(start, min(start + len(data), self.writer.extent_nbytes_total))
+        self.writer.write_extent(start, min(start + len(data), self.writer.extent_nbytes_total), digests)
 
 
 class _Stopped(Exception):
@@ -209,7 +214,7 @@ class _Works:
     def _work_through(self) -> None:
         size = round_up(windows.WINDOW_NBYTES)
         with (
-            Mapping(-1, 2 * size + ENDS_NBYTES) as memory,
+            Memory(-1, 2 * size + ENDS_NBYTES) as memory,
             memory.view() as whole,
             whole[:size] as room,
             whole[size:] as buffer,
@@ -219,26 +224,28 @@ class _Works:
                     output, window = next(self._todo, (None, None))
                 if output is None or window is None:
                     break
-                self._fill(window, memory.address, room, buffer)
-                self._write(output, window, room)
+                arriving = output.arriving(window, memory.address, room)
+                self._fill(window, arriving, buffer)
+                self._write(output, window, arriving)
 
-    def _fill(self, window: Window, address: int, room: memoryview, buffer: memoryview) -> None:
+    def _fill(self, window: Window, arriving: Arriving, buffer: memoryview) -> None:
         """Bring everything of a window that is known or read into its memory."""
+        room = arriving.room
         for at, text in window.texts:
             room[at - window.start : at - window.start + len(text)] = text
         nbytes = window.end - window.start
         room[nbytes : round_up(nbytes)] = bytes(round_up(nbytes) - nbytes)
-        self._reader.read(window.runs, address, window.start, buffer)
+        self._reader.read(window.runs, arriving.address, window.start, buffer, arriving)
 
-    def _write(self, output: _Output, window: Window, room: memoryview) -> None:
+    def _write(self, output: _Output, window: Window, arriving: Arriving) -> None:
         """Put the checksums in, write what waits for none, and finish the file after its last window."""
         start, extents = window.start, None
         if output.checksums is not None:
-            extents = self._sum(output, output.checksums, window, room)
+            extents = self._sum(output, output.checksums, window, arriving)
         if extents is None:
             extents = [(start, start + round_up(window.end - start))]
         for at, stop in extents:
-            output.write(at, room[at - start : stop - start])
+            output.write(at, arriving.room[at - start : stop - start], arriving.digests)
         with self._lock:
             output.remaining -= 1
             is_whole = not output.remaining
@@ -247,7 +254,7 @@ class _Works:
         self._done.put(window.end - start)
 
     def _sum(
-        self, output: _Output, checksums: PassingChecksums, window: Window, room: memoryview
+        self, output: _Output, checksums: PassingChecksums, window: Window, arriving: Arriving
     ) -> list[tuple[int, int]] | None:
         """Settle a window's checksums, or leave them to the thread whose turn is before.
 
@@ -256,7 +263,8 @@ class _Works:
 
         IMPORTANT: before the window is counted as written: the file is finished when all are, and then no block waits.
         """
-        number, sums = window.start // windows.WINDOW_NBYTES, checksums.sums(window, room)
+        number = window.start // windows.WINDOW_NBYTES
+        sums = checksums.sums(window, arriving.room, arriving.crcs)
         concerned, extents = checksums.concerns(window), None
         with self._turned:
             if output.turn != number and not concerned:
@@ -269,9 +277,9 @@ class _Works:
         following: list[tuple[Run, int]] | None = sums
         while following is not None:
             for at, data in checksums.released(following):
-                output.write(at, data)
+                output.write(at, data, {})
             if concerned:
-                concerned, extents = False, checksums.put(window, room)
+                concerned, extents = False, checksums.put(window, arriving.room)
             with self._turned:
                 output.turn += 1
                 following = output.early.pop(output.turn, None)

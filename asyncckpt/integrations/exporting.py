@@ -14,6 +14,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 
+from asyncckpt.conversion.arriving import Arriving
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.publishing import beside, exchange
 from asyncckpt.conversion.windows import Run
@@ -40,7 +41,9 @@ class _ByteReader:
         check_lengths(contents, files)
         self._contents, self._tensors, self._files = contents, tensors, files
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview | None) -> None:
+    def read(
+        self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview | None, _: Arriving | None = None
+    ) -> None:
         by_file: dict[tuple[int, int], list[Wanted]] = {}
         for run in runs:
             saved = self._tensors[run.tensor]

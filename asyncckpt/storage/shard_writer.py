@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Mapping
 
 from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
@@ -20,6 +21,7 @@ from asyncckpt.storage.image import Image
 from asyncckpt.storage.prints import first_block
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
+_NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 class ShardWriter:
@@ -69,8 +71,12 @@ class ShardWriter:
         self._refused: OSError | None = None
         self._lock = threading.Lock()
 
-    def write_extent(self, start: int, end: int) -> None:
+    def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
         """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
+
+        Args:
+            start, end: See above.
+            known: Checksums of blocks, by number, that are not computed again.
 
         Raises:
             OSError: Names the file and the byte range.
@@ -80,8 +86,9 @@ class ShardWriter:
             exact = min(end, self.nbytes) - start
             for at in range(0, exact, BLOCK_NBYTES):
                 with view[at : min(at + BLOCK_NBYTES, exact)] as block:
-                    where = (start + at) // BLOCK_NBYTES * DIGEST_NBYTES
-                    self.digests[where : where + DIGEST_NBYTES] = block_digest(block)
+                    number = (start + at) // BLOCK_NBYTES
+                    where = number * DIGEST_NBYTES
+                    self.digests[where : where + DIGEST_NBYTES] = known.get(number) or block_digest(block)
                     if where == 0:
                         self.first = first_block(block)
             done = self._write_direct(view, start) if self.direct else 0

@@ -58,7 +58,8 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
         path: The checkpoint's directory.
         save_id: Of the save that goes there.
         files: The storage seam.
-        overwrite: Whether it may replace an older one. One that cannot be read may be newer, or not ours at all.
+        overwrite: Whether it may replace an older one. One that cannot be read may be newer, or not ours at all; one
+            of the same epoch and of another run is not older, whatever its number.
 
     Returns:
         What stands there: its own manifest, or the one to be replaced. None: nothing.
@@ -73,7 +74,7 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
     is_older = standing is not None and lineage_key(standing.save_id) < lineage_key(save_id)
     if standing is not None and is_older and not is_finished(path, standing, files):
         return standing
-    if standing is not None and is_older and overwrite:
+    if standing is not None and is_older and overwrite and not _are_rivals(standing.save_id, save_id):
         if is_pinned(path, files):
             raise pinned(path, save_id, standing)
         return standing
@@ -95,11 +96,22 @@ def refuse_standing(path: str, save_id: SaveId, files: Files, *, overwrite: bool
     raise exists(path, save_id, standing, overwrite=overwrite)
 
 
+def _are_rivals(one: SaveId, other: SaveId) -> bool:
+    """Whether two runs have one epoch, so that their saves have no order.
+
+    Each was given it by a worker of its own before the other had begun a file: one worker may have been frozen there
+    until a restarted run had begun at another.
+    """
+    return one.epoch == other.epoch and one.run_id != other.run_id
+
+
 def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
     """Return the error of a save that finds `path` taken."""
     what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
     kind, advice = "a committed", "save to another path, or by a checkpointer made with overwrite=True"
-    if overwrite:
+    if standing is not None and overwrite and _are_rivals(standing.save_id, save_id):
+        kind, advice = "another run's", "it began when this run did, so neither is older: save to another path"
+    elif overwrite:
         kind, advice = ("a newer" if standing else "a"), "overwrite=True replaces older ones only: save to another path"
     return CheckpointExistsError(
         f"{path} already holds {kind} checkpoint ({what}); it was left untouched: {advice}",

@@ -59,6 +59,16 @@ def test_a_later_run_replaces_what_an_earlier_one_saved_last(tmp_path: Path) -> 
     assert stands(tmp_path) == LATER_RUN
 
 
+@pytest.mark.parametrize("rival", [SaveId(1, 5, "ffffffffffff"), SaveId(1, 0, "000000000000")])
+def test_neither_of_two_runs_of_one_epoch_replaces_what_the_other_saved(tmp_path: Path, rival: SaveId) -> None:
+    saved(tmp_path, OLD)  # a worker that was frozen before its run's first file left no mark of that run's epoch
+    with pytest.raises(CheckpointExistsError, match="neither is older"):
+        saved(tmp_path, rival, overwrite=True)
+    assert stands(tmp_path) == OLD
+    saved(tmp_path, NEW, overwrite=True)
+    assert stands(tmp_path) == NEW
+
+
 def test_overwriting_where_nothing_stands_is_a_plain_save(tmp_path: Path) -> None:
     files = RecordingFiles()
     saved(tmp_path / "c", NEW, files, overwrite=True)
@@ -268,7 +278,7 @@ def test_two_runs_that_overwrite_at_once_come_one_after_the_other(tmp_path: Path
         except BaseException as error:
             errors.append(error)
 
-    ids = [SaveId(2, n, f"{n:012x}") for n in range(4)]
+    ids = [SaveId(2 + n, 0, f"{n:012x}") for n in range(4)]
     threads = [threading.Thread(target=run, args=(save_id,)) for save_id in ids]
     for thread in threads:
         thread.start()
