@@ -26,6 +26,15 @@ _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 """Kernel 5.14, include/uapi/asm-generic/mman-common.h."""
 
+_MADV_COLLAPSE = 25
+"""Kernel 6.1, the same file."""
+
+_MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
+
+HUGE_NBYTES = 2 << 20
+"""A huge page of x86-64, and of arm64 with pages of 4 KiB. Elsewhere the kernel refuses to make one of so many bytes."""
+
 
 def populate_at(address: int, nbytes: int) -> None:
     """Fault in, for reading, the pages of a range of a mapping. Where the kernel cannot, they come one by one."""
@@ -50,6 +59,39 @@ def _raise_errno(what: str) -> None:
     raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
+def _map(fd: int, nbytes: int, protection: int) -> int:
+    """Return where `nbytes` are mapped.
+
+    A file of a huge page or more lies at a multiple of one: only then can a huge page of it be mapped as such. The
+    kernel looks for such an address by itself only where huge pages of shared memory are switched on.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    room, found = None, None
+    if fd >= 0 and nbytes >= HUGE_NBYTES:
+        only_addresses = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        room = _libc.mmap(None, nbytes + HUGE_NBYTES, 0, only_addresses, -1, 0)
+    if room is None or room == _MAP_FAILED:
+        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
+    else:
+        found = -(-room // HUGE_NBYTES) * HUGE_NBYTES
+        address = _libc.mmap(found, nbytes, protection, flags | _MAP_FIXED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        if found is not None:
+            _libc.munmap(room, nbytes + HUGE_NBYTES)
+        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
+    if found is not None:
+        end = room + HUGE_NBYTES
+        if found > room:
+            _libc.munmap(room, found - room)
+        if end > found:
+            _libc.munmap(found + nbytes, end - found)
+    return int(address)
+
+
 class Mapping:
     """`nbytes` of mapped memory at `address`.
 
@@ -64,11 +106,7 @@ class Mapping:
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
-        if address is None or address == _MAP_FAILED:
-            _raise_errno(f"mmap of {nbytes} bytes")
-        self.address: int = address
+        self.address = address = _map(fd, nbytes, protection)
         self.nbytes = nbytes
         self._owner_pid = os.getpid()
         self._open = True
@@ -102,6 +140,17 @@ class Mapping:
                 return False
             _raise_errno(f"populating {nbytes} bytes")
         return True
+
+    def collapse(self, offset: int) -> bool:
+        """Have the kernel put `HUGE_NBYTES` of a file, from a multiple of that on, on one huge page. Releases the GIL.
+
+        Whoever maps them sees the same bytes, and waits if he looks at them meanwhile.
+
+        Returns:
+            Whether they lie on one now. False where the kernel cannot (before 6.1, or of another size), may not, has no
+            huge page, or found the pages in use.
+        """
+        return self._open and not _libc.madvise(self.address + offset, HUGE_NBYTES, _MADV_COLLAPSE)
 
     def close(self) -> None:
         """Unmap; later calls, and calls in a forked child, do nothing. Every view must be gone."""
