@@ -62,7 +62,7 @@ class HugePages:
         elif now >= self._looks_at and not self._off and not self._working:
             self._looks_at = now + LOOK_EVERY_S
             self._busy.clear()
-            if any(number not in self._at or self._at[number] >= 0 for number in self._slots.numbers()):
+            if not self.done() >= set(self._slots.numbers()):
                 self._working = True
                 self._scheduler.submit("gather", self._work)
 
@@ -70,6 +70,10 @@ class HugePages:
         """Stop, for good."""
         self._off = True
         self._busy.set()
+
+    def done(self) -> set[int]:
+        """Return the slots that need not be looked at again."""
+        return {number for number, at in list(self._at.items()) if at < 0}
 
     # ---- in the lane
 

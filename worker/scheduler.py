@@ -26,8 +26,9 @@ LANES: dict[str, int] = {
     "commit": 4,
 }
 """Lane -> threads. `free` has its own: to unmap a large slot takes seconds, and reading a dead trainer's must not wait.
-`gather`: memory on huge pages, which goes on while nobody wants anything. `write`: saves that are written at the same time, each by at least two threads more. `stream`: those that are written
-while they are staged; most of the time they wait for their trainers, one of which may have stopped."""
+`gather`: memory is put on huge pages while nobody wants anything. `write`: saves that are written at the same time,
+each by at least two threads more. `stream`: those that are written while they are staged; most of the time they wait
+for their trainers, one of which may have stopped."""
 
 MAX_QUEUED = 8192
 """Jobs that wait in one lane: more than `records.MAX_JOBS`, so that the brain refuses before a queue is full."""

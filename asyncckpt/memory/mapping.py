@@ -33,7 +33,7 @@ _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 
 HUGE_NBYTES = 2 << 20
-"""A huge page of x86-64, and of arm64 with pages of 4 KiB. Elsewhere the kernel refuses to make one of so many bytes."""
+"""A huge page of x86-64, and of arm64 with pages of 4 KiB. Elsewhere the kernel refuses one of so many bytes."""
 
 
 def populate_at(address: int, nbytes: int) -> None:

@@ -23,7 +23,7 @@ N_PAGES = 3
 
 
 class Bench:
-    """A store with one full slot of three huge pages and a bit, a brain's tables, and a kernel that says what we want."""
+    """One slot of three huge pages and a bit, a brain's tables, and a kernel that says what we want."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scheduler, self.store, self.tables = Scheduler(), SlotStore(), Tables()
