@@ -69,27 +69,25 @@ def _map(fd: int, nbytes: int, protection: int) -> int:
         OSError: The kernel refused.
     """
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    room, found = None, None
-    if fd >= 0 and nbytes >= HUGE_NBYTES:
-        only_addresses = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        room = _libc.mmap(None, nbytes + HUGE_NBYTES, 0, only_addresses, -1, 0)
-    if room is None or room == _MAP_FAILED:
-        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
-    else:
-        found = -(-room // HUGE_NBYTES) * HUGE_NBYTES
-        address = _libc.mmap(found, nbytes, protection, flags | _MAP_FIXED, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        if found is not None:
-            _libc.munmap(room, nbytes + HUGE_NBYTES)
+    room = _addresses(nbytes + HUGE_NBYTES) if fd >= 0 and nbytes >= HUGE_NBYTES else 0
+    wanted = -(-room // HUGE_NBYTES) * HUGE_NBYTES
+    address = _libc.mmap(wanted or None, nbytes, protection, flags | (_MAP_FIXED if room else 0), fd, 0)
+    mapped = address is not None and address != _MAP_FAILED
+    code = ctypes.get_errno()
+    end = room + nbytes + HUGE_NBYTES
+    for start, stop in ((room, wanted), (wanted + nbytes, end)) if mapped else ((room, end),):
+        if room and start < stop:
+            _libc.munmap(start, stop - start)
+    if not mapped:
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
-    if found is not None:
-        end = room + HUGE_NBYTES
-        if found > room:
-            _libc.munmap(room, found - room)
-        if end > found:
-            _libc.munmap(found + nbytes, end - found)
     return int(address)
+
+
+def _addresses(nbytes: int) -> int:
+    """Return the first of as many addresses that nothing else will get, or 0 where there are not so many."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    found = _libc.mmap(None, nbytes, 0, flags, -1, 0)
+    return 0 if found is None or found == _MAP_FAILED else int(found)
 
 
 class Mapping:
