@@ -30,7 +30,6 @@ _MADV_COLLAPSE = 25
 """Kernel 6.1, the same file."""
 
 _MAP_NORESERVE = 0x4000
-_MAP_FIXED = 0x10
 
 HUGE_NBYTES = 2 << 20
 """A huge page of x86-64, and of arm64 with pages of 4 KiB. Elsewhere the kernel refuses one of so many bytes."""
@@ -59,35 +58,19 @@ def _raise_errno(what: str) -> None:
     raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def _map(fd: int, nbytes: int, protection: int) -> int:
-    """Return where `nbytes` are mapped.
+def _where_huge(nbytes: int) -> int | None:
+    """Return free addresses, from a multiple of `HUGE_NBYTES` on, for so many bytes of a file; None: anywhere.
 
-    A file of a huge page or more lies at a multiple of one: only then can a huge page of it be mapped as such. The
-    kernel looks for such an address by itself only where huge pages of shared memory are switched on.
-
-    Raises:
-        OSError: The kernel refused.
+    Only there can a huge page of it be mapped as such, and the kernel looks for such addresses by itself only where
+    huge pages of shared memory are switched on. Another thread may take them first, and then they are others.
     """
-    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    room = _addresses(nbytes + HUGE_NBYTES) if fd >= 0 and nbytes >= HUGE_NBYTES else 0
-    wanted = -(-room // HUGE_NBYTES) * HUGE_NBYTES
-    address = _libc.mmap(wanted or None, nbytes, protection, flags | (_MAP_FIXED if room else 0), fd, 0)
-    mapped = address is not None and address != _MAP_FAILED
-    code = ctypes.get_errno()
-    end = room + nbytes + HUGE_NBYTES
-    for start, stop in ((room, wanted), (wanted + nbytes, end)) if mapped else ((room, end),):
-        if room and start < stop:
-            _libc.munmap(start, stop - start)
-    if not mapped:
-        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}")
-    return int(address)
-
-
-def _addresses(nbytes: int) -> int:
-    """Return the first of as many addresses that nothing else will get, or 0 where there are not so many."""
+    room = nbytes + HUGE_NBYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    found = _libc.mmap(None, nbytes, 0, flags, -1, 0)
-    return 0 if found is None or found == _MAP_FAILED else int(found)
+    found = _libc.mmap(None, room, 0, flags, -1, 0)
+    if found is None or found == _MAP_FAILED:
+        return None
+    _libc.munmap(found, room)
+    return int(-(-found // HUGE_NBYTES) * HUGE_NBYTES)
 
 
 class Mapping:
@@ -104,7 +87,12 @@ class Mapping:
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self.address = address = _map(fd, nbytes, protection)
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        where = _where_huge(nbytes) if fd >= 0 and nbytes >= HUGE_NBYTES else None
+        address = _libc.mmap(where, nbytes, protection, flags, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            _raise_errno(f"mmap of {nbytes} bytes")
+        self.address: int = address
         self.nbytes = nbytes
         self._owner_pid = os.getpid()
         self._open = True
