@@ -2,7 +2,8 @@
 
     python -m benchmarks.recall [--rounds 5] [--dir D]
 
-Each round kills a trainer that has saved; a load from the worker's memory is timed beside a warm copy of as many bytes
+Each round kills a trainer that has saved. Behind the first save the worker is left alone for a while, as it is between
+saves, and puts its memory on huge pages. A load from the worker's memory is timed beside a warm copy of as many bytes
 out of such memory, mapped and touched before (the best of several numbers of threads), and a load of the same files
 from the disk: they were written directly, past the page cache. Every trainer but the first gets the
 memory of the one before it.
