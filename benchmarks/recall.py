@@ -2,7 +2,8 @@
 
     python -m benchmarks.recall [--rounds 5] [--dir D]
 
-Each round kills a trainer that has saved; a load from the worker's memory is timed beside a warm copy of as many bytes
+Each round kills a trainer that has saved. Behind the first save the worker is left alone for a while, as it is between
+saves, and puts its memory on huge pages. A load from the worker's memory is timed beside a warm copy of as many bytes
 out of such memory, mapped and touched before (the best of several numbers of threads), and a load of the same files
 from the disk: they were written directly, past the page cache. Every trainer but the first gets the
 memory of the one before it.
@@ -33,6 +34,9 @@ from benchmarks import machine, states
 from benchmarks.limits import THREADS, copy_s
 
 RESULTS = Path(__file__).parent / "results"
+IDLE_S = 20.0
+"""After the first save: between saves a worker has time to put its memory on huge pages (ADR 0042)."""
+
 TARGETS = {"load from memory / warm copy": 1.5, "first save stall, warm / fresh": 1.0}
 
 
@@ -82,6 +86,8 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
         for number in range(rounds + 1):  # the first one finds no memory
             path = directory / str(number)
             row = {"stall_s": _saved_and_killed(path)}
+            if not number:
+                time.sleep(IDLE_S)
             for name, where in (("memory_s", "memory"), ("disk_s", "disk")):
                 row[f"copy_before_{name}"] = min(copy_s(one.address, other.address, nbytes, n) for n in THREADS)
                 began = time.perf_counter()

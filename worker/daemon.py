@@ -28,6 +28,7 @@ from asyncckpt_worker.bandwidth import files_for
 from asyncckpt_worker.blame import concerned
 from asyncckpt_worker.brain_config import brain_config
 from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.huge_pages import HugePages
 from asyncckpt_worker.jobs import Jobs, gave_up
 from asyncckpt_worker.keeper import Keeper
 from asyncckpt_worker.liveness import Liveness
@@ -89,6 +90,7 @@ class Daemon:
             files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads, paces
         )
         self._jobs = Jobs(self._scheduler, self._slots, self._writer, self.metrics)
+        self.huge_pages = HugePages(self._scheduler, self._slots)
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None
         self._closed = False
@@ -131,6 +133,7 @@ class Daemon:
         for session in self._liveness.dead():
             self._handle(ev.Died(now=time.monotonic(), session=session))
         self._tick()
+        self.huge_pages.turn(time.monotonic(), self.brain.tables)
         drains = self.brain.tables.draining
         self._witness.turned(time.monotonic(), time.time(), lambda: self._report(self.brain.report()), drains=drains)
 
@@ -205,6 +208,7 @@ class Daemon:
         self._peers.close()
         self._liveness.close()
         self._keeper.close()
+        self.huge_pages.close()
         self._slots.close()
         self._writer.close()
         return self._scheduler.close(CLOSE_TIMEOUT_S)

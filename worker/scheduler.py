@@ -18,6 +18,7 @@ from asyncckpt_worker.events import Event
 LANES: dict[str, int] = {
     "memory": 1,
     "populate": 1,
+    "gather": 1,
     "free": 1,
     "prepare": 4,
     "write": 4,
@@ -25,8 +26,9 @@ LANES: dict[str, int] = {
     "commit": 4,
 }
 """Lane -> threads. `free` has its own: to unmap a large slot takes seconds, and reading a dead trainer's must not wait.
-`write`: saves that are written at the same time, each by at least two threads more. `stream`: those that are written
-while they are staged; most of the time they wait for their trainers, one of which may have stopped."""
+`gather`: memory is put on huge pages while nobody wants anything. `write`: saves that are written at the same time,
+each by at least two threads more. `stream`: those that are written while they are staged; most of the time they wait
+for their trainers, one of which may have stopped."""
 
 MAX_QUEUED = 8192
 """Jobs that wait in one lane: more than `records.MAX_JOBS`, so that the brain refuses before a queue is full."""

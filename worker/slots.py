@@ -143,6 +143,11 @@ class SlotStore:
                 return
             offset += POPULATE_NBYTES
 
+    def numbers(self) -> list[int]:
+        """Return the slots that are there and not being freed."""
+        with self._lock:
+            return [number for number, held in self._held.items() if not held.doomed]
+
     def promised_nbytes(self) -> int:
         """Return how much was promised to slots and has no pages yet. One that is being freed is promised no more."""
         # IMPORTANT: under the lock: the fd of a slot that is doomed may be closed, or another file's, at any time.

@@ -12,8 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
@@ -22,6 +21,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import copy_bytes, view_at
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.damage import is_sound
+from asyncckpt.storage.extents import Extent, Source, is_at_hand
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
@@ -42,6 +42,10 @@ from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
+
+SAMPLES = 8
+"""So many extents are looked at for whether all seem to be in memory: then there are no more threads than cores. With
+six on two cores each waits for the interpreter of the others: a load of 1.5 GB from memory takes a quarter longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,29 +103,6 @@ def read_shards(
     return ReadReport(cached_nbytes=reader.cached_nbytes, disk_nbytes=reader.disk_nbytes)
 
 
-@dataclass(slots=True)
-class _Source:
-    """A shard file, open from its first extent to its last."""
-
-    request: ShardRequest
-    remaining: int = 0
-    readers: dict[bool, ShardReader] = field(default_factory=dict)
-    """One for what is read through, one for all else."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def close(self) -> None:
-        for reader in self.readers.values():
-            reader.close()
-
-
-class _Extent(NamedTuple):
-    """What one thread reads at a time of one file: consecutive steps, or a batch of short ranges."""
-
-    source: _Source
-    steps: list[Step]
-    batch: Batch | None = None
-
-
 class _Reader:
     def __init__(
         self,
@@ -134,30 +115,31 @@ class _Reader:
         self._path, self._save_id, self._files = path, save_id, files
         self._verify, self._on_corrupt = verify, on_corrupt
         self._lock, self._disk = threading.Lock(), threading.Semaphore()
-        self._todo: list[_Extent] = []
-        self._sources: list[_Source] = []
+        self._todo: list[Extent] = []
+        self._sources: list[Source] = []
         self._error: BaseException | None = None
         self.cached_nbytes = self.disk_nbytes = 0
 
-    def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
+    def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[Extent]:
         """Cut what is wanted of a file into extents."""
         limit = min(extent_nbytes, BUFFERS_NBYTES // with_verifiers(threads))
         unit, exact_below = (request.block_nbytes, 0) if self._verify else (PAGE_NBYTES, EXACT_BELOW_NBYTES)
         groups = plan_extents(request, threads, unit=unit, exact_below=exact_below, extent_nbytes=limit)
         batches = plan_batches(request)
         assert not (self._verify and any(w.every for w in request.wanted)), "a checksum is of a whole block"
-        source = _Source(request, len(groups) + len(batches))
+        source = Source(request, len(groups) + len(batches))
         self._sources.append(source)
-        return [_Extent(source, steps) for steps in groups] + [_Extent(source, [], batch) for batch in batches]
+        return [Extent(source, steps) for steps in groups] + [Extent(source, [], batch) for batch in batches]
 
-    def run(self, todo: list[_Extent], threads: int, buffer: memoryview | None) -> None:
+    def run(self, todo: list[Extent], threads: int, buffer: memoryview | None) -> None:
         """Work through all extents; the first error of any thread is raised once all have stopped."""
         room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
         self._disk = threading.Semaphore(max(1, threads))
         threads = max(1, min(with_verifiers(threads), len(todo), BUFFERS_NBYTES // room))
         try:
-            if threads > 1 and all(e.batch and self._open(e.source).has(e.batch) for e in (todo[0], todo[-1])):
+            some = todo[:: -(-len(todo) // SAMPLES)]
+            if threads > 1 and all(not is_through(e.steps) and is_at_hand(e, self._open(e.source)) for e in some):
                 threads = min(threads, os.cpu_count() or 1)  # nothing waits for a disk
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
@@ -207,11 +189,11 @@ class _Reader:
             self._todo.clear()
             self._error = self._error or error
 
-    def _read_batch(self, source: _Source, batch: Batch, buffer: memoryview, address: int) -> None:
+    def _read_batch(self, source: Source, batch: Batch, buffer: memoryview, address: int) -> None:
         self._open(source).read_batch(batch, buffer, address)
         self._release(source, cached_nbytes=batch.nbytes)
 
-    def _read_through(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
+    def _read_through(self, source: Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         reader = self._open(source, through=True)
         for _, group in itertools.groupby(steps, lambda step: id(step.wanted[0])):
             together = list(group)
@@ -227,7 +209,7 @@ class _Reader:
                     self._hand_on(source, step, view, address)
         self._release(source, cached_nbytes=steps[-1].end - steps[0].start)
 
-    def _read(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
+    def _read(self, source: Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         reader = self._open(source)
         start, end, at = steps[0].start, steps[-1].end, 0
         if (lies_at := reader.address(start, end - start)) is not None:  # no copy of it is made on the way
@@ -260,7 +242,7 @@ class _Reader:
             start = end
         self._release(source, cached_nbytes=start - steps[0].start, disk_nbytes=end - start)
 
-    def _open(self, source: _Source, *, through: bool = False) -> ShardReader:
+    def _open(self, source: Source, *, through: bool = False) -> ShardReader:
         with source.lock:
             if through not in source.readers:
                 shard = source.request.shard
@@ -269,7 +251,7 @@ class _Reader:
                 reach("load: shard opened")
             return source.readers[through]
 
-    def _release(self, source: _Source, *, cached_nbytes: int, disk_nbytes: int = 0) -> None:
+    def _release(self, source: Source, *, cached_nbytes: int, disk_nbytes: int = 0) -> None:
         """Count an extent that was read; close the file behind its last."""
         with self._lock:
             self.cached_nbytes += cached_nbytes
@@ -279,7 +261,7 @@ class _Reader:
             if source.remaining == 0:
                 source.close()
 
-    def _hand_on(self, source: _Source, step: Step, view: memoryview, address: int) -> None:
+    def _hand_on(self, source: Source, step: Step, view: memoryview, address: int) -> None:
         """Verify a step, whose bytes are in `view` at `address`, and give each range its part."""
         reach("load: bytes read")
         if self._verify and not is_sound(self._path, source.request, step, view, self._on_corrupt):

@@ -98,6 +98,11 @@ class ShardReader:
             f"{self._path}: {detail}", path=self._directory, file=self.name, offset=offset, nbytes=nbytes, detail=detail
         )
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the file lies in this process's memory: `address` says where."""
+        return self._files.address(self._fd) is not None
+
     def address(self, offset: int, nbytes: int) -> int | None:
         """Where a range of the file lies in this process's memory, to be looked at; None where it must be read."""
         lies_at = self._files.address(self._fd)

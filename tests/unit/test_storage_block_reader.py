@@ -20,7 +20,7 @@ from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
-from asyncckpt.storage import read_plan
+from asyncckpt.storage import block_reader, read_plan
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents, read_contents
 from asyncckpt.storage.files import Files
@@ -654,3 +654,34 @@ def test_a_dense_range_of_a_file_that_is_cut_short_meanwhile_ends_in_a_named_err
     with pytest.raises(CorruptCheckpointError, match="ends early") as caught:
         read_shards(str(tmp_path), None, [request], files=Cut(), verify=False, threads=1)
     assert caught.value.file == "x"
+
+
+class Resident(Files):
+    """All files, or all but one part in the middle, seem to be in the page cache."""
+
+    def __init__(self, hole: int = -1) -> None:
+        self.hole = hole
+
+    def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+        return not offset <= self.hole < offset + nbytes
+
+
+@pytest.mark.parametrize(("hole", "expected"), [(-1, {2}), (13 * MIB, {3, 4, 5, 6})])
+def test_what_is_in_memory_is_read_by_no_more_threads_than_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hole: int, expected: set[int]
+) -> None:
+    asked = []
+
+    class Pool(block_reader.ThreadPoolExecutor):
+        def __init__(self, threads: int, *rest: Any) -> None:
+            asked.append(threads)
+            super().__init__(threads, *rest)
+
+    monkeypatch.setattr(block_reader, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    path = str(tmp_path / "c")
+    with Snapshot({f"t{n}": 2 * MIB for n in range(12)}) as snapshot:
+        snapshot.save(path, fsync=False)
+        files, fqns = Resident(hole), tuple(snapshot.values)
+        assert read(path, fqns, files, threads=4, extent_nbytes=2 * MIB) == snapshot.values
+    assert set(asked) <= expected and asked
