@@ -85,7 +85,8 @@ test-frameworks: .venv-frameworks/.stamp
 	.venv-frameworks/bin/python -m pytest tests/frameworks tests/integration/test_stock_tools.py tests/integration/test_docs_code.py
 
 test-matrix: .venv/.dev
-	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py
+	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py \
+		tests/integration/test_ranks_random_cuts.py
 
 test-fault: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"

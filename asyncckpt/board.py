@@ -84,7 +84,9 @@ class BoardExchange(Exchange):
             missing, total, piece = self._fetched(name, rank, len(data))
             if missing or (total and not piece):
                 raise SaveFailedError(
-                    f"ranks {missing} ended while the ranks agreed on the save", code="exchange", rank=rank
+                    f"ranks {missing or [rank]} ended while the ranks agreed on the save",
+                    code="exchange",
+                    rank=missing[0] if missing else rank,
                 )
             data += piece
         return bytes(data)

@@ -97,14 +97,15 @@ class Patience:
             PlanTimeoutError: The deadline is over.
         """
         if time.monotonic() >= self._deadline:
-            raise self._too_late(list(missing()))
+            raise self.too_late(list(missing()))
         if not self._said and self.waited_s > SAY_AFTER_S:
             self._said = True
             left = self._deadline - time.monotonic()
             _log.warning("waiting up to %.0f s for ranks %s to call %s", left, list(missing())[:20], self._call)
         time.sleep(POLL_S)
 
-    def _too_late(self, missing: list[int]) -> PlanTimeoutError:
+    def too_late(self, missing: list[int]) -> PlanTimeoutError:
+        """Return the error for ranks that have been waited for in vain."""
         shown = f"{missing[:20]}" + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
         if self._first:
             text = f"which have not called {self._call}. Every rank must call it"

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,10 +22,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo, check_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
-from asyncckpt.exchange import Exchange, Meeting, Patience, refused
+from asyncckpt.exchange import POLL_S, Exchange, Meeting, Patience, refused
 
 _MIN_TIMEOUT_S = 1.0
 """gloo is given this much although the ranks came at the last moment."""
+
+SILENT_S = 5.0
+"""How long ranks may say nothing, when a meeting has broken down, before they are named. Chosen: gloo tells at once."""
 
 
 def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -114,11 +118,12 @@ class GroupMeeting(Meeting):
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
-        self._one_machine = False
+        self._one_machine = self._has_left = False
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-            self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
+            if not self._store.check(["refused"]):  # else this rank has heard it, and whose failure it was
+                self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
 
     def is_given_up(self) -> bool:
         """Whether ranks have waited in vain for others to come.
@@ -137,14 +142,46 @@ class GroupMeeting(Meeting):
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
+            lost: list[int] = []
+            # IMPORTANT: first: ranks that wait for this one learn of it by its connections, which end with the group.
+            self._group = None
+            traceback.clear_frames(error.__traceback__)
             with contextlib.suppress(RuntimeError):
                 self._look_for_refusal()  # it says why
+                lost = self._lost()
+            who = f"ranks {lost[:20]} have ended, or hang," if lost else f"rank {self._rank.rank} lost the others"
             raise SaveFailedError(
-                f"rank {self._rank.rank} lost the other ranks while they agreed on the save: {error}",
+                f"{who} while the ranks agreed on the save: {error}",
                 code="exchange",
-                rank=self._rank.rank,
+                rank=lost[0] if len(lost) == 1 else None,
                 detail=str(error)[:1000],
             ) from error
+
+    def _lost(self) -> list[int]:
+        """Return the ranks that say nothing more, else those that left early; none when that cannot be told.
+
+        The first that has lost the others finds it out for all: thousands would ask the store for thousands.
+        """
+        store, world_size = self._store, self._rank.world_size
+        self._leave("lost")
+        n_left = store.add("left", 1)
+        until = time.monotonic() + SILENT_S * (1 if n_left == 1 else 2)
+        while time.monotonic() < until and not (n_left == 1 and store.add("left", 0) >= world_size - 1):
+            if store.check(["gone"]):
+                return [int(rank) for rank in store.get("gone").split()]
+            time.sleep(POLL_S)
+        if n_left > 1:
+            return []
+        said = {r: bytes(store.get(f"left/{r}")) for r in range(world_size) if store.check([f"left/{r}"])}
+        gone = [r for r in range(world_size) if r not in said] or [r for r, how in said.items() if how != b"lost"]
+        store.set("gone", " ".join(map(str, gone)))
+        return gone
+
+    def _leave(self, how: str) -> None:
+        """Say that this rank goes: by itself ("closed"), or because it has lost others ("lost")."""
+        if not self._has_left:
+            self._has_left = True
+            self._store.set(f"left/{self._rank.rank}", how)
 
     def _arrive(self, deadline: float) -> None:
         """Wait for all ranks, by the store alone."""
@@ -157,17 +194,21 @@ class GroupMeeting(Meeting):
         if store.add("count", 1) == world_size:
             store.set("all", "1")
         while not store.check(["all"]):
-            self._look_for_refusal()
+            self._look_for_refusal(patience)
             try:
                 patience.wait(lambda: [r for r in range(world_size) if not store.check([f"here/{r}"])])
-            except PlanTimeoutError:
-                store.set("given up", "1")
-                self.refuse(f"it waited {patience.waited_s:.0f} s for the others and gave up")
+            except PlanTimeoutError as error:
+                missing = " ".join(map(str, error.missing_ranks))
+                store.set("given up", missing)
+                self.refuse(f"it waited {patience.waited_s:.0f} s for ranks {missing[:100]} and gave up")
                 raise
         self._one_machine = store.add(here, 0) == world_size
 
-    def _look_for_refusal(self) -> None:
+    def _look_for_refusal(self, patience: Patience | None = None) -> None:
         if self._store.check(["refused"]):
+            missing = [int(one) for one in self._store.get("given up").split()] if self.is_given_up() else []
+            if patience is not None and missing and self._rank.rank not in missing:  # it has waited for them, too
+                raise patience.too_late(missing)
             rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
             raise refused(int(rank), reason)
 
@@ -183,7 +224,10 @@ class GroupMeeting(Meeting):
         return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline, self._one_machine), deadline)
 
     def close(self) -> None:
-        self._group = None  # closes its connections
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._leave("closed")  # before the others lose the connections
+        self._group = None
 
 
 class Circle:

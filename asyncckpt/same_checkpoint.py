@@ -192,8 +192,7 @@ class ManyRanks(Ranks):
         try:
             return self._meeting.gather(payload, time.monotonic() + timeout_s)
         except SaveFailedError as error:
-            rank = error.rank if error.code == "withdrawn" else None
-            raise _shared(self._root, rank, str(error.detail or error.message)) from error
+            raise _shared(self._root, error.rank, str(error.detail or error.message)) from error
 
     def _failed(self, path: str, rank: int, outcomes: list[_Outcome]) -> SharedLoadError:
         return _shared(path, rank, outcomes[rank].text)

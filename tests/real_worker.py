@@ -94,8 +94,14 @@ class RealWorker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is still there."""
-        return self._started is not None and start_ticks(self.pid) == self._started
+        """Whether the process is still there. A killed one is until its last thread has ended: it holds its lock."""
+        found = start_ticks(self.pid)
+        if found is not None:
+            return found == self._started
+        try:
+            return len(os.listdir(f"/proc/{self.pid}/task")) > 1
+        except OSError:
+            return False
 
     def signal(self, number: int) -> None:
         """Send a signal to it, if it is still the process that it was."""

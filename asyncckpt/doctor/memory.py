@@ -46,7 +46,8 @@ def _room(state_nbytes: int | None) -> Finding:
         return ok("memory", f"{human(available)} are {where}: for states up to {human(left / 2)} in two slots", **facts)
     text = f"{human(available)} are {where}, a snapshot takes {human(state_nbytes)}"
     if left < state_nbytes:
-        return fail("memory", f"{text}: it does not fit, and every save fails", "save less, or free memory", **facts)
+        advice = "save less, free memory, or set arena_limit_bytes: then a save takes as long as writing"
+        return fail("memory", f"{text}: it does not fit, and every save fails", advice, **facts)
     if left < 2 * state_nbytes:
         advice = "save less often than a save takes, so that one slot is enough, or free memory"
         return warn("memory", f"{text}: saves that overlap need a second one, which does not fit", advice, **facts)

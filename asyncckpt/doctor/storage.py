@@ -59,6 +59,9 @@ def nearest(directory: str, files: Files) -> str | Finding:
         try:
             found = files.stat(path)
         except FileNotFoundError:
+            if _is_there(path, files):  # no save makes what such a link leads to
+                advice = "remove the link, or choose another directory"
+                return fail("permissions", f"{path} is a link to what is not there: every save fails", advice)
             path = os.path.dirname(path)
             continue
         except OSError as error:
@@ -66,6 +69,14 @@ def nearest(directory: str, files: Files) -> str | Finding:
         if stat.S_ISDIR(found.st_mode):
             return path
         return fail("permissions", f"{path} is a file", "choose another directory")
+
+
+def _is_there(path: str, files: Files) -> bool:
+    try:
+        files.lstat(path)
+    except OSError:
+        return False
+    return True
 
 
 def _mount_of(path: str) -> tuple[str, str]:

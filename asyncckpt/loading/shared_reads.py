@@ -103,8 +103,9 @@ class SharedReads:
             failure = error
         try:
             found = self._gather(b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:1000])
-        except (SharedLoadError, PlanTimeoutError):
-            if failure is None:
+        except (SharedLoadError, PlanTimeoutError) as lost:
+            is_own = failure is not None and not isinstance(failure, SharedLoadError)
+            if failure is None or (isinstance(lost, SharedLoadError) and lost.rank is not None and not is_own):
                 raise
             raise failure from None
         if failure is not None and not isinstance(failure, SharedLoadError):
@@ -155,8 +156,7 @@ class SharedReads:
         try:
             return self._meeting.gather(payload, time.monotonic() + timeout_s)
         except SaveFailedError as error:
-            rank = error.rank if error.code == "withdrawn" else None
-            raise self._failed(rank, str(error.detail or error.message)) from error
+            raise self._failed(error.rank, str(error.detail or error.message)) from error
 
     def _failed(self, rank: int | None, detail: str) -> SharedLoadError:
         who = "the ranks lost each other" if rank is None else f"rank {rank} failed"

@@ -9,7 +9,7 @@ import torch
 from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.sharding.grid import Box, Grid
 from asyncckpt.planning.sharding.shards import Sharded, refused
-from asyncckpt.planning.torch_types import address_of, dtype_name
+from asyncckpt.planning.torch_types import SHRUNK, address_of, dtype_name, is_whole
 
 
 class ShardLeaf(NamedTuple):
@@ -54,6 +54,8 @@ def sources_of(found: Sharded) -> list[torch.Tensor]:
             raise refused(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
         if tensor.numel() and not address_of(tensor):
             raise refused(found.type_name, "it has elements and no memory: its storage was freed or never allocated")
+        if not is_whole(tensor):
+            raise refused(found.type_name, SHRUNK)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         sources.append(tensor)

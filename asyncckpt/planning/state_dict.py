@@ -21,7 +21,7 @@ from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, so
 from asyncckpt.planning.sharding.recognising import Describe, describer
 from asyncckpt.planning.sharding.shards import Sharded, named, refused
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of, dtype_name
+from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, SHRUNK, address_of, dtype_name, is_whole
 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
@@ -205,6 +205,8 @@ class _Walk:
             raise self._refused(value, "it has elements and no memory: its storage was freed or never allocated")
         number = self._seen.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
+            if not is_whole(value):
+                raise self._refused(value, SHRUNK)
             if value.is_conj() or value.is_neg():
                 value = value.resolve_conj().resolve_neg()
             self.tensors.append(value)

@@ -15,6 +15,8 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 NO_ADDRESS_BELOW = 1 << 40
 """What is below may be an offset: memory hardly ever lies there, and no storage is that long."""
 
+SHRUNK = "its storage holds fewer bytes than its elements take: it was resized"
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `name`.
@@ -39,6 +41,13 @@ def address_of(tensor: torch.Tensor) -> int:
     """Return where the elements lie; 0: nowhere. `data_ptr()` of a view of freed storage is how far inside it began."""
     address = tensor.data_ptr()
     return address if address >= NO_ADDRESS_BELOW or (address and tensor.untyped_storage().data_ptr()) else 0
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether its storage holds all of its elements: torch reads beyond one that was made smaller, and says nothing."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.storage_offset() + last + 1
+    return not tensor.numel() or end * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def encode_torch(value: Any) -> tuple[str, Any] | None:

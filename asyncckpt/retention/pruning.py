@@ -120,8 +120,8 @@ def prune(
 
     Nothing goes while the newest one is not whole on disk; nor, while the score fails on all metrics that there are,
     what earlier runs have saved with some: nobody knows the best of them. What fails to go is logged, and tried again
-    next time. With them go the files of saves that were begun and never committed, if a run that came after them has
-    committed one, or if they have not changed for `dead_after_s`.
+    next time. With them go the files of saves that were begun and never committed, if they have not changed for
+    `dead_after_s`; for `garbage.QUIET_S` only, if a run that came after them has committed one.
 
     Args:
         root: Absolute path.

@@ -28,6 +28,9 @@ LOCK = "lock"
 BROKEN = "broken"
 CONVERSION = "conversion"
 PROBE = "probe"
+QUIET_S = 60.0
+"""A worker may still write what a run had staged that has died. Then it changes its files more often. Chosen."""
+
 CUT_CHARS = 1000
 """A worker's report cuts paths there."""
 
@@ -41,7 +44,7 @@ class Rules:
     Attributes:
         now: Seconds since 1970, as the file system counts.
         older_than_s: What was changed later than so long ago may be under way.
-        dead_before_epoch: Saves of runs before it are not, however young their files are.
+        dead_before_epoch: Saves of runs before it are not, once nothing of theirs was changed for `QUIET_S`.
         busy: Real paths to which a worker writes.
         tombstones: Also directories with nothing but a tombstone.
         locks: Also lock files that nobody holds, and temporary names of the committed save.
@@ -166,7 +169,8 @@ class _Look:
             kept = "the worker writes there"
         # IMPORTANT: of the very files that would go: a save of a living run may have begun to write there meanwhile.
         is_dead = all(one.epoch < self.rules.dead_before_epoch for one in save_ids)
-        if not kept and not is_dead and age_s < self.rules.older_than_s:
+        quiet_s = min(QUIET_S, self.rules.older_than_s) if is_dead else self.rules.older_than_s
+        if not kept and age_s < quiet_s:
             kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
         return Garbage(
             path=self.path,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ import pytest
 from storage_samples import OTHER_ID, SAVE_ID, FailingFiles, RecordingFiles, Snapshot
 
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
+from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.memory.ring import Ring
+from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.rank_job import RankResult
+from asyncckpt.storage.ring_files import write_ring_files, write_staged_files
 from asyncckpt.storage.verification import verify_checkpoint
 
 pytestmark = pytest.mark.fault
@@ -36,6 +43,58 @@ CODES = [
     errno.EPERM,
 ]
 LENGTHS = {"a": 2_500_000, "b": 700, "c": 0}
+
+
+class Early(Snapshot):
+    """Is written while it is staged: one more segment is filled whenever the writer waits for one."""
+
+    n_filled = 0
+
+    @property
+    def ring(self) -> Ring:
+        lengths = [nbytes for _, nbytes in self.parts]
+        return Ring(lengths, BLOCK_NBYTES, sum(-(-nbytes // BLOCK_NBYTES) for nbytes in lengths))
+
+    def await_filled(self, count: int, _goes_on: Callable[[], bool]) -> int:
+        self.n_filled = max(self.n_filled, count + 1)
+        return self.n_filled
+
+    def filled(self) -> int:
+        return self.n_filled
+
+    def freed(self, count: int) -> None:
+        """They are needed no more."""
+
+    def write(
+        self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
+    ) -> RankResult:
+        self.n_filled = 0
+        with ThreadPoolExecutor(4) as pool:
+            return write_staged_files(
+                self.job(path, **changes), self.image, self, files=files or Files(), pool=pool, check=check
+            )
+
+
+class Ringed(Early):
+    """Goes through a ring whose cells hold all of its segments."""
+
+    def write(
+        self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
+    ) -> RankResult:
+        self.n_filled, ring = 0, self.ring
+        memory = Memory(-1, ring.cells_nbytes + 2 * PAGE_NBYTES)
+        cells = memory.view()
+        try:
+            for number, segment in enumerate(ring.segments):
+                at, offset = ring.offset_of(number), self.parts[segment.part][0]
+                piece = self.image[offset + segment.start : offset + segment.end]
+                cells[at : at + len(piece)] = piece
+            with ThreadPoolExecutor(4) as pool:
+                job = self.job(path, **changes)
+                return write_ring_files(job, cells, self, files=files or Files(), pool=pool, check=check)
+        finally:
+            cells.release()
+            memory.close()
 
 
 def every_call(_name: str, _args: Sequence[Any]) -> bool:
@@ -67,32 +126,34 @@ def outcome_of(snapshot: Snapshot, path: Path, files: Files, threads: int) -> st
     return outcome
 
 
-def number_of_calls(tmp_path: Path, threads: int, parts: int) -> int:
+def number_of_calls(tmp_path: Path, threads: int, parts: int, kind: type[Snapshot] = Snapshot) -> int:
     files = RecordingFiles()
-    with Snapshot(LENGTHS, n_parts=parts) as snapshot:
+    with kind(LENGTHS, n_parts=parts) as snapshot:
         snapshot.save(str(tmp_path / "rehearsal/deep"), files, threads=threads)
     return len(files.calls)
 
 
 @pytest.mark.parametrize(
-    ("code", "threads", "late"),
+    ("code", "threads", "late", "kind"),
     [
-        *((code, 2, False) for code in CODES),
-        (errno.EIO, 1, False),
-        (errno.EIO, 2, True),
-        (errno.ESTALE, 1, True),
-        (errno.EINVAL, 2, True),
+        *((code, 2, False, Snapshot) for code in CODES),
+        (errno.EIO, 1, False, Snapshot),
+        (errno.EIO, 2, True, Snapshot),
+        (errno.ESTALE, 1, True, Snapshot),
+        (errno.EINVAL, 2, True, Snapshot),
+        *((code, 2, False, kind) for code in (errno.EIO, errno.ENOSPC, errno.EINTR) for kind in (Early, Ringed)),
+        *((errno.EIO, 2, True, kind) for kind in (Early, Ringed)),
     ],
 )
 def test_a_failure_of_any_call_never_ends_in_success_with_damage(
-    tmp_path: Path, code: int, threads: int, late: bool
+    tmp_path: Path, code: int, threads: int, late: bool, kind: type[Snapshot]
 ) -> None:
     """`late`: the call is done, and answers with an error all the same."""
     outcomes: dict[str, int] = {}
-    total = number_of_calls(tmp_path, threads, 2)
+    total = number_of_calls(tmp_path, threads, 2, kind)
     assert total > 50
     with (
-        Snapshot(LENGTHS, n_parts=2) as snapshot,
+        kind(LENGTHS, n_parts=2) as snapshot,
         Snapshot(LENGTHS, n_parts=2, save_id=OTHER_ID, seed=1) as following,
     ):
         for nth in range(1, total + 1):

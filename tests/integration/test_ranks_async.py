@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import signal
-import sys
-import threading
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ import rank_processes
 import real_worker
 import torch
 import torch.distributed as dist
+from distributed_calls import DistributedCalls
 from real_worker import DEADLINE_S, limit_commits, manifest_of, status_of, wait_until
 from torch import nn
 
@@ -83,40 +81,26 @@ def test_ddp_replicas_are_written_once_evenly_and_load_in_one_process(
     assert abs(nbytes[0] - nbytes[1]) < 1_200_000
 
 
-def counts_calls(rank: int, root: str) -> dict[str, int]:
-    """Count what reaches torch.distributed, in any thread, during three later saves."""
-    found: Counter[str] = Counter()
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
-            found[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
-        if event == "c_call" and "distributed" in str(getattr(argument, "__module__", "")):
-            found[str(argument)] += 1
-        if event == "c_call" and isinstance(getattr(argument, "__self__", None), (dist.Store, dist.ProcessGroup)):
-            found[str(argument)] += 1
-
+def counts_calls(rank: int, root: str) -> tuple[dict[str, int], set[str]]:
+    """Count what reaches torch.distributed, in any of our threads too, during three later saves."""
+    calls = DistributedCalls()
     with AsyncCheckpointer() as checkpointer:
         assert ended(checkpointer.save(replicated(0), f"{root}/step-0")) is None
-        threading.setprofile_all_threads(profile) if sys.version_info >= (3, 12) else threading.setprofile(profile)
-        sys.setprofile(profile)
-        dist.get_rank()
-        seen = found.pop("torch.distributed.distributed_c10d.get_rank", 0)
-        found.clear()
-        for step in (1, 2, 3):
-            state = replicated(step)
-            if step == 3:
-                state["new"] = torch.ones(5) * rank
-            assert ended(checkpointer.save(state, f"{root}/step-{step}")) is None
-        sys.setprofile(None)
-    assert seen, "the counter counts"
+        with calls.counted():
+            for step in (1, 2, 3):
+                state = replicated(step)
+                if step == 3:
+                    state["new"] = torch.ones(5) * rank
+                assert ended(checkpointer.save(state, f"{root}/step-{step}")) is None
     dist.destroy_process_group()
-    return dict(found)
+    return dict(calls.found), calls.threads
 
 
 def test_after_the_first_save_nothing_calls_torch_distributed(
     tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:
-    assert run(shared_worker, counts_calls, str(tmp_path)) == [{}, {}]
+    for found, threads in run(shared_worker, counts_calls, str(tmp_path)):
+        assert found == {} and {"MainThread", "asyncckpt-client"} <= threads
 
 
 def out_of_step(rank: int, root: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ import rank_processes
 import real_worker
 import torch
 import torch.distributed as dist
+from real_worker import wait_until
 
-from asyncckpt import AsyncCheckpointer
+from asyncckpt import AsyncCheckpointer, process_group
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import Exchange
@@ -84,6 +86,27 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_onc
         assert waited < 50
 
 
+def rank_one_does_not_come(rank: int) -> list[int]:
+    found = find_exchange(find_rank_info(None))
+    assert found is not None
+    if rank == 1:
+        rank_processes.talk().hear()
+        return []
+    if rank == 0:
+        wait_until(lambda: found.part("absent").check(["here/2"]), "rank 2 has come")
+    with pytest.raises(PlanTimeoutError) as caught:  # rank 0 has less patience, and gives up for all
+        found.meet("absent", "save()").gather(b"x", time.monotonic() + (60 if rank else 0.3))
+    return list(caught.value.missing_ranks)
+
+
+def test_all_others_name_the_rank_that_does_not_come_although_one_gives_up_first() -> None:
+    with rank_processes.running(3, rank_one_does_not_come) as ranks:
+        found = [ranks.receive(rank) for rank in (0, 2)]
+        ranks.send(1, "go")
+        ranks.receive(1)
+    assert found == [[1], [1]]
+
+
 def alone_then_new_group(exchange: Exchange, rank: int) -> list[int]:
     if rank == 0:
         with pytest.raises(PlanTimeoutError, match="have not called save"):
@@ -120,6 +143,55 @@ def test_a_refusal_ends_the_meeting_for_the_others_with_its_reason(
     found = run(place, shared_worker.endpoint, 2, rank_one_refuses)
     assert "rank 1" in found[0]
     assert "its state cannot be stored" in found[0]
+
+
+def is_told_of_rank_one(exchange: Exchange, rank: int) -> int | None:
+    """Rank 1 refuses; rank 0 hears it and does not come either; rank 2 looks only then."""
+    meeting = exchange.meet("handed on", "save()")
+    if rank == 1:
+        meeting.refuse("its state cannot be stored")
+    if rank != 1:
+        rank_processes.talk().hear()
+        with pytest.raises(SaveFailedError) as caught:
+            meeting.gather(b"x", time.monotonic() + 30)
+        meeting.refuse(repr(caught.value))
+    rank_processes.talk().say("done")
+    return None if rank == 1 else caught.value.rank
+
+
+def test_whose_failure_it_was_is_not_forgotten_when_it_is_handed_on() -> None:
+    with rank_processes.running(3, everywhere, "group", "", is_told_of_rank_one) as ranks:
+        for rank in (1, 0, 2):
+            if rank != 1:
+                ranks.send(rank, "go")
+            assert ranks.receive(rank) == "done"
+        assert ranks.results() == [1, None, 1]
+
+
+def loses_rank_one(rank: int, how: str, n_rounds: int) -> tuple[str, int | None, str]:
+    process_group.SILENT_S = 60.0
+    found = find_exchange(find_rank_info(None))
+    assert found is not None
+    meeting = found.meet("lost", "save()")
+    for _ in range(n_rounds):
+        meeting.gather(b"x", time.monotonic() + 60)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    try:
+        meeting.gather(b"x", time.monotonic() + (60 if how == "dies" else 2))
+    except SaveFailedError as error:
+        return error.code, error.rank, str(error)
+    finally:
+        meeting.close()
+    return "met", None, ""
+
+
+@pytest.mark.parametrize(("how", "n_rounds"), [("dies", 1), ("hangs", 1), ("dies", 2)])
+def test_a_rank_that_dies_or_hangs_in_the_middle_of_a_meeting_is_named_by_all_others(how: str, n_rounds: int) -> None:
+    with rank_processes.running(5, loses_rank_one, how, n_rounds) as ranks:
+        for rank in (0, 2, 3, 4):
+            code, culprit, text = ranks.receive(rank)
+            assert (code, culprit) == ("exchange", 1) and "ranks [1]" in text
 
 
 def only_rank_zero(exchange: Exchange, rank: int) -> list[int] | None:

@@ -222,4 +222,4 @@ def test_a_rank_that_dies_ends_the_load_on_the_others(saved: str) -> None:
     with rank_processes.running(3, _dies, saved) as ranks:
         for rank in (0, 2):
             kind, culprit, _, taken = ranks.receive(rank)
-            assert (kind, culprit) == ("SharedLoadError", None) and taken < 20
+            assert (kind, culprit) == ("SharedLoadError", 1) and taken < 20

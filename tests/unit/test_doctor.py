@@ -221,6 +221,14 @@ def test_a_file_in_the_way_fails(tmp_path: Path) -> None:
     assert storage_of(tmp_path / "f")["permissions"].status == FAIL
 
 
+@pytest.mark.parametrize("below", ["", "x"])
+def test_a_link_to_what_is_not_there_is_said_to_be_in_the_way_as_a_save_says(tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    found = storage_of(tmp_path / "link" / below)["permissions"]
+    assert found.status == FAIL and "link" in found.text
+    assert os.listdir(tmp_path) == ["link"]
+
+
 # What fails once, and which check says so.
 CALLS: list[tuple[str, int, str, str]] = [
     ("mkdir", errno.EACCES, "permissions", FAIL),

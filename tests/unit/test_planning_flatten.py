@@ -13,6 +13,7 @@ import pytest
 import states
 import torch
 
+from asyncckpt import ShardedSlice
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
 from asyncckpt.format import tree as trees
 from asyncckpt.format.structure import decode_structure
@@ -165,6 +166,19 @@ def _view_of_freed() -> torch.Tensor:
     return view
 
 
+def _shrunk() -> torch.Tensor:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(3999)
+    return tensor
+
+
+def _view_of_shrunk() -> torch.Tensor:
+    tensor = torch.ones(10, 100)
+    view = tensor.t()[1::2, 1::2]
+    tensor.untyped_storage().resize_(3992)  # up to its last element but one
+    return view
+
+
 def _deep(levels: int, leaf: Any) -> Any:
     for _ in range(levels):
         leaf = {"d": leaf}
@@ -186,6 +200,9 @@ REFUSED = {
     "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "freed storage": _freed,
     "view of freed storage": _view_of_freed,
+    "shrunk storage": _shrunk,
+    "view of shrunk storage": _view_of_shrunk,
+    "shard in shrunk storage": lambda: ShardedSlice(_shrunk(), (2000,), (0,)),
     "subclass of str": lambda: type("S", (str,), {})("x"),
     "subclass of float": lambda: type("F", (float,), {})(1.0),
 }

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from asyncckpt.storage.catalog import ABANDONED, COMMITTED, look, next_epoch_bes
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.garbage import QUIET_S
 from asyncckpt.storage.retiring import is_whole, retire, retire_rest
 from asyncckpt.storage.standing import tombstone_at
 
@@ -259,6 +261,12 @@ def begin(root: Path, step: int, save_id: SaveId, *, metadata: dict[str, Any] | 
     return dataclasses.replace(manifest, metadata=metadata or {})
 
 
+def rest(root: Path, step: int, seconds: float = 3600.0) -> None:
+    """Let what lies in a checkpoint's directory have been changed so long ago."""
+    for path in (root / f"step-{step}").iterdir():
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
 def prune_all(root: Path, files: Files = FILES, **more: Any) -> list[Pruned]:
     policy = more.pop("policy", RetentionPolicy(max_to_keep=1))
     return prune(str(root), files, policy, umask=0o022, package="test", **more)
@@ -402,6 +410,7 @@ def test_after_a_kill_at_any_call_it_is_whole_or_no_checkpoint_and_goes_the_next
 def test_a_tombstone_of_gc_is_not_taken_for_one_of_retention(tmp_path: Path) -> None:
     begin(tmp_path, 1, SaveId(1, 1, RUN))
     save(tmp_path, 2, SaveId(2, 0, "fedcba987654"))
+    rest(tmp_path, 1)
     prune_all(tmp_path)  # what a dead run has left goes, and may never be committed
     found = tombstone_at(str(tmp_path / "step-1"), FILES)
     assert found is not None and not found.was_committed and found.save_id == SaveId(1, 1, RUN)
@@ -419,11 +428,22 @@ def test_attempts_of_the_newest_run_stay_until_they_must_be_dead(
     assert any(owner_of(name) for name in os.listdir(tmp_path / "step-1")) is stays
 
 
+def test_what_a_worker_may_still_write_for_a_dead_run_is_not_given_up(tmp_path: Path) -> None:
+    """All ranks had staged it: it is committed although its trainers are dead, and the next ones have been quicker."""
+    staged = begin(tmp_path, 1, SaveId(1, 1, RUN))
+    save(tmp_path, 2, SaveId(2, 0, "fedcba987654"))
+    rest(tmp_path, 1, QUIET_S / 2)
+    prune_all(tmp_path, policy=RetentionPolicy(max_to_keep=1, keep_period=1))
+    publish(str(tmp_path / "step-1"), staged, files=Mortal(), umask=0o022, overwrite=True)
+    assert sorted(committed(tmp_path)) == [1, 2]
+
+
 def test_a_save_that_begins_where_a_dead_run_left_files_is_not_taken_for_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins after the look at the directory, and before the removal."""
     begin(tmp_path, 5, SaveId(1, 5, RUN))
+    rest(tmp_path, 5)
     save(tmp_path, 2, SaveId(2, 0, RUN))
     collected, begun = pruning.collect, []
 

@@ -116,6 +116,47 @@ def test_a_call_that_fails_takes_nothing_from_what_another_nodes_worker_may_have
         assert sorted(os.listdir(tmp_path)) == before
 
 
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Dying(Committed):
+    """Its process is killed ahead of the `nth` call: neither that nor a later one is done."""
+
+    def __init__(self, path: Path, result: RankResult, nth: int) -> None:
+        super().__init__(path, result)
+        self.left = nth
+
+    def before(self, name: str, args: Any) -> None:
+        super().before(name, args)
+        if name != "close":  # the kernel closes what a dead one had open
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_worker_that_is_killed_at_any_call_is_followed_by_one_that_keeps_the_same_files(
+    tmp_path: Path, how: str
+) -> None:
+    with Snapshot(LENGTHS, n_parts=2) as snapshot:
+        first = snapshot.write(str(tmp_path), world_size=2)
+        before, names = inodes(tmp_path), sorted(os.listdir(tmp_path))
+        for nth in range(100):
+            files = Dying(tmp_path, first, nth)
+            try:
+                go_on(how, snapshot, tmp_path, files, world_size=2)
+            except Killed:
+                assert_whole(tmp_path, first, snapshot)
+            else:
+                break
+        assert nth > 20
+        go_on(how, snapshot, tmp_path, RecordingFiles(), world_size=2)
+        assert_whole(tmp_path, first, snapshot)
+        assert inodes(tmp_path) == before
+        assert sorted(os.listdir(tmp_path)) == names
+
+
 @pytest.mark.parametrize(("method", "error"), [("preadv", errno.EIO), ("open", errno.ESTALE), ("lstat", errno.EIO)])
 @pytest.mark.parametrize("how", WAYS)
 def test_nothing_is_removed_where_it_cannot_be_found_out_what_stands(
