@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from asyncckpt.collector import collector_paused
 from asyncckpt.conference import Conference
 from asyncckpt.errors import (
     CommitUnknownError,
@@ -120,7 +121,8 @@ def _agree(
         if ranks.agreement is None:
             contribution = contribution_of(steps.plans.flatten(state_dict))
         else:
-            plan, flat = steps.plans.take(state_dict)
+            with collector_paused():
+                plan, flat = steps.plans.take(state_dict)
             contribution = contribution_of(flat) if plan.news else None
         with steps.failures(given, path, step):
             epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
@@ -157,7 +159,8 @@ def _store(
     rank = steps.ranks.rank.rank
 
     def store() -> dict[str, Any]:
-        plan, flat = steps.plans.take(state_dict)
+        with collector_paused():
+            plan, flat = steps.plans.take(state_dict)
         result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, step)
         mine.append(result)
         steps.ask_hook(path, save_id, step, extra)

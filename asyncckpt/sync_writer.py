@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from asyncckpt.collector import collector_paused
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import CommitUnknownError
@@ -63,7 +64,8 @@ class SyncWriter(CheckpointWriter):
     def _write_alone(
         self, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[SaveId, RankResult]:
-        plan, flat = self._steps.plans.take(state_dict)
+        with collector_paused():
+            plan, flat = self._steps.plans.take(state_dict)
         leaves = encode_leaves(flat, self._steps.config.layout)
         save_id: SaveId = kw["save_id"]
         holes = uncovered([plan.structure]) if flat.shards else []

@@ -147,6 +147,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
         EndpointError: The endpoint is taken or unsafe.
         OSError: The log file cannot be opened.
     """
+    from asyncckpt.memory.heap import keep_small
     from asyncckpt_worker import logs
     from asyncckpt_worker.daemon import Daemon
     from asyncckpt_worker.metrics import lower_priority
@@ -154,6 +155,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
     if config.log_file is not None and own_log is None:
         logs.redirect_output(config.log_file)
     logs.configure(config.log_format, rotated=own_log)
+    keep_small()  # what is large here lives for milliseconds
     os.umask(0)  # the modes of files and directories come from each request
     daemon = Daemon(config, claimed=claimed)
     lower_priority()  # only now: a trainer may be waiting for the start

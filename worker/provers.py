@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
+from asyncckpt.memory.heap import LARGE_NBYTES, give_back
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.proof import uncovered
 from asyncckpt.storage.tally import Tally, seed_of, tally_of
@@ -51,6 +52,8 @@ class Prover:
         tally = tally_of(request.structure, request.rank, seed)
         with self._lock:
             self._keep(key, tally)
+        if len(request.structure) >= LARGE_NBYTES:
+            give_back(collect=True)
         return tally
 
     def _keep(self, key: tuple[bytes, int, int], tally: Tally) -> None:

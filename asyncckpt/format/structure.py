@@ -72,15 +72,16 @@ class Structure:
 
 def encode_structure(structure: Structure) -> bytes:
     """Return the msgpack of `structure` (format/SPEC.md section 4)."""
-    tensors = [[t.fqn, t.dtype, t.global_shape, [_pack_chunk(c, t) for c in t.chunks]] for t in structure.tensors]
-    document = {
-        "structure": STRUCTURE_VERSION,
-        "parts": structure.part_nbytes,
-        "tensors": tensors,
-        "n_objects": structure.n_objects,
-        "tree": structure.tree,
-    }
-    return bytes(msgpack.packb(document))
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_map_header(5)
+    for value in ("structure", STRUCTURE_VERSION, "parts", structure.part_nbytes, "tensors"):
+        packer.pack(value)
+    packer.pack_array_header(len(structure.tensors))
+    for t in structure.tensors:  # one by one: as one value they take ten times their bytes
+        packer.pack((t.fqn, t.dtype, t.global_shape, [_pack_chunk(c, t) for c in t.chunks]))
+    for value in ("n_objects", structure.n_objects, "tree", structure.tree):
+        packer.pack(value)
+    return bytes(packer.bytes())
 
 
 def _pack_chunk(chunk: Chunk, entry: TensorEntry) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +19,7 @@ from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.target_tensors import shares_own_memory
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS, is_flat
-from asyncckpt.planning.torch_types import address_of, torch_dtype
+from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of, torch_dtype
 
 _KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
 
@@ -82,6 +83,8 @@ def _first_ones(numbers: list[int], values: list[torch.Tensor]) -> dict[int, tor
 def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement] | None:
     """Look at each tensor once; None where one cannot be filled as it stands, or two of them are one."""
     dtypes = {name: torch_dtype(name) for name in {tensor.dtype for tensor in saved.tensors}}
+    origins = {shape: (0,) * len(shape) for shape in {tensor.global_shape for tensor in saved.tensors}}
+    placed = partial(tuple.__new__, Placement)  # as `Placement(...)`, for half of its time
     found: list[Placement] = []
     places: set[int] = set()
     empty: set[int] = set()
@@ -91,14 +94,14 @@ def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement]
             return None
         if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
             return None
-        address, is_row_major = address_of(value), value.is_contiguous()
+        address, is_row_major = value.data_ptr(), value.is_contiguous()
+        if address < NO_ADDRESS_BELOW:
+            address = address_of(value)
         if not is_row_major and shares_own_memory(value):
             return None
         if address:
             places.add(address)
-            found.append(
-                Placement(tensor, value, (0,) * len(shape), address if is_row_major and value.is_cpu else None)
-            )
+            found.append(placed((tensor, value, origins[shape], address if is_row_major and value.is_cpu else None)))
         elif value.numel() or value.is_meta:
             return None
         else:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.client import WorkerProcess
+from asyncckpt.collector import collector_paused
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError, WorkerUnavailableError
@@ -210,7 +211,8 @@ class SlotStager(CheckpointStager):
 
             ranks.prepare(contributed)
             self.plans.agreement = ranks.agreement
-        plan, flat = self.plans.take(state_dict)
+        with collector_paused():
+            plan, flat = self.plans.take(state_dict)
         self._telling.met(plan, 0)
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
@@ -246,7 +248,8 @@ class SlotStager(CheckpointStager):
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
             save_id = save_id._replace(run_id=ranks.run_id)
-        plan, flat = self.plans.take(state_dict)
+        with collector_paused():
+            plan, flat = self.plans.take(state_dict)
         if met:
             self._telling.met(plan, save_id.sequence)
         return plan, flat, save_id

@@ -6,14 +6,19 @@ import ctypes
 import itertools
 from collections.abc import Callable
 
+from asyncckpt.collector import collector_paused
 from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.heap import give_back
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
+
+MANY_BOXES = 2000
+"""From here on a plan takes some megabytes for a moment. Chosen, not measured."""
 
 _numbers = itertools.count()
 
@@ -31,7 +36,10 @@ def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
         slot.kept.remove(found)
         found.lay_out()
     else:
-        found = SlotImage(slot.memory.mapping.address, plan)
+        with collector_paused():
+            found = SlotImage(slot.memory.mapping.address, plan)
+        if len(plan.boxes) >= MANY_BOXES:
+            give_back()  # what a plan and its views take for a moment, and their C library keeps
     if current is not None:
         slot.kept.append(current)
         del slot.kept[: -PlanCache.MAX_PLANS]

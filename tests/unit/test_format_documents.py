@@ -67,6 +67,11 @@ def test_documents_come_back_as_they_were_written() -> None:
     assert decode_structure(_tensor()).tensors[0].fqn == "w"
 
 
+def test_a_structure_is_packed_as_one_value_would_be() -> None:
+    data = encode_structure(STRUCTURE)
+    assert msgpack.packb(msgpack.unpackb(data)) == data
+
+
 def test_manifest_is_text_that_people_read() -> None:
     text = encode_manifest(MANIFEST).decode()
     assert json.loads(text)["step"] == 300

@@ -211,3 +211,16 @@ def test_a_limit_that_would_need_too_many_parts_is_refused_by_its_setting() -> N
     specs = [_whole(f"w{n}", "float32", (4000,)) for n in range(1001)]
     with pytest.raises(ConfigError, match="max_shard_bytes=20000"):
         build_layout(specs, max_nbytes=20_000)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
+def test_a_header_that_is_written_in_pieces_is_the_one_that_would_be_written_at_once(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    specs = [_whole(f'w.{n} é\n"', ("float32", "float8_e4m3fn", "complex64")[n % 3], (2, 3)) for n in range(count)]
+    (whole,) = build_layout(specs).parts
+    monkeypatch.setattr(layout, "HEADER_PIECE", 3)
+    (pieces,) = build_layout(specs).parts
+    assert pieces == whole
+    text = whole.header[8:].rstrip().decode()
+    assert json.dumps(json.loads(text), separators=(",", ":")) == text

@@ -1,0 +1,24 @@
+"""Python's cyclic collector, kept from walking over and over what is being built."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Switch the cyclic collector off for a while, if it is on.
+
+    What builds some objects for each of 20,000 tensors makes it walk all that a training holds, several times: a third
+    of the time of a load, two thirds of a first plan's. Nothing that is built so has cycles.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
