@@ -140,7 +140,7 @@ class _Reader:
         try:
             some = todo[:: -(-len(todo) // SAMPLES)]
             if threads > 1 and all(not is_through(e.steps) and is_at_hand(e, self._open(e.source)) for e in some):
-                threads = min(threads, os.cpu_count() or 1)  # nothing waits for a disk
+                threads = min(threads, len(os.sched_getaffinity(0)))  # nothing waits for a disk
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
             else:
