@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -52,6 +53,10 @@ class Contender:
         """Return ways to load what it saves, by name; its own has an empty one."""
         return {"": self.load}
 
+    def prepare(self) -> float | None:
+        """Do before the first save what it would do once; returns the seconds, None for one that has no such call."""
+        return None
+
     def close(self) -> None:
         """End what it has started."""
 
@@ -72,16 +77,29 @@ class Ours(Contender):
         handle = self.checkpointer.save(self.loop.state(), path)
         return Saved(_done(), handle.written)  # the hook makes the step wait
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, source: str = "auto") -> None:
         import asyncckpt
 
         state = self.loop.state()
-        asyncckpt.load(path, state, strict=True)
+        asyncckpt.load(path, state, strict=True, source=source)
         self.loop.steps = int(state["step"])
         torch.set_rng_state(state["rng"])
 
+    def loads(self) -> dict[str, Callable[[Path], None]]:
+        """As it comes: from the worker's memory, which has the newest checkpoint; and from the disk."""
+        return {"": self.load, "disk": partial(self.load, source="disk")}
+
     def close(self) -> None:
         self.checkpointer.close()
+
+
+class OursPrepared(Ours):
+    """`AsyncCheckpointer` with `prepare()` called when the training is set up."""
+
+    def prepare(self) -> float:
+        began = time.perf_counter()
+        self.checkpointer.prepare(self.loop.state())
+        return time.perf_counter() - began
 
 
 class OursOverlap(Ours):
@@ -171,7 +189,8 @@ class DcpAsync(Dcp):
         import torch.distributed as dist
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # Its thread meets the other ranks' while the training's collectives go on.
+        # IMPORTANT: not the group of the training: its thread meets the other ranks' while all-reduces go on there, and
+        # collectives of one group that two ranks begin in another order are taken for one another.
         self.group = None if self.alone else dist.new_group(backend="gloo")
         self.stager = DefaultStager(
             StagingOptions(
@@ -276,6 +295,7 @@ class TorchCheckpointing(Contender):
 
 CONTENDERS: dict[str, Callable[[Loop], Contender]] = {
     "asyncckpt": Ours,
+    "asyncckpt, prepared": OursPrepared,
     "asyncckpt, overlap": OursOverlap,
     "torch.save": TorchSave,
     "safetensors": Safetensors,

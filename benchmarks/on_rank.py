@@ -82,6 +82,7 @@ def measure(name: str, arrangement: str, saves: int, directory: Path) -> dict[st
     process = psutil.Process()
     fds = process.num_fds()
     contender = CONTENDERS[name](loop)
+    prepared_s = contender.prepare()
     quiet = _steps(loop, QUIET_STEPS)
     rows = []
     for number in range(saves):
@@ -96,6 +97,7 @@ def measure(name: str, arrangement: str, saves: int, directory: Path) -> dict[st
     found = {
         "nbytes": states.nbytes(loop.state()),
         "fsyncs": contender.fsyncs,
+        "prepare_s": prepared_s,
         "quiet_step_s": quiet,
         "saves": rows,
         "added_fds": process.num_fds() - fds,
