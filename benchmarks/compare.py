@@ -99,6 +99,7 @@ def main() -> None:
             return row
 
         file.end(file.grow(budget, make))
+        rounds.settle()
     except kept.NotTheSameError as error:
         sys.exit(str(error))
     finally:

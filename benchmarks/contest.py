@@ -1,6 +1,6 @@
 """One contender in one process: saves beside a training loop, then loads. Part of `benchmarks.compare`.
 
-    python -m benchmarks.contest NAME --state gpt --saves 6 [--saves-s S] [--saves-only] --dir D
+    python -m benchmarks.contest NAME --state gpt --saves 6 [--saves-s S] [--saves-only] [--when-gone D] --dir D
 
 Prints where it is, line by line, and in the end one line of JSON: what it measured, or the error that ended it.
 """
@@ -25,8 +25,8 @@ import psutil
 from benchmarks import states, training
 from benchmarks.contenders import CONTENDERS, Contender, Saved, remove
 
-QUIET_STEPS = 3
-"""Before the saves, and again after them."""
+QUIET_STEPS = 2
+"""Before the saves; one more after each, while its files are removed."""
 
 SAVE_S = 120.0
 """A save that takes longer is an error of the contender; `compare` sets a deadline for all that it does."""
@@ -44,10 +44,11 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--saves-s", type=float, help=f"no save after {FEWEST_SAVES} is begun later than this")
     parser.add_argument("--saves-only", action="store_true", help="measure neither memory nor loads")
+    parser.add_argument("--when-gone", type=Path, help="no save begins before this has been removed")
     parser.add_argument("--dir", type=Path, required=True)
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    extent = Extent(args.saves, args.saves_s, args.saves_only)
+    extent = Extent(args.saves, args.saves_s, args.saves_only, args.when_gone)
     try:
         found = measure(args.name, args.state, extent, args.dir)
     except Exception as error:  # the peer's, whatever it is: it goes into the table
@@ -64,11 +65,13 @@ class Extent(NamedTuple):
         saves: So many, the first included.
         saves_s: None is begun later than this after the first, unless there are fewer than `FEWEST_SAVES`; None: all.
         saves_only: Neither memory nor loads.
+        when_gone: What is being removed meanwhile: no save begins before it is.
     """
 
     saves: int
     saves_s: float | None = None
     saves_only: bool = False
+    when_gone: Path | None = None
 
     def goes_on(self, made: int, since_s: float) -> bool:
         """Return whether there is to be one more save."""
@@ -111,16 +114,20 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
     steps.begin("quiet steps")
     quiet = [loop.step() for _ in range(QUIET_STEPS)]
     before = _pss() if prepared_s is None else unprepared
+    steps.begin("waiting for the disk")
+    _wait_until_gone(extent.when_gone)
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
     while extent.goes_on(len(rows), time.perf_counter() - began):
         steps.begin("saving", f" {len(rows) + 1}")
         path = directory / f"{len(rows)}"
         rows.append(save(contender, path))
+        steps.begin("quiet steps")
+        removing = threading.Thread(target=remove, args=(path,))
+        removing.start()  # it waits for the disk, and takes no processor from the step
+        quiet.append(loop.step())
         steps.begin("removing")
-        remove(path)
-    steps.begin("quiet steps")
-    quiet += [loop.step() for _ in range(QUIET_STEPS)]
+        removing.join()
     found: dict[str, Any] = {}
     if not extent.saves_only:
         steps.begin("a save whose memory is measured")
@@ -135,7 +142,6 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         }
     steps.begin("closing")
     contender.close()
-    remove(directory / "kept")
     quiet_s = statistics.median(quiet)
     for row in rows:
         row["lost_s"] = row.pop("until_s") - row["steps"] * quiet_s
@@ -151,6 +157,14 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         **found,
         "phases_s": steps.end(),
     }
+
+
+def _wait_until_gone(path: Path | None) -> None:
+    until = time.monotonic() + SAVE_S
+    while path is not None and path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{path} is still being removed")
+        time.sleep(0.02)
 
 
 def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bool) -> dict[str, Any]:

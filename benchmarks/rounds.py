@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class Rounds:
     def __init__(self, setting: Setting, directory: Path, budget: Budget, best: dict[str, Any] | None = None) -> None:
         self._setting, self._directory, self._budget = setting, directory, budget
         self.best: dict[str, Any] = best or {}
+        self._removed: threading.Thread | None = None
 
     def make(self, names: list[str], before: list[Any], asked: int) -> dict[str, Any] | None:
         """Return one round, its contenders turned by its number; None if the budget ends it before they have all run.
@@ -99,6 +101,7 @@ class Rounds:
 
     def limits(self) -> dict[str, float]:
         """Return the machine's limits, measured in a process that gives its memory back."""
+        self.settle()
         code = (
             "import json, pathlib, sys; from benchmarks.limits import Limits;"
             "found = Limits(pathlib.Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]));"
@@ -116,10 +119,10 @@ class Rounds:
     def _contest(self, name: str, deadline_s: float, options: list[str]) -> dict[str, Any]:
         """Run one contender in its own process group; whatever it leaves behind is ended."""
         began = time.monotonic()
-        place = self._directory / "run"
+        place, gone = self._directory / "run", self._directory / "gone"
         place.mkdir()
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.contest", name, "--state", self._setting.state]
-        command += ["--saves", str(self._setting.saves), "--dir", str(place), *options]
+        command += ["--saves", str(self._setting.saves), "--dir", str(place), "--when-gone", str(gone), *options]
         log = self._directory / "stderr"
         with log.open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
@@ -143,7 +146,19 @@ class Rounds:
             if name.startswith("asyncckpt"):
                 command = [sys.executable, "-m", "asyncckpt", "worker", "stop"]
                 subprocess.run(command, capture_output=True, check=False, timeout=deadline_s)
-            shutil.rmtree(place, ignore_errors=True)
+            self._remove(place, gone)
+
+    def _remove(self, place: Path, gone: Path) -> None:
+        """Remove what a contender has left while the next one makes its state: it saves when that is done."""
+        self.settle()
+        place.rename(gone)
+        self._removed = threading.Thread(target=shutil.rmtree, args=(gone,), kwargs={"ignore_errors": True})
+        self._removed.start()
+
+    def settle(self) -> None:
+        """Wait until everything has been removed."""
+        if self._removed is not None:
+            self._removed.join()
 
 
 def outcome(output: str, log: Path, code: int, late_s: float | None) -> dict[str, Any]:
