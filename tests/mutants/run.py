@@ -263,8 +263,8 @@ def tried(copy: Copy, mutants: list[Mutant], *, everything: bool) -> dict[str, t
     """Return, by name, every mutant with the tests that caught it and the seconds that it took.
 
     Raises:
-        RunError: A named test fails without any mutant; or, once all have been tried, what pytest ended with an error of
-            its own for.
+        RunError: A named test fails without any mutant; or, once all have been tried, pytest ended with an error of its
+            own for some.
     """
     failed, seconds, said = copy.run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
     if failed:
