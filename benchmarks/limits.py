@@ -29,7 +29,6 @@ CHOSEN_WITH_NBYTES = 1 << 30
 """More says nothing else about block sizes and threads, and takes long to remove."""
 
 
-
 def _parallel(threads: int, work: Callable[[int, int], None], nbytes: int, block: int) -> None:
     offsets, lock = iter(range(0, nbytes, block)), threading.Lock()
 
