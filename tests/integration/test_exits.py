@@ -17,6 +17,7 @@ import torch
 from real_worker import RealWorker, wait_until
 
 import asyncckpt
+from asyncckpt.protocol import lifecycle
 
 EXIT_S = 5.0
 DEADLINE_S = 200.0
@@ -174,6 +175,7 @@ def test_no_exit_waits_longer_than_five_seconds_for_a_worker_that_is_frozen(
         assert torch.equal(model["weight"], torch.full((100, 100), 1.0)), cases[number]
         assert torch.equal(model["bias"], torch.full((100,), 2.0)), cases[number]
     wait_until(lambda: not worker.status()["slots"], "all slots are freed")
+    wait_until(lambda: {row["phase"] for row in worker.status()["saves"]} <= lifecycle.ENDED, "all saves have ended")
     assert not [n for n in range(len(CASES), len(cases)) if (tmp_path / str(n) / "manifest.json").exists()]
 
 

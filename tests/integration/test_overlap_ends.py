@@ -33,6 +33,7 @@ from asyncckpt.errors import (
     StagingError,
     WorkerUnavailableError,
 )
+from asyncckpt.protocol import lifecycle
 from asyncckpt.staging import fence
 from asyncckpt.staging.copier import Copier
 from asyncckpt.staging.copy_cpu import SlotImage
@@ -410,6 +411,17 @@ def test_leaving_by_an_exception_waits_until_all_is_staged(
     states.assert_same(asyncckpt.load(tmp_path / "a"), state)
 
 
+def end_of(path: pathlib.Path, worker: RealWorker) -> str:
+    """Wait for the end of the save to `path`, which comes after its slot is freed, and return which it was."""
+
+    def ends() -> list[str]:
+        rows = [row for row in worker.status()["saves"] if row["path"] == str(path)]
+        return [row["phase"] for row in rows if row["phase"] in lifecycle.ENDED]
+
+    wait_until(ends, "the save has ended")
+    return ends()[-1]
+
+
 EXIT = """
     import os, sys, threading, time, torch, asyncckpt
     from asyncckpt.staging.copy_cpu import SlotImage
@@ -442,7 +454,7 @@ def test_an_exit_waits_for_the_copies_but_five_seconds_only(
     )
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - float(done.stdout) < 100.0, "5 s, and the interpreter's own end on a busy machine"
-    wait_until(lambda: not shared_worker.status()["slots"], "its slot is freed")
+    assert end_of(tmp_path / "a", shared_worker) == (lifecycle.COMMITTED if way == "soon" else lifecycle.ABANDONED)
     assert (tmp_path / "a" / "manifest.json").exists() is (way == "soon")
     if way == "soon":
         assert asyncckpt.load(tmp_path / "a")["model"]["weight"].shape == (1000, 1000)
@@ -454,8 +466,9 @@ def test_a_trainer_killed_under_a_copy_publishes_nothing(shared_worker: RealWork
         [sys.executable, "-c", program, shared_worker.endpoint, str(tmp_path), "never"], timeout=60, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: not shared_worker.status()["slots"], "its slot is freed")
+    assert end_of(tmp_path / "a", shared_worker) == lifecycle.ABANDONED
     assert not (tmp_path / "a" / "manifest.json").exists()
+    wait_until(lambda: not shared_worker.status()["slots"], "its slot is freed")
 
 
 def test_a_forked_child_steps_without_waiting_for_the_parent_s_copies(
