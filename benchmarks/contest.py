@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import states, training
-from benchmarks.contenders import CONTENDERS, Contender, Saved, remove
+from benchmarks import machine, states, training
+from benchmarks.contender import Contender, Saved, remove
+from benchmarks.contenders import CONTENDERS
 
-QUIET_STEPS = 2
+QUIET_STEPS = 1
 """Before the saves; one more after each, while its files are removed."""
 
 SAVE_S = 120.0
@@ -78,31 +79,9 @@ class Extent(NamedTuple):
         return made < self.saves and (made < FEWEST_SAVES or self.saves_s is None or since_s < self.saves_s)
 
 
-class Steps:
-    """What a contender's process does, one thing after the other: says it, and keeps how long each took."""
-
-    def __init__(self) -> None:
-        self.took_s: dict[str, float] = {}
-        self._now = "starting"
-        self._began = time.perf_counter() - (time.time() - psutil.Process().create_time())
-
-    def begin(self, what: str, detail: str = "") -> None:
-        """Say what begins, for whoever has to end it."""
-        self.end()
-        self._now = what
-        print(f"{what}{detail}", flush=True)
-
-    def end(self) -> dict[str, float]:
-        """Count what has run; returns all seconds so far."""
-        now = time.perf_counter()
-        self.took_s[self._now] = self.took_s.get(self._now, 0.0) + now - self._began
-        self._began = now
-        return self.took_s
-
-
 def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str, Any]:
     """Return every figure of one contender."""
-    steps = Steps()
+    steps = machine.Steps()
     steps.begin("making the state")
     loop = training.make(state)
     loop.step()

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import contest, states
-from benchmarks.contenders import CONTENDERS, remove
+from benchmarks import contest, machine, states
+from benchmarks.contender import remove
+from benchmarks.contenders import CONTENDERS
 from benchmarks.training import GPT, Loop, adamw
 
 ARRANGEMENTS = ("ddp", "fsdp2")
@@ -78,7 +79,7 @@ class Replicated(Loop):
 
 def measure(name: str, arrangement: str, saves: int, directory: Path) -> dict[str, Any]:
     """Return every figure of this rank."""
-    at = contest.Steps()
+    at = machine.Steps()
     at.begin("making the state")
     loop = make(arrangement)
     _steps(loop, 1)
