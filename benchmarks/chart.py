@@ -20,7 +20,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PANELS = (
     ("lost warm", "training lost by a save, s", None),
     ("durable warm", "save until on disk, s", "write_s"),
-    ("load cold", "load, nothing cached, s", "read_s"),
+    ("load cold", "load from the disk, nothing cached, s", "read_s"),
 )
 NAMES, PANEL, BAR, ROW, TOP = 190, 250, 180, 22, 52
 
@@ -53,8 +53,9 @@ def draw(result: dict[str, Any]) -> str:
     for number, (measure, title, limit) in enumerate(PANELS):
         x = NAMES + PANEL * number
         picture.text(x, 20, title, kind="title")
-        medians = {n: statistics.median(v[measure]) for n, v in every.items() if not isinstance(v, str)}
-        spans = {n: compare.interval(v[measure]) for n, v in every.items() if not isinstance(v, str)}
+        there = {n: compare.of_files(v, measure) for n, v in every.items() if not isinstance(v, str)}
+        medians = {n: statistics.median(v) for n, v in there.items()}
+        spans = {n: compare.interval(v) for n, v in there.items()}
         highest = max([1e-9, *medians.values(), *(high for _, high in spans.values())])
         for row, name in enumerate(every):
             if name in medians:

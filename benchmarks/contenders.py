@@ -6,89 +6,16 @@ What does not fsync by itself is given one by `benchmarks.contest`, in a thread 
 from __future__ import annotations
 
 import os
-import shutil
-import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from benchmarks.contender import Contender, Saved, done
+from benchmarks.ours import Ours, OursOverlap, OursPrepared
 from benchmarks.training import Loop
-
-
-class Saved(NamedTuple):
-    """A save that has begun: `staged` is done when the state may change, `written` when its files are written."""
-
-    staged: Future[Any]
-    written: Future[Any]
-
-
-class Contender:
-    """One way. Made once in a process, before the loop's first save.
-
-    Attributes:
-        fsyncs: Whether what it reports as written has been flushed to the disk.
-        verifies: Whether a load would notice a changed byte.
-        outlives: Whether a save that has begun is finished when the trainer is killed.
-    """
-
-    fsyncs = verifies = outlives = False
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-
-    def save(self, path: Path) -> Saved:
-        """Begin to save the loop's state."""
-        raise NotImplementedError
-
-    def load(self, path: Path) -> None:
-        """Load into the loop's model and optimizer."""
-        raise NotImplementedError
-
-    def loads(self) -> dict[str, Callable[[Path], None]]:
-        """Return ways to load what it saves, by name; its own has an empty one."""
-        return {"": self.load}
-
-    def close(self) -> None:
-        """End what it has started."""
-
-
-class Ours(Contender):
-    """`AsyncCheckpointer` with an attached optimizer; it chooses by itself what is copied behind the training."""
-
-    fsyncs = verifies = outlives = True
-
-    def __init__(self, loop: Loop, **options: Any) -> None:
-        super().__init__(loop)
-        from asyncckpt import AsyncCheckpointer
-
-        self.checkpointer = AsyncCheckpointer(**options)
-        loop.attach(self.checkpointer.attach)
-
-    def save(self, path: Path) -> Saved:
-        handle = self.checkpointer.save(self.loop.state(), path)
-        return Saved(_done(), handle.written)  # the hook makes the step wait
-
-    def load(self, path: Path) -> None:
-        import asyncckpt
-
-        state = self.loop.state()
-        asyncckpt.load(path, state, strict=True)
-        self.loop.steps = int(state["step"])
-        torch.set_rng_state(state["rng"])
-
-    def close(self) -> None:
-        self.checkpointer.close()
-
-
-class OursOverlap(Ours):
-    """`AsyncCheckpointer`, its copies behind the training whatever that costs: the shortest stall."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__(loop, staging="overlap")
 
 
 class TorchSave(Contender):
@@ -97,7 +24,7 @@ class TorchSave(Contender):
     def save(self, path: Path) -> Saved:
         path.mkdir()
         torch.save(self.loop.state(), path / "state.pt")
-        return Saved(_done(), _done())
+        return Saved(done(), done())
 
     def load(self, path: Path, *, mmap: bool = False) -> None:
         self.loop.take(torch.load(path / "state.pt", weights_only=True, mmap=mmap))
@@ -117,7 +44,7 @@ class Safetensors(Contender):
         rest = _flatten(self.loop.state(), "", tensors)
         save_file(tensors, path / "state.safetensors")
         torch.save(rest, path / "rest.pt")
-        return Saved(_done(), _done())
+        return Saved(done(), done())
 
     def load(self, path: Path) -> None:
         from safetensors.torch import load_file
@@ -145,7 +72,7 @@ class Dcp(Contender):
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(self.loop.state(), storage_writer=FileSystemWriter(path, thread_count=2))
-        return Saved(_done(), _done())
+        return Saved(done(), done())
 
     def load(self, path: Path) -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -171,7 +98,8 @@ class DcpAsync(Dcp):
         import torch.distributed as dist
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # Its thread meets the other ranks' while the training's collectives go on.
+        # IMPORTANT: not the group of the training: its thread meets the other ranks' while all-reduces go on there, and
+        # collectives of one group that two ranks begin in another order are taken for one another.
         self.group = None if self.alone else dist.new_group(backend="gloo")
         self.stager = DefaultStager(
             StagingOptions(
@@ -265,7 +193,7 @@ class TorchCheckpointing(Contender):
 
     def save(self, path: Path) -> Saved:
         written = self.manager.save(str(path), self.loop.state())
-        return Saved(self.manager._staging_future or _done(), written)
+        return Saved(self.manager._staging_future or done(), written)
 
     def load(self, path: Path) -> None:
         self.loop.take(self.manager.load(str(path), into=self.loop.state()))
@@ -276,6 +204,7 @@ class TorchCheckpointing(Contender):
 
 CONTENDERS: dict[str, Callable[[Loop], Contender]] = {
     "asyncckpt": Ours,
+    "asyncckpt, prepared": OursPrepared,
     "asyncckpt, overlap": OursOverlap,
     "torch.save": TorchSave,
     "safetensors": Safetensors,
@@ -285,12 +214,6 @@ CONTENDERS: dict[str, Callable[[Loop], Contender]] = {
     "torch _experimental": TorchExperimental,
     "torch_checkpointing": TorchCheckpointing,
 }
-
-
-def _done() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(None)
-    return future
 
 
 def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -308,10 +231,3 @@ def _nested(rest: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(rest, dict):
         return {k: _nested(v, f"{name}.{k}", tensors) for k, v in rest.items()}
     return tensors.get(name, rest)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint, whatever it is made of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,6 @@
 """One contender in one process: saves beside a training loop, then loads. Part of `benchmarks.compare`.
 
-    python -m benchmarks.contest NAME --state gpt --saves 6 --dir D
+    python -m benchmarks.contest NAME --state gpt --saves 6 [--saves-s S] [--saves-only] [--when-gone D] --dir D
 
 Prints where it is, line by line, and in the end one line of JSON: what it measured, or the error that ended it.
 """
@@ -18,20 +18,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import states, training
-from benchmarks.contenders import CONTENDERS, Contender, Saved, remove
+from benchmarks import machine, states, training
+from benchmarks.contender import Contender, Saved, remove
+from benchmarks.contenders import CONTENDERS
 
-QUIET_STEPS = 3
-"""Before the saves, and again after them."""
+QUIET_STEPS = 1
+"""Before the saves; one more after each, while its files are removed."""
 
 SAVE_S = 120.0
 """A save that takes longer is an error of the contender; `compare` sets a deadline for all that it does."""
 
 SAMPLE_S = 0.05
+FEWEST_SAVES = 3
+"""Of which the first is `cold`; however long they take."""
 
 
 def main() -> None:
@@ -40,11 +43,15 @@ def main() -> None:
     parser.add_argument("name", choices=CONTENDERS)
     parser.add_argument("--state", default="gpt")
     parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--saves-s", type=float, help=f"no save after {FEWEST_SAVES} is begun later than this")
+    parser.add_argument("--saves-only", action="store_true", help="measure neither memory nor loads")
+    parser.add_argument("--when-gone", type=Path, help="no save begins before this has been removed")
     parser.add_argument("--dir", type=Path, required=True)
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    extent = Extent(args.saves, args.saves_s, args.saves_only, args.when_gone)
     try:
-        found = measure(args.name, args.state, args.saves, args.dir)
+        found = measure(args.name, args.state, extent, args.dir)
     except Exception as error:  # the peer's, whatever it is: it goes into the table
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         found = {"error": f"{type(error).__name__}: {text}"[:300]}
@@ -52,30 +59,68 @@ def main() -> None:
     os._exit(0)  # whatever a peer has left running
 
 
-def measure(name: str, state: str, saves: int, directory: Path) -> dict[str, Any]:
+class Extent(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        saves: So many, the first included.
+        saves_s: None is begun later than this after the first, unless there are fewer than `FEWEST_SAVES`; None: all.
+        saves_only: Neither memory nor loads.
+        when_gone: What is being removed meanwhile: no save begins before it is.
+    """
+
+    saves: int
+    saves_s: float | None = None
+    saves_only: bool = False
+    when_gone: Path | None = None
+
+    def goes_on(self, made: int, since_s: float) -> bool:
+        """Return whether there is to be one more save."""
+        return made < self.saves and (made < FEWEST_SAVES or self.saves_s is None or since_s < self.saves_s)
+
+
+def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str, Any]:
     """Return every figure of one contender."""
-    _say("making the state")
+    steps = machine.Steps()
+    steps.begin("making the state")
     loop = training.make(state)
     loop.step()
-    _say("making the checkpointer")
+    steps.begin("making the checkpointer")
     contender = CONTENDERS[name](loop)
     nbytes = states.nbytes(loop.state())
+    unprepared = _pss()
+    prepared_s = contender.prepare()
+    steps.begin("quiet steps")
     quiet = [loop.step() for _ in range(QUIET_STEPS)]
-    before = _pss()
-    rows = []
-    for number in range(saves):
-        _say(f"save {number + 1}")
-        path = directory / f"{number}"
+    before = _pss() if prepared_s is None else unprepared
+    steps.begin("waiting for the disk")
+    _wait_until_gone(extent.when_gone)
+    rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    while extent.goes_on(len(rows), time.perf_counter() - began):
+        steps.begin("saving", f" {len(rows) + 1}")
+        path = directory / f"{len(rows)}"
         rows.append(save(contender, path))
-        remove(path)
-    quiet += [loop.step() for _ in range(QUIET_STEPS)]
-    _say("a save whose memory is measured")
-    peak = _peak_of_a_save(contender, directory / "kept")
-    _say("loading")
-    loads = {how: _loads(load, directory / "kept") for how, load in contender.loads().items()}
-    _say("closing")
+        steps.begin("quiet steps")
+        removing = threading.Thread(target=remove, args=(path,))
+        removing.start()  # it waits for the disk, and takes no processor from the step
+        quiet.append(loop.step())
+        steps.begin("removing")
+        removing.join()
+    found: dict[str, Any] = {}
+    if not extent.saves_only:
+        steps.begin("a save whose memory is measured")
+        peak = _peak_of_a_save(contender, directory / "kept")
+        steps.begin("loading")
+        loads = {how: _loads(load, directory / "kept") for how, load in contender.loads().items()}
+        found = {
+            "memory_over_state": (peak - before) / nbytes,
+            "load_cold_s": loads[""]["cold_s"],
+            "load_warm_s": loads[""]["warm_s"],
+            "other_loads": {how: seconds for how, seconds in loads.items() if how},
+        }
+    steps.begin("closing")
     contender.close()
-    remove(directory / "kept")
     quiet_s = statistics.median(quiet)
     for row in rows:
         row["lost_s"] = row.pop("until_s") - row["steps"] * quiet_s
@@ -84,19 +129,21 @@ def measure(name: str, state: str, saves: int, directory: Path) -> dict[str, Any
         "fsyncs": contender.fsyncs,
         "verifies": contender.verifies,
         "outlives": contender.outlives,
+        "prepare_s": prepared_s,
         "quiet_step_s": quiet,
         "cold": rows[0],
         "warm": rows[1:],
-        "memory_over_state": (peak - before) / nbytes,
-        "load_cold_s": loads[""]["cold_s"],
-        "load_warm_s": loads[""]["warm_s"],
-        "other_loads": {how: seconds for how, seconds in loads.items() if how},
+        **found,
+        "phases_s": steps.end(),
     }
 
 
-def _say(where: str) -> None:
-    """Say how far it is, for whoever has to end it."""
-    print(where, flush=True)
+def _wait_until_gone(path: Path | None) -> None:
+    until = time.monotonic() + SAVE_S
+    while path is not None and path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{path} is still being removed")
+        time.sleep(0.02)
 
 
 def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bool) -> dict[str, Any]:

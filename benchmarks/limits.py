@@ -25,6 +25,8 @@ from asyncckpt.memory.mapping import Mapping
 BLOCKS_NBYTES = (4 << 20, 16 << 20, 64 << 20)
 THREADS = (1, 2, 4)
 CANDIDATES = 3
+CHOSEN_WITH_NBYTES = 1 << 30
+"""More says nothing else about block sizes and threads, and takes long to remove."""
 
 
 def _parallel(threads: int, work: Callable[[int, int], None], nbytes: int, block: int) -> None:
@@ -141,8 +143,10 @@ class Limits:
             write_s(self._path, self._view(), *self.best_writes[0])  # there must be a file to read
             return
         choices = list(itertools.product(BLOCKS_NBYTES, THREADS))
-        writes = {c: write_s(self._path, self._view(), *c) for c in choices}
-        reads = {c: read_s(self._path, self._view(), self.nbytes, *c) for c in choices}
+        nbytes = min(self.nbytes, CHOSEN_WITH_NBYTES)
+        writes = {c: write_s(self._path, self._view()[:nbytes], *c) for c in choices}
+        reads = {c: read_s(self._path, self._view(), nbytes, *c) for c in choices}
+        write_s(self._path, self._view(), *choices[0])  # what is read from now on is whole
         self.best_writes = sorted(choices, key=lambda c: writes[c])[:CANDIDATES]
         self.best_reads = sorted(choices, key=lambda c: reads[c])[:CANDIDATES]
 

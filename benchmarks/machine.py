@@ -17,7 +17,7 @@ import psutil
 
 def describe(directory: Path) -> dict[str, Any]:
     """Return date, machine and versions; `directory` is where the files were written."""
-    names = ("torch", "pyzmq", "msgpack", "xxhash", "psutil", "safetensors")
+    names = ("torch", "pyzmq", "msgpack", "xxhash", "psutil", "safetensors", "torch_checkpointing")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu(),
@@ -49,6 +49,28 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+class Steps:
+    """What a contender's process does, one thing after the other: says it, and keeps how long each took."""
+
+    def __init__(self) -> None:
+        self.took_s: dict[str, float] = {}
+        self._now = "starting"
+        self._began = time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+    def begin(self, what: str, detail: str = "") -> None:
+        """Say what begins, for whoever has to end it."""
+        self.end()
+        self._now = what
+        print(f"{what}{detail}", flush=True)
+
+    def end(self) -> dict[str, float]:
+        """Count what has run; returns all seconds so far."""
+        now = time.perf_counter()
+        self.took_s[self._now] = self.took_s.get(self._now, 0.0) + now - self._began
+        self._began = now
+        return self.took_s
 
 
 def timed(call: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:

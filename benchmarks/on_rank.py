@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import contest, states
-from benchmarks.contenders import CONTENDERS, remove
+from benchmarks import contest, machine, states
+from benchmarks.contender import remove
+from benchmarks.contenders import CONTENDERS
 from benchmarks.training import GPT, Loop, adamw
 
 ARRANGEMENTS = ("ddp", "fsdp2")
-QUIET_STEPS = 3
-"""Before the saves, and again after them."""
+QUIET_STEPS = 2
+"""Before the saves; one more after each, while its files are removed."""
 
 SHAPE = (1, 64)
 """Sequences of a rank in a step, and tokens of each."""
@@ -77,32 +79,45 @@ class Replicated(Loop):
 
 def measure(name: str, arrangement: str, saves: int, directory: Path) -> dict[str, Any]:
     """Return every figure of this rank."""
+    at = machine.Steps()
+    at.begin("making the state")
     loop = make(arrangement)
     _steps(loop, 1)
+    at.begin("making the checkpointer")
     process = psutil.Process()
     fds = process.num_fds()
     contender = CONTENDERS[name](loop)
+    prepared_s = contender.prepare()
+    at.begin("quiet steps")
     quiet = _steps(loop, QUIET_STEPS)
     rows = []
     for number in range(saves):
         path = directory / f"{number}"
+        at.begin("saving", f" {number + 1}")
         dist.barrier()
         rows.append(contest.save(contender, path, _all_done))
         dist.barrier()
+        removing = threading.Thread(target=remove, args=(path,))
         if dist.get_rank() == 0:
-            remove(path)
+            removing.start()  # it waits for the disk, and takes no processor from the step
+        at.begin("quiet steps")
+        quiet += _steps(loop, 1)
+        at.begin("removing")
+        if dist.get_rank() == 0:
+            removing.join()
         dist.barrier()
-    quiet += _steps(loop, QUIET_STEPS)
+    at.begin("closing")
     found = {
         "nbytes": states.nbytes(loop.state()),
         "fsyncs": contender.fsyncs,
+        "prepare_s": prepared_s,
         "quiet_step_s": quiet,
         "saves": rows,
         "added_fds": process.num_fds() - fds,
         "worker_fds": [worker.num_fds() for worker in contest.workers()],
     }
     contender.close()
-    return found
+    return found | {"phases_s": at.end()}
 
 
 def _steps(loop: Loop, count: int) -> list[float]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import chart, compare, cpu, overlap, ranks, targets, trace
 from benchmarks.on_rank import ARRANGEMENTS
+from benchmarks.rounds import NBYTES
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
 ROOT = Path(__file__).parents[1]
@@ -130,15 +131,14 @@ def compare_table(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(_compare_cell(found, measure, mark) for measure in COLUMNS)} |")
     limits = compare.limits(result)
     rounds = f"{len(result['rounds'])} rounds of {compare.saves_of(result)} saves each"
-    left_out = compare.left_out(result)
     lines += [
         "",
         *(["`*`: it does not fsync; the benchmark did.", ""] if unsafe else []),
         f"The machine's limits in the same rounds: O_DIRECT write {limits['write_s']:.2f} s, read "
         f"{limits['read_s']:.2f} s, copy into warm shared memory {limits['copy_s']:.2f} s. In brackets: quartiles.",
-        *([left_out] if left_out else []),
+        *compare.notes(result),
         "",
-        *_where(result | {"nbytes": compare.NBYTES[result["state"]]}, rounds, result["machine"]),
+        *_where(result | {"nbytes": NBYTES[result["state"]]}, rounds, result["machine"]),
     ]
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks import compare, cpu, ranks
 from benchmarks.save_load import RESULTS
 
-OURS, OVERLAP = "asyncckpt", "asyncckpt, overlap"
+OURS, PREPARED, OVERLAP = "asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap"
 Values = Callable[[dict[str, Any]], Sequence[float]]
 
 
@@ -46,23 +46,29 @@ def _contest(measure: str, name: str = OURS, per: str | None = None) -> Values:
     def found(result: dict[str, Any]) -> list[float]:
         ratios = list[float]()
         for row in result["rounds"]:
+            if name not in row["contenders"]:
+                return []
             values = compare.values(result | {"rounds": [row]}, name)
             if isinstance(values, str):
                 return []
-            ratios += [value / (row["limits"][per] if per else 1.0) for value in values[measure]]
+            ratios += [value / (row["limits"][per] if per else 1.0) for value in values.get(measure, ())]
         return ratios
 
     return found
 
 
-def _beside_best_peer(measure: str) -> Values:
-    """Return what finds our values of a measure over the median of the best peer."""
+def _beside(measure: str, name: str = OURS, peer: str | None = None) -> Values:
+    """Return what finds our values of a measure over the median of the best peer, or of one; loads from the disk."""
 
     def found(result: dict[str, Any]) -> list[float]:
-        peers = [compare.values(result, name) for name in compare.names(result) if not name.startswith(OURS)]
-        best = min(statistics.median(values[measure]) for values in peers if not isinstance(values, str))
-        ours = compare.values(result, OURS)
-        return [] if isinstance(ours, str) else [value / best for value in ours[measure]]
+        there = compare.names(result)
+        others = [one for one in there if one not in compare.OURS and peer in (None, one)]
+        every = [compare.values(result, other) for other in others]
+        medians = [statistics.median(values[measure]) for values in every if not isinstance(values, str)]
+        ours = compare.values(result, name) if name in there else ""
+        if isinstance(ours, str) or not medians:
+            return []
+        return [value / min(medians) for value in ours.get(f"{measure}, {compare.FROM_DISK}", ours[measure])]
 
     return found
 
@@ -136,13 +142,33 @@ TARGETS = (
     Target("stall, behind, `large`", "compare-large", 0.005, _contest("stall", OVERLAP), "s"),
     Target("stall, blocking, over a warm copy", "save_load-gpt", 1.2, _save_load("stall_s", "copy_s")),
     Target("the same, `small`", "save_load-small", 4, _save_load("stall_s", "copy_s")),
+    Target(
+        "the same, first save after `prepare()`, training on",
+        "compare-gpt",
+        1.2,
+        _contest("stall cold", PREPARED, per="copy_s"),
+    ),
     Target("lost per save", "compare-gpt", 0.15, _contest("lost warm"), "s"),
-    Target("lost, first save", "compare-gpt", 0.15, _contest("lost cold"), "s"),
-    Target("lost, over the best peer", "compare-gpt", 0.25, _beside_best_peer("lost warm")),
-    Target("lost, first save, over the best peer", "compare-gpt", 1 / 9, _beside_best_peer("lost cold")),
+    Target("lost, first save after `prepare()`", "compare-gpt", 0.15, _contest("lost cold", PREPARED), "s"),
+    Target("lost, first save without it", "compare-gpt", 0.15, _contest("lost cold"), "s"),
+    Target("lost, over the best peer", "compare-gpt", 0.25, _beside("lost warm")),
+    Target(
+        "lost, first save after `prepare()`, over the best peer", "compare-gpt", 1 / 9, _beside("lost cold", PREPARED)
+    ),
+    Target("lost, first save without it, over the best peer", "compare-gpt", 1 / 9, _beside("lost cold")),
     Target("lost per save, `small`", "compare-small", 0.12, _contest("lost warm"), "s"),
+    Target("the same, first save after `prepare()`", "compare-small", 0.12, _contest("lost cold", PREPARED), "s"),
+    Target("the same, first save without it", "compare-small", 0.12, _contest("lost cold"), "s"),
     Target("lost per save, `large`", "compare-large", 0.4, _contest("lost warm"), "s"),
+    Target("the same, first save after `prepare()`", "compare-large", 0.4, _contest("lost cold", PREPARED), "s"),
+    Target("the same, first save without it", "compare-large", 0.4, _contest("lost cold"), "s"),
     Target("on disk over the write limit, training on", "compare-gpt", 1.9, _contest("durable warm", per="write_s")),
+    Target(
+        "the same, first save after `prepare()`",
+        "compare-gpt",
+        1.9,
+        _contest("durable cold", PREPARED, per="write_s"),
+    ),
     Target("the same, `small`", "compare-small", 2.5, _contest("durable warm", per="write_s")),
     Target("the same, `large`", "compare-large", 1.5, _contest("durable warm", per="write_s")),
     Target(
@@ -157,8 +183,19 @@ TARGETS = (
     Target("the same, of files that the host keeps in its memory", "load-gpt", 1.1, _loaded("cold", "read limit")),
     Target("the same, `small`", "load-small", 1.5, _loaded("cold", "read limit")),
     Target("the same, `large`", "load-large", 1.1, _loaded("cold", "read limit")),
+    Target("the same, beside the other libraries", "compare-gpt", 1.1, _contest("load cold, disk", per="read_s")),
+    Target(
+        "the same, beside the other libraries, `small`", "compare-small", 1.5, _contest("load cold, disk", per="read_s")
+    ),
+    Target(
+        "the same, beside the other libraries, `large`", "compare-large", 1.1, _contest("load cold, disk", per="read_s")
+    ),
     Target("load, warm, verified, over safetensors", "load-gpt", 1.3, _loaded("warm", "safetensors warm")),
     Target("the same, `small`", "load-small", 1.0, _loaded("warm", "safetensors warm")),
+    Target("the same, beside the other libraries", "compare-gpt", 1.3, _beside("load warm", peer="safetensors")),
+    Target(
+        "the same, beside the other libraries, `small`", "compare-small", 1.0, _beside("load warm", peer="safetensors")
+    ),
     Target("load from the worker's memory over a warm copy", "recall", 1.5, _ratio("memory_s", "copy_before_memory_s")),
     Target("resharded, verified: bytes read over those of the blocks", "reshard", 1.1, _resharded(True)),
     Target("resharded, not verified: bytes read over those needed", "reshard", 1.1, _resharded(False)),

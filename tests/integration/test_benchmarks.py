@@ -14,7 +14,7 @@ from real_worker import RealWorker
 from benchmarks import compare, contest, quick, table, training
 from benchmarks.contenders import CONTENDERS
 
-HERE = ["asyncckpt", "asyncckpt, overlap", "torch.save", "safetensors"]
+HERE = ["asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap", "torch.save", "safetensors"]
 """Those that need no process group of their own and no other package."""
 
 
@@ -29,14 +29,16 @@ def test_what_a_contender_saves_it_loads_into_a_loop_that_has_gone_on(name: str,
     loop = training.make("tiny")
     loop.step()
     contender = CONTENDERS[name](loop)
+    assert (contender.prepare() is None) == (name != "asyncckpt, prepared")
     try:
         expected = {key: value for key, value in _flat(loop.state()).items()}
         saved = contender.save(tmp_path / "a")
         saved.written.result(60)
-        loop.step()
-        assert any(not torch.equal(v, expected[k]) for k, v in _flat(loop.state()).items())
-        contender.load(tmp_path / "a")
-        states.assert_same(_flat(loop.state()), expected)
+        for load in contender.loads().values():
+            loop.step()
+            assert any(not torch.equal(v, expected[k]) for k, v in _flat(loop.state()).items())
+            load(tmp_path / "a")
+            states.assert_same(_flat(loop.state()), expected)
     finally:
         contender.close()
 
@@ -49,13 +51,29 @@ def _flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("_endpoint")
+def test_a_contest_of_saves_only_measures_neither_memory_nor_loads(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "QUIET_STEPS", 1)
+    extent = contest.Extent(9, saves_s=0.0, saves_only=True)
+    one = contest.measure("torch.save", "tiny", extent, tmp_path)
+    assert "load_cold_s" not in one and "memory_over_state" not in one
+    assert len(one["warm"]) == contest.FEWEST_SAVES - 1, "a slow one makes as many as there must be"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_endpoint")
 def test_a_contest_measures_everything_that_the_table_shows(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contest, "QUIET_STEPS", 1)
-    one = json.loads(json.dumps(contest.measure("asyncckpt", "tiny", 2, tmp_path)))
+    extent = contest.Extent(2, when_gone=tmp_path / "gone")
+    one = json.loads(json.dumps(contest.measure("asyncckpt, prepared", "tiny", extent, tmp_path)))
     assert one["fsyncs"] and one["cold"]["durable_s"] > 0 and len(one["warm"]) == 1
-    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert one["prepare_s"] > 0 and set(one["other_loads"]) == {"disk"}
+    assert len(one["quiet_step_s"]) == 1 + 2, "one more after each save"
+    assert {"making the state", "saving", "loading"} <= set(one["phases_s"])
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"], "removed when the next one makes its state"
     limits = {"write_s": 0.5, "read_s": 0.25, "copy_s": 0.125}
     machine = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())["machine"]
     broken = {"error": "OSError: it does not work here\nTraceback"}

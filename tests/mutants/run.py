@@ -16,7 +16,10 @@ A patch in this directory is a header, an empty line, and a diff without line nu
 
 Each is applied to a copy of the working tree, never to the tree itself, and the tests that it names run there; with
 `--all` the whole of `tests/unit` where these do not notice. A patch that no longer applies, or that nothing notices,
-fails the run. `test_mutants.py` checks in `make test` that all apply and that the tests exist.
+fails the run. So does a named test that fails, or is not there, without any mutant: that is tried first. A mutant is
+caught by a test that fails, by a module of tests that can no longer be imported, or by the end of pytest by a signal;
+if pytest ends otherwise with an error of its own, the run fails, since nothing has been shown. `test_mutants.py` checks
+in `make test` that all apply and that the tests exist.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import pathlib
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +46,10 @@ RESULTS = PATCHES / "RESULTS.md"
 TEST_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 900
 FIELDS = ("what", "promise", "tests")
+
+
+class RunError(RuntimeError):
+    """Pytest has ended, and has shown nothing; the text has what it said."""
 
 
 class PatchError(ValueError):
@@ -176,26 +184,30 @@ class Copy:
         (self.root / ".typing" / "asyncckpt_worker").symlink_to("../worker")
 
     def run(self, tests: tuple[str, ...]) -> tuple[list[str], float, str]:
-        """Run tests; returns those that failed, the seconds that it took, and what pytest said."""
+        """Run tests; returns those that failed, the seconds that it took, and what pytest said.
+
+        Raises:
+            RunError: Pytest has ended with an error of its own, or not at all.
+        """
         path = os.pathsep.join((str(self.root), str(self.root / ".typing")))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=line"]
         command += [f"--timeout={TEST_TIMEOUT_S}", *tests]
         started = time.monotonic()
-        done = subprocess.run(
-            command,
-            cwd=self.root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=RUN_TIMEOUT_S,
-            check=False,
-        )
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::\S+)", done.stdout, re.MULTILINE)
-        if done.returncode not in (0, 1) and not failed:
-            failed = [f"(pytest ended with {done.returncode})"]
-        return list(dict.fromkeys(failed)), time.monotonic() - started, done.stdout
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.root,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=RUN_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"pytest has not ended within {RUN_TIMEOUT_S} s: {' '.join(tests)}") from error
+        return failures(done.returncode, done.stdout), time.monotonic() - started, done.stdout
 
     def caught(self, mutant: Mutant, *, everything: bool) -> tuple[list[str], float]:
         """Return the tests that fail under a mutant, and the seconds until that was known."""
@@ -214,6 +226,30 @@ class Copy:
                 (self.root / path).write_text(text)
 
 
+def failures(code: int, said: str) -> list[str]:
+    """Return what has failed in a run of pytest: tests, modules that cannot be imported, or pytest by a signal.
+
+    Args:
+        code: It ended with.
+        said: What it printed, with `-rfE`.
+
+    Raises:
+        RunError: It ended with an error of its own: an argument that it does not take, a test that is not there,
+            nothing collected.
+    """
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::\S+)", said, re.MULTILINE)
+    unimportable = re.findall(r"^ERROR (\S+\.py)(?: - .*)?$", said, re.MULTILINE)
+    if code < 0:
+        failed.append(f"(pytest ended by {signal.Signals(-code).name})")
+    elif code in (2, 4) and unimportable:  # 4 where tests of the module were named one by one
+        failed += [f"({module} cannot be imported)" for module in unimportable]
+    elif code not in (0, 1):
+        raise RunError(f"pytest ended with {code}, which shows nothing:\n{said[-2000:]}")
+    elif code == 1 and not failed:
+        raise RunError(f"pytest says that tests failed, and not which:\n{said[-2000:]}")
+    return list(dict.fromkeys(failed))
+
+
 def _rows(found: Mapping[str, tuple[Mutant, list[str], float]]) -> Iterator[str]:
     yield "| mutant | what it does | promise | caught by | s |"
     yield "|---|---|---|---|---|"
@@ -221,6 +257,32 @@ def _rows(found: Mapping[str, tuple[Mutant, list[str], float]]) -> Iterator[str]
         tests = list(dict.fromkeys(f"`{f.partition('[')[0].rpartition('/')[2]}`" for f in failed))
         shown = ", ".join(tests[:4]) + (f" and {len(tests) - 4} more" if len(tests) > 4 else "")
         yield f"| {name} | {mutant.what} | {mutant.promise} | {shown or '**nothing**'} | {seconds:.0f} |"
+
+
+def tried(copy: Copy, mutants: list[Mutant], *, everything: bool) -> dict[str, tuple[Mutant, list[str], float]]:
+    """Return, by name, every mutant with the tests that caught it and the seconds that it took.
+
+    Raises:
+        RunError: A named test fails without any mutant; or, once all have been tried, pytest ended with an error of its
+            own for some.
+    """
+    failed, seconds, said = copy.run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
+    if failed:
+        raise RunError("\n".join((said, "these tests fail without any mutant:", *failed)))
+    print(f"without a mutant every test passes ({seconds:.0f} s)", flush=True)
+    found, nothing_shown = {}, list[str]()
+    for mutant in mutants:
+        try:
+            failed, seconds = copy.caught(mutant, everything=everything)
+        except RunError as error:
+            nothing_shown.append(f"{mutant.name}: {error}")
+            print(f"NOTHING SHOWN {mutant.name}", flush=True)
+            continue
+        found[mutant.name] = mutant, failed, seconds
+        print(f"{'caught  ' if failed else 'SURVIVES'} {mutant.name} ({seconds:.0f} s)", flush=True)
+    if nothing_shown:
+        raise RunError("\n".join(nothing_shown))
+    return found
 
 
 def main() -> int:
@@ -244,18 +306,12 @@ def main() -> int:
     if args.check or args.diff or broken:
         print(f"{len(mutants) - len(broken)} of {len(mutants)} patches apply", file=sys.stderr)
         return 1 if broken else 0
-    found: dict[str, tuple[Mutant, list[str], float]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-of-") as directory:
-        copy = Copy(directory)
-        sound, seconds, said = copy.run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
-        if sound:
-            print(said, "\nthese tests fail without any mutant:", *sound, sep="\n")
+        try:
+            found = tried(Copy(directory), mutants, everything=args.all)
+        except RunError as error:
+            print(error)
             return 1
-        print(f"without a mutant every test passes ({seconds:.0f} s)", flush=True)
-        for mutant in mutants:
-            failed, seconds = copy.caught(mutant, everything=args.all)
-            found[mutant.name] = mutant, failed, seconds
-            print(f"{'caught  ' if failed else 'SURVIVES'} {mutant.name} ({seconds:.0f} s)", flush=True)
     survivors = [name for name, (_, failed, _) in found.items() if not failed]
     target = args.write or (None if args.names else RESULTS)
     if target is not None:

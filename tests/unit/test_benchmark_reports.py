@@ -1,4 +1,4 @@
-"""The comparing part of the benchmarks: what a failing peer looks like, what a budget does, tables and pictures."""
+"""The comparing part of the benchmarks: what a failing peer looks like, tables and pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import chart, compare, cpu, table, trace
+from benchmarks import chart, compare, cpu, rounds, table, trace
 
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -80,54 +80,7 @@ def test_what_a_contender_leaves_is_its_figures_or_why_there_are_none(
 ) -> None:
     (tmp_path / "log").write_text(stderr)
     found = found or {"error": "ended with -6 (making the state): Too many open files"}
-    assert compare.outcome(output, tmp_path / "log", code, late_s) == found
-
-
-# ---- the budget
-
-
-class Clocked(compare.Run):
-    """A run whose contenders take as long as it is told, by a clock of its own."""
-
-    def __init__(self, tmp_path: pathlib.Path, takes_s: list[float], *, budget_s: float, deadline_s: float) -> None:
-        super().__init__("tiny", 2, tmp_path, deadline_s, budget_s)
-        self.now_s, self.takes_s, self.ran = 0.0, iter(takes_s), list[str]()
-
-    def elapsed_s(self) -> float:
-        return self.now_s
-
-    def limits(self) -> dict[str, float]:
-        return LIMITS
-
-    def _contest(self, name: str, deadline_s: float) -> dict[str, Any]:
-        self.ran.append(name)
-        takes_s = next(self.takes_s)
-        self.now_s += min(takes_s, deadline_s)
-        return figures() if takes_s <= deadline_s else {"error": f"not ended after {deadline_s:.0f} s"}
-
-
-def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path: pathlib.Path) -> None:
-    run = Clocked(tmp_path, [10.0] * 8, budget_s=55.0, deadline_s=30.0)
-    assert len(run.rounds(4, ["a", "b"])) == 2
-    assert run.now_s == 40.0
-    assert run.ran[:4] == ["a", "b", "a", "b"]
-
-
-def test_the_first_round_is_finished_whatever_the_budget(tmp_path: pathlib.Path) -> None:
-    (only,) = Clocked(tmp_path, [10.0, 10.0], budget_s=5.0, deadline_s=30.0).rounds(3, ["a", "b"])
-    assert set(only["contenders"]) == {"a", "b"}
-
-
-def test_a_round_that_the_budget_ends_is_left_out(tmp_path: pathlib.Path) -> None:
-    run = Clocked(tmp_path, [5.0, 5.0, 5.0, 25.0], budget_s=32.0, deadline_s=30.0)
-    assert len(run.rounds(2, ["a", "b"])) == 1
-
-
-def test_what_has_failed_once_is_not_run_again_and_says_the_same_in_every_round(tmp_path: pathlib.Path) -> None:
-    run = Clocked(tmp_path, [40.0, 1.0, 1.0, 1.0], budget_s=1000.0, deadline_s=30.0)
-    rounds = run.rounds(3, ["a", "b"])
-    assert [r["contenders"]["a"] for r in rounds] == [{"error": "not ended after 30 s"}] * 3
-    assert sorted(run.ran) == ["a", "b", "b", "b"]
+    assert rounds.outcome(output, tmp_path / "log", code, late_s) == found
 
 
 # ---- tables and pictures
@@ -147,6 +100,42 @@ def test_the_table_shows_medians_failures_and_who_does_not_fsync() -> None:
 
 def test_rounds_that_the_budget_left_out_are_told() -> None:
     assert "3 of 5 rounds were left out: 60 s were up." in table.compare_table(compared(asked=5))
+    interrupted = compared(asked=5) | {"ended": "not"}
+    assert "3 of 5 rounds were left out: the run was interrupted." in table.compare_table(interrupted)
+
+
+def test_the_table_says_what_was_measured_otherwise_than_the_rest() -> None:
+    result = compared() | {"peer_saves_s": 15.0}
+    assert not compare.notes(compared()), "nothing, where all have done the same"
+    ours = figures(other_loads={"disk": {"cold_s": 0.42, "warm_s": 0.13}})
+    slow = figures(9)
+    slow["warm"] = slow["warm"][:1]
+    saves_only = {key: value for key, value in slow.items() if "load" not in key and "memory" not in key}
+    for number in range(4):
+        contenders = {"asyncckpt": ours, "asyncckpt, prepared": ours | {"prepare_s": 0.5 + number}}
+        contenders["dcp.save"] = slow if number < rounds.ROUNDS_OF_LOADS else saves_only
+        result["rounds"][number:] = [{"limits": LIMITS, "contenders": contenders}]
+    shown = table.compare_table(result)
+    assert "`prepare()` took 2.00 s, before the training." in shown
+    assert "0.80 (disk 0.42) | 0.20 (disk 0.13)" in shown
+    assert "Our loads: from the worker's memory, in brackets from the disk." in shown
+    assert "Fewer saves in a round, since they take long: dcp.save 2." in shown
+    assert "Memory and loads of the others are of 2 rounds." in shown
+    found = compare.values(result, "dcp.save")
+    assert isinstance(found, dict)
+    assert {measure: len(found[measure]) for measure in ("lost cold", "lost warm", "load cold", "memory")} == {
+        "lost cold": 4,
+        "lost warm": 4,
+        "load cold": 2,
+        "memory": 2,
+    }
+
+
+def test_the_picture_shows_our_loads_from_the_disk_whose_limit_it_draws() -> None:
+    result = compared()
+    for row in result["rounds"]:
+        row["contenders"]["asyncckpt"] = figures(other_loads={"disk": {"cold_s": 0.42, "warm_s": 0.13}})
+    assert "asyncckpt: 0.420 s, quartiles" in chart.draw(result)
 
 
 def test_documents_get_what_was_measured_and_keep_the_rest(tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,8 @@ import pathlib
 
 import pytest
 
-from tests.mutants.run import RESULTS, ROOT, PatchError, diff_of, every_mutant, missing_tests, parsed
+from tests.mutants import run
+from tests.mutants.run import RESULTS, ROOT, Mutant, PatchError, RunError, diff_of, every_mutant, missing_tests, parsed
 
 MUTANTS = every_mutant()
 
@@ -44,3 +45,92 @@ def test_a_patch_that_does_not_apply_is_an_error_that_says_what_is_missing(tmp_p
         (tmp_path / "a.patch").write_text(text)
         with pytest.raises(PatchError):
             parsed(tmp_path / "a.patch")
+
+
+# ---- what counts as caught
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "failed"),
+    [
+        (0, "2 passed", []),
+        (1, "FAILED t/a.py::test_x[1] - assert 1\nERROR t/a.py::test_y\n", ["t/a.py::test_x[1]", "t/a.py::test_y"]),
+        (2, "ERROR t/a.py - ImportError: no\n", ["(t/a.py cannot be imported)"]),
+        (4, "ERROR t/a.py\nERROR: found no collectors for t/a.py::test_x\n", ["(t/a.py cannot be imported)"]),
+        (-11, "", ["(pytest ended by SIGSEGV)"]),
+    ],
+)  # fmt: skip
+def test_a_failure_an_import_that_fails_and_a_signal_catch_a_mutant(code: int, said: str, failed: list[str]) -> None:
+    assert run.failures(code, said) == failed
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (1, "1 failed"),
+        (2, "Interrupted"),
+        (3, "INTERNALERROR> x"),
+        (4, "ERROR: not found: tests/a.py::test_x\n"),
+        (4, "ERROR: usage: pytest [options]\n"),
+        (5, "no tests ran"),
+    ],
+)
+def test_an_end_of_pytest_that_shows_nothing_fails_the_run(code: int, said: str) -> None:
+    with pytest.raises(RunError, match=f"{code}|not which"):
+        run.failures(code, said)
+
+
+class FakeCopy(run.Copy):
+    """Says for each set of tests what it is told."""
+
+    def __init__(self, sound: list[str], caught: dict[str, list[str] | RunError]) -> None:
+        self.sound, self.by_name, self.ran = sound, caught, list[tuple[str, ...]]()
+
+    def run(self, tests: tuple[str, ...]) -> tuple[list[str], float, str]:
+        self.ran.append(tests)
+        return self.sound, 1.0, "what pytest said"
+
+    def caught(self, mutant: Mutant, *, everything: bool) -> tuple[list[str], float]:
+        found = self.by_name[mutant.name]
+        if isinstance(found, RunError):
+            raise found
+        return found, 2.0
+
+
+def _mutant(name: str, *tests: str) -> Mutant:
+    return Mutant(name, "a bug", "P1", tests, {})
+
+
+def test_all_named_tests_run_once_without_a_mutant_before_any() -> None:
+    mutants = [_mutant("one", "a::x", "a::y"), _mutant("two", "a::x")]
+    copy = FakeCopy([], {"one": ["a::x"], "two": []})
+    found = run.tried(copy, mutants, everything=False)
+    assert copy.ran == [("a::x", "a::y")]
+    assert {name: failed for name, (_, failed, _) in found.items()} == {"one": ["a::x"], "two": []}
+
+
+def test_a_named_test_that_fails_without_a_mutant_fails_the_run_and_is_named() -> None:
+    with pytest.raises(RunError, match="without any mutant:\na::y"):
+        run.tried(FakeCopy(["a::y"], {}), [_mutant("one", "a::x", "a::y")], everything=False)
+
+
+def test_a_mutant_whose_run_shows_nothing_is_named_when_the_others_have_been_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copy = FakeCopy([], {"one": RunError("pytest ended with 4"), "two": ["a::x"]})
+    with pytest.raises(RunError, match="one: pytest ended with 4"):
+        run.tried(copy, [_mutant("one", "a::x"), _mutant("two", "a::x")], everything=False)
+    assert "caught   two" in capsys.readouterr().out
+
+
+def test_pytest_itself_is_understood(tmp_path: pathlib.Path) -> None:
+    (tmp_path / ".typing").mkdir()
+    (tmp_path / "test_good.py").write_text("def test_a(): pass\ndef test_b(): assert False\n")
+    (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\ndef test_a(): pass\n")
+    copy = object.__new__(run.Copy)
+    copy.root = tmp_path
+    assert copy.run(("test_good.py::test_a",))[0] == []
+    assert copy.run(("test_good.py::test_a", "test_good.py::test_b"))[0] == ["test_good.py::test_b"]
+    assert copy.run(("test_good.py::test_a", "test_broken.py::test_a"))[0] == ["(test_broken.py cannot be imported)"]
+    with pytest.raises(RunError, match="ended with 4"):
+        copy.run(("test_good.py::test_gone",))
