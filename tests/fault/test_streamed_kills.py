@@ -141,7 +141,7 @@ def begin(nursery: subprocess.Popen[str], order: dict[str, Any], log: pathlib.Pa
 
 
 def is_idle(status: Mapping[str, Any]) -> bool:
-    """Whether nothing is under way. Between two jobs of a save there may be none, and its slot is freed before its end."""
+    """Whether nothing is under way. Between jobs of a save there may be none, and its slot is freed before its end."""
     ended = all(row["phase"] in lifecycle.ENDED for row in status["saves"])
     return ended and not status["sessions"] and not status["jobs"]
 
