@@ -18,7 +18,7 @@ from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId, index_name, shard_name
-from asyncckpt.memory.ring import Counters
+from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import PartRange
 from asyncckpt.staging import watermark
@@ -96,10 +96,14 @@ class Trainer:
             thread.join()
         self.wanted = [bytes(self.view[p.offset : p.offset + p.nbytes]) for p in self.parts]
 
+    def job(self, **fields: Any) -> Write:
+        """Return the worker's job; `fields` of its request."""
+        request = replace(REQUEST, parts=self.parts, **fields)
+        return Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
+
     def write(self, path: Path, **fields: Any) -> Any:
         """Do the worker's job."""
-        request = replace(REQUEST, parts=self.parts, **fields)
-        job = Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
+        job = self.job(**fields)
         rank_job = RankJob(
             path=str(path),
             save_id=SAVE_ID,
@@ -153,6 +157,19 @@ def test_files_and_checksums_are_those_of_the_bytes_that_the_slot_has_in_the_end
         assert (tmp_path / shard_name(SAVE_ID, 0, number, "safetensors")).read_bytes() == wanted
         blocks = [wanted[at : at + BLOCK_NBYTES] for at in range(0, len(wanted), BLOCK_NBYTES)]
         assert shard.digests == b"".join(block_digest(memoryview(block)) for block in blocks)
+
+
+def test_a_segment_counts_once_its_last_byte_is_filled_and_no_sooner(trainer: Trainer) -> None:
+    feed = early.EarlyFeed(trainer.job(), trainer.memory, trainer.slots)
+    assert feed.filled() == 0
+    segments = Ring(NBYTES, BLOCK_NBYTES, 1).segments
+    for number, segment in enumerate(segments):
+        end = trainer.parts[segment.part].offset - PAGE_NBYTES + segment.end
+        trainer.counters.filled = end - 1
+        assert feed.filled() == number
+        trainer.counters.filled = end
+        assert feed.filled() == number + 1
+    assert len(segments) == sum(-(-nbytes // BLOCK_NBYTES) for nbytes in NBYTES)
 
 
 @pytest.mark.parametrize("how", ["discard", "open", "cut off"])
