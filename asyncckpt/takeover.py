@@ -76,7 +76,8 @@ class Takeover:
                 slot,
                 WorkerUnavailableError(
                     f"the memory of save {slot.user} was handed to {slot.handovers + 1} workers in turn, and each of "
-                    "them has died before that had ended; it is not handed to another one",
+                    "them has died before it told how that ended; it is not handed to another one. The last of them "
+                    "may have committed it: look at the path",
                     endpoint=self._endpoint,
                     detail=f"handovers={slot.handovers}",
                 ),

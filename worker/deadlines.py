@@ -31,7 +31,8 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
         return float("inf"), None
     found: tuple[float, RankSave | None] = (_overdue(save, since), None)
     for entry in save.ranks.values() if t.heard else ():  # only with followers
-        if entry.link and (entry.phase in (SUBMITTED, WRITING) or (entry.phase == BEGUN and entry.ringed)):
+        awaited = entry.phase in (SUBMITTED, WRITING) or (entry.phase == BEGUN and entry.ringed) or entry.needs_consent
+        if entry.link and awaited:
             heard = t.heard.get(entry.link, since)
             found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
     run, turn = t.runs.get(save.save_id[-12:]), save.turn_since

@@ -178,7 +178,7 @@ class SaveBook:
                 detail = f"its pre_commit hook said nothing for {silent.request.hook_timeout_s:g} s"
                 self.end(save, FAILED, failed(save, silent, "vetoed", detail))
             else:
-                late = [e.rank for e in save.ranks.values() if e.link and e.phase != DURABLE]
+                late = [e.rank for e in save.ranks.values() if e.link and (e.phase != DURABLE or e.needs_consent)]
                 self.end(save, FAILED, timed_out(save, save.missing or sorted(late)))
 
     # ---- how it ends ------------------------------------------------------------------------------------------------

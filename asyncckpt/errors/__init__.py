@@ -184,7 +184,10 @@ class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
 
 
 class WorkerUnavailableError(AsyncCkptError, ConnectionError, code="worker_unavailable", fields=("endpoint", "detail")):
-    """The worker cannot be reached, has died, or does not answer. One that only hung may still commit the save."""
+    """The worker cannot be reached, has died, or does not answer.
+
+    One that only hung may still commit the save, and one that has died may have done so just before.
+    """
 
 
 class ProtocolVersionError(

@@ -111,8 +111,9 @@ def test_a_trainer_outlives_a_hundred_workers(
                 else:
                     failed += 1
                     assert isinstance(error, AsyncCkptError), error
-                    with pytest.raises((CheckpointNotCommittedError, CheckpointNotFoundError)):
-                        asyncckpt.load(path)
+                    # The last worker may have committed it just before it died.
+                    with contextlib.suppress(CheckpointNotCommittedError, CheckpointNotFoundError):
+                        states.assert_same(asyncckpt.load(path), state_of(step))
                 shutil.rmtree(path, ignore_errors=True)
             killer.join()
             for _ in range(3):  # after a failure each save tries for a second only

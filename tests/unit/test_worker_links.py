@@ -297,6 +297,22 @@ def test_a_follower_that_is_silent_while_it_writes_is_named(pair: Pair) -> None:
     assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
 
 
+def test_a_follower_that_is_silent_while_a_hook_is_waited_for_is_named(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    pair.pump()
+    assert phases(pair) == ("durable", "durable")
+    pair.leader.now += 29.0
+    pair.leader.feed(ev.Tick)
+    assert pair.leader.brain.tables.saves[FIRST].outcome is None, "it was heard 29 s ago"
+    pair.leader.now += 2.0  # its rank may have died, and who was to tell of it takes the leader for gone
+    pair.leader.feed(ev.Tick)
+    (row,) = pair.leader.pushed()
+    assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
+
+
 def fills_a_ring(pair: Pair) -> None:
     """The leader's rank has sealed, and the follower's fills a ring, which is written there."""
     pair.stages(pair.leader)
