@@ -19,7 +19,7 @@ Box = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def runs_of(target: torch.Tensor, strides: tuple[int, ...], boxes: Iterable[Box], first: int) -> list[Runs] | None:
-    """Return where the elements of boxes go; None where some of their runs are short.
+    """Return where the elements of boxes go; None where some of their runs are short, or the target is expanded.
 
     Args:
         target: Of the stored elements' dtype, in host memory.
@@ -27,6 +27,8 @@ def runs_of(target: torch.Tensor, strides: tuple[int, ...], boxes: Iterable[Box]
         boxes: What is taken.
         first: The number of the element that the piece begins with.
     """
+    if any(size > 1 and not place for size, place in zip(target.shape, target.stride(), strict=True)):
+        return None  # `Runs` has no places that are one; torch refuses the copy
     found: list[Runs] = []
     for box in boxes:
         for runs in _of_box(target, strides, *box, first):

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptCheckpointError
@@ -115,6 +115,7 @@ class _Reader:
         self._path, self._save_id, self._files = path, save_id, files
         self._verify, self._on_corrupt = verify, on_corrupt
         self._lock, self._disk = threading.Lock(), threading.Semaphore()
+        self._idle, self._helping = threading.Condition(self._lock), 0
         self._todo: list[Extent] = []
         self._sources: list[Source] = []
         self._error: BaseException | None = None
@@ -156,15 +157,38 @@ class _Reader:
         whole = memory.view()
         parts = [(whole[n * room : (n + 1) * room], memory.address + n * room) for n in range(threads)]
         with ThreadPoolExecutor(threads, "asyncckpt-read") as pool:  # the calling thread is one of them
-            futures: list[Future[None]] = []
             try:
                 for part in parts[1:]:
-                    futures.append(pool.submit(self._work, *part))
+                    pool.submit(self._help, *part)
                 self._work(*parts[0])
             except BaseException as error:
                 self._stop(error)
-            for future in futures:
-                future.result()
+            finally:
+                self._wait_for_helpers()
+
+    def _help(self, buffer: memoryview, address: int) -> None:
+        """Work in a thread that is waited for. One that a signal, come while it was started, hides does nothing."""
+        with self._idle:
+            self._helping += 1
+        try:
+            self._work(buffer, address)
+        finally:
+            with self._idle:
+                self._helping -= 1
+                self._idle.notify_all()
+
+    def _wait_for_helpers(self) -> None:
+        """Wait until no other thread is at work.
+
+        IMPORTANT: nothing ends this early, not even a second Ctrl-C: they would read on into memory that is freed.
+        """
+        while True:
+            try:
+                with self._idle:
+                    self._idle.wait_for(lambda: not self._helping)
+                return
+            except BaseException as error:
+                self._stop(error)
 
     def _work(self, buffer: memoryview, address: int) -> None:
         """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
@@ -187,7 +211,7 @@ class _Reader:
     def _stop(self, error: BaseException) -> None:
         with self._lock:
             self._todo.clear()
-            self._error = self._error or error
+            self._error = (self._error or error) if isinstance(error, Exception) else error  # Ctrl-C is heard
 
     def _read_batch(self, source: Source, batch: Batch, buffer: memoryview, address: int) -> None:
         self._open(source).read_batch(batch, buffer, address)

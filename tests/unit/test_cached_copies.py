@@ -221,3 +221,18 @@ def test_short_runs_and_targets_elsewhere_are_nobody_elses(rng: random.Random) -
     assert runs(torch.zeros(4, 2000, dtype=torch.float64)) is None
     assert runs(torch.zeros(4, 2000, device="meta")) is None
     assert runs(torch.zeros(4, 2000, dtype=torch.complex64).conj(), torch.complex64) is None
+
+
+def test_nothing_is_written_beside_a_target_whose_rows_are_one(file: Path) -> None:
+    room = torch.zeros(ROWS, HALF, dtype=torch.uint8)  # what would be overwritten lies in it, too
+    target, span = room[:1].expand(ROWS, HALF), (ROWS - 1) * ROW + HALF
+    sink = BoxSink(target, (0, 0), (ROWS, HALF), torch.uint8, span, (ROW, 1))
+    request = ShardRequest(
+        shard=ShardRecord(name=file.name, nbytes=NBYTES, digests=b""),
+        block_nbytes=4096,
+        wanted=[Wanted(START + HALF, span, "w", sink, 1, ROW)],
+    )
+    assert sink.runs(0, span) is None
+    with pytest.raises(RuntimeError, match="single memory location"):
+        read_shards(str(file.parent), None, [request], files=Files(), threads=1, verify=False)
+    assert not room.any()

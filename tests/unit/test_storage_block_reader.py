@@ -9,6 +9,8 @@ import itertools
 import os
 import random
 import shutil
+import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -678,10 +680,69 @@ def test_what_is_in_memory_is_read_by_no_more_threads_than_there_are_cores(
             super().__init__(threads, *rest)
 
     monkeypatch.setattr(block_reader, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
     path = str(tmp_path / "c")
     with Snapshot({f"t{n}": 2 * MIB for n in range(12)}) as snapshot:
         snapshot.save(path, fsync=False)
         files, fqns = Resident(hole), tuple(snapshot.values)
         assert read(path, fqns, files, threads=4, extent_nbytes=2 * MIB) == snapshot.values
     assert set(asked) <= expected and asked
+
+
+@pytest.mark.parametrize("first", [KeyboardInterrupt(), OSError(errno.EIO, "broken")])
+def test_no_thread_reads_on_when_the_wait_for_it_is_interrupted_again_and_again(
+    saved: tuple[str, dict[str, bytes]], first: BaseException
+) -> None:
+    main, may_go, state = threading.main_thread(), threading.Event(), {"reading": 0, "heard": 0, "done": 0}
+    lock, begun = threading.Lock(), threading.Event()
+
+    class Hung(Files):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            return False
+
+        def preadv(self, fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+            if len(buffers[0]) < 4096:
+                return super().preadv(fd, buffers, offset, flags)
+            if threading.current_thread() is main:
+                assert begun.wait(60)
+                raise first
+            with lock:
+                state["reading"] += 1
+            begun.set()
+            assert may_go.wait(60)
+            found = super().preadv(fd, buffers, offset, flags)
+            with lock:
+                state["reading"] -= 1
+            return found
+
+    def interrupt(*_: Any) -> None:
+        state["heard"] += 1
+        if not state["done"]:
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        for n in range(4):
+            while not state["done"] and (
+                not state["reading"] or sys._current_frames()[main.ident or 0].f_code.co_name not in ("wait", "join")
+            ):
+                may_go.wait(0.001)
+            if state["done"]:
+                break
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+            while state["heard"] == n:
+                may_go.wait(0.001)
+            may_go.wait(0.02)  # until it waits anew
+        may_go.set()
+
+    before, hand = signal.signal(signal.SIGINT, interrupt), threading.Thread(target=press)
+    try:
+        hand.start()
+        with pytest.raises(KeyboardInterrupt):
+            read(saved[0], files=Hung(), threads=2, extent_nbytes=MIB)
+        state["done"] = 1
+        assert (state["reading"], state["heard"]) == (0, 4)
+    finally:
+        state["done"] = 1
+        may_go.set()
+        hand.join()
+        signal.signal(signal.SIGINT, before)
