@@ -13,8 +13,8 @@ BRING_FROM_NBYTES = UNIT_NBYTES // 2
 """Of a shorter range most of what came with it might be wanted by nobody. Chosen, not measured."""
 
 _TRIES = 8
-"""So often in a row what was brought in may not be there before a file is read without that. Chosen: pages of it that
-were cached before make it one in a few, a file system that reads little at a fault all."""
+"""So often in a row what was brought in may not be there, or not be copied, before a file is read without that. Chosen:
+pages of it that were cached before make it one in a few, a file system that reads little at a fault all."""
 
 
 class CachedCopies:
@@ -26,7 +26,8 @@ class CachedCopies:
     """
 
     def __init__(self, files: Files, fd: int) -> None:
-        self._files, self._fd, self._tries = files, fd, _TRIES
+        self._files, self._fd = files, fd
+        self._tries = self._copies = _TRIES
 
     def bring(self, offset: int, nbytes: int) -> bool:
         """Have a range brought into the page cache in large pages; say whether it seems to be there now.
@@ -54,12 +55,14 @@ class CachedCopies:
 
         Blocks: for the reads.
         """
-        if not self.bring(offset, nbytes):
+        if self._copies <= 0 or not self.bring(offset, nbytes):
             return False
         try:
-            return all(self.gather(w.target, offset + w.start, *w[1:4], w.apart) == w.times for w in wanted)
+            done = all(self.gather(w.target, offset + w.start, *w[1:4], w.apart) == w.times for w in wanted)
         except OSError:
             return False
+        self._copies = _TRIES if done else self._copies - 1  # a sandbox may refuse the call each time
+        return done
 
     def gather(self, target: int, at: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
         """As `Files.gather`; none was copied where the file ends within the ranges.

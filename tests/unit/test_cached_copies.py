@@ -117,6 +117,28 @@ def test_runs_that_are_not_all_copied_are_read(file: Path, answer: int) -> None:
     assert torch.equal(columns_of(file, Partly()), expected(file.read_bytes()))
 
 
+def test_a_sandbox_that_refuses_every_copy_is_not_asked_without_end(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.storage.read_plan.THROUGH_EXTENT_NBYTES", 1 << 20)
+    monkeypatch.setattr("asyncckpt.storage.cached_copies.BRING_FROM_NBYTES", 1)
+
+    class Refusing(Noting):
+        def bring(self, fd: int, offset: int, nbytes: int) -> bool:
+            return True
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            return 1 if flags & os.RWF_NOWAIT else super().preadv(fd, buffers, offset)
+
+        def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
+            self.brought += 1
+            return 0
+
+    files = Refusing()
+    assert torch.equal(columns_of(file, files), expected(file.read_bytes()))
+    assert files.brought == 8
+
+
 @pytest.mark.parametrize("cut", [1, 5000, 3 << 20])
 def test_a_file_that_is_cut_short_in_the_middle_of_a_copy_is_an_error_and_no_zeros(file: Path, cut: int) -> None:
     class Cutting(Noting):
