@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
+from asyncckpt.failpoints import reach
 from asyncckpt.exchange import Meeting
 
 
@@ -56,6 +57,7 @@ class Conference:
 
     def gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """As `Meeting.gather`, with a timeout."""
+        reach("ranks: telling")
         return self._meeting.gather(payload, time.monotonic() + timeout_s)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError, SharedLoadError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
@@ -116,6 +117,7 @@ class SharedReads:
             raise self._failed(rank, text) from failure
 
     def _pass_on(self, plan: SharePlan, wanted: dict[Box, list[Placement]]) -> None:
+        reach("load: passing on")
         deadline = time.monotonic() + READ_TIMEOUT_S
         buffer = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8)
         for ranks, by_reader in plan.circles.items():

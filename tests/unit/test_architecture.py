@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "protocol": {"errors", "dtypes", "msgpacked"},
     "storage": {"errors", "dtypes", "failpoints", "format", "memory"},
     "retention": {"errors", "format", "storage"},
-    "foreign": {"errors", "dtypes", "format", "storage"},
+    "foreign": {"errors", "dtypes", "failpoints", "format", "storage"},
     "per_rank": set(),
     "planning": {"errors", "dtypes", "msgpacked", "format", "protocol", "per_rank"},
 }
