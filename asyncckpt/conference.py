@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
-from asyncckpt.failpoints import reach
 from asyncckpt.exchange import Meeting
+from asyncckpt.failpoints import reach
 
 
 class Conference:

@@ -76,6 +76,18 @@ def serve(endpoint: str, action: str, visit: int, point: str) -> None:
         daemon.run()
 
 
+def streamed(way: str, put: Callable[[object, str, Any], None] = setattr) -> dict[str, Any]:
+    """Return the fields of a checkpointer whose states are written while they are staged: "early", or by a "ring"."""
+    from asyncckpt.staging import copy_cpu, early, overlap
+
+    if way == "ring":
+        return {"arena_limit_bytes": 1_500_000}
+    put(early, "EARLY_FROM_NBYTES", 1)
+    put(copy_cpu, "DEFERRED_FROM_NBYTES", 0)
+    put(overlap, "cores_to_spare", lambda: True)
+    return {"staging": "overlap"}
+
+
 def train(order: dict[str, Any]) -> None:
     """Be a trainer that saves once; ends with 0 when the save is written, 3 when it failed with a typed error."""
     import torch
@@ -83,8 +95,9 @@ def train(order: dict[str, Any]) -> None:
     from asyncckpt import AsyncCheckpointer
     from asyncckpt.errors import AsyncCkptError
 
-    state = {"w": torch.full((1000,), float(order["seed"])), "seed": order["seed"]}
-    with AsyncCheckpointer(endpoint=order["endpoint"], on_worker_loss="fail") as checkpointer:
+    state = {"w": torch.full((order.get("length", 1000),), float(order["seed"])), "seed": order["seed"]}
+    fields = streamed(order["way"]) if "way" in order else {}
+    with AsyncCheckpointer(endpoint=order["endpoint"], on_worker_loss="fail", **fields) as checkpointer:
         with observed(At(order["point"], ACTIONS[order["action"]], order["visit"])):
             handle = checkpointer.save(state, order["path"], step=order["seed"])
             error = handle.written.exception(60)

@@ -363,7 +363,7 @@ def killed(work: Callable[[], object], point: str, visit: int = 1) -> None:
                 work()
         finally:
             os._exit(0)
-    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), f"{point} was not reached"
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
 
 
 def broken_root(templates: dict[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:
@@ -424,7 +424,7 @@ def test_a_load_gives_the_saved_values_or_a_typed_error_whatever_meets_it(
                         asyncckpt.load(root / "x")
                 finally:
                     os._exit(0)
-            assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
         elif action == "raise":
             with observed(At(point, lambda code=code: fail(code))), pytest.raises(OSError) as caught:  # type: ignore[misc]
                 asyncckpt.load(root / "x")
