@@ -2,7 +2,7 @@
 
 As a program: `worker ENDPOINT ACTION VISIT POINT` is a worker whose fsync does nothing; ACTION is `kill`, `raise`,
 `sleep` or `none`, and meets the VISIT-th time that POINT is reached. `trainers` forks one trainer per line of stdin, a
-JSON object with the same words, which saves once; how it ended is one JSON line.
+JSON object with the same words, which saves once, or loads what `load` says; how it ended is one JSON line.
 """
 
 from __future__ import annotations
@@ -105,6 +105,15 @@ def train(order: dict[str, Any]) -> None:
     os._exit(0 if error is None else 3)
 
 
+def recall(order: dict[str, Any]) -> None:
+    """Be a process that loads once, out of a worker's memory."""
+    import asyncckpt
+
+    with observed(At(order["point"], ACTIONS[order["action"]])):
+        asyncckpt.load(order["load"], source="memory")
+    os._exit(0)
+
+
 def nursery() -> None:
     """Fork a trainer for every line of stdin."""
     import torch  # noqa: F401
@@ -115,7 +124,8 @@ def nursery() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                train(json.loads(line))
+                order = json.loads(line)
+                (recall if "load" in order else train)(order)
             finally:
                 os._exit(1)
         print(json.dumps({"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}), flush=True)

@@ -31,7 +31,27 @@ RESUMED: Group = {
 HANDED_OVER: Group = {"trainer": ("trainer: handing over",), "worker": ("worker: slot handed over",)}
 """tests/fault/test_failpoints_takeover.py."""
 
-GROUPS: Sequence[Group] = (STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, HANDED_OVER)
+LOADS: Group = {
+    "ranges of ours": ("load: ranges read",),
+    "read ahead": ("load: reading ahead",),
+    "copied first": ("load: copies verified",),
+    "another library's": ("load: foreign structure read",),
+    "columns of another library's": ("load: bytes copied",),
+}
+RECALLS: Group = {"memory": ("recall: held", "recall: mapped", "recall: read")}
+"""tests/fault/test_failpoints_loads.py."""
+
+RANKS: Group = {
+    "first save": ("ranks: exchanged",),
+    "save without a worker": ("ranks: telling",),
+    "load that is shared": ("load: passing on",),
+}
+WORKERS: Group = {"two nodes": ("peers: sending", "peers: heard", "commit: others seen")}
+"""tests/fault/test_failpoints_ranks.py."""
+
+GROUPS: Sequence[Group] = (
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, HANDED_OVER, LOADS, RECALLS, RANKS, WORKERS,
+)  # fmt: skip
 
 
 def cases(group: Group) -> list[tuple[str, str]]:
