@@ -39,6 +39,7 @@ class Conference:
         outcome: dict[str, Any] = {}
         try:
             outcome = {"value": work()}
+            reach("ranks: telling")
         except Exception as error:
             failure, outcome = error, {"error": dict(to_wire(error))}
         try:
@@ -57,7 +58,6 @@ class Conference:
 
     def gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """As `Meeting.gather`, with a timeout."""
-        reach("ranks: telling")
         return self._meeting.gather(payload, time.monotonic() + timeout_s)
 
     def close(self) -> None:

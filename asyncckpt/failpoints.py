@@ -31,7 +31,7 @@ POINTS: Mapping[str, str] = {
     "sync: copied": "without a worker: every byte is in this process's own memory",
     # ---- several ranks, among themselves
     "ranks: exchanged": "a first save: this rank knows everybody's structure, and has not said that it does",
-    "ranks: telling": "without a worker: a step is done or has failed, and the other ranks are about to be told",
+    "ranks: telling": "without a worker: a step is done, and the other ranks are about to be told",
     # ---- the worker, before storage
     "worker: lineage asked for": "a run's first save is about to learn its epoch",
     "worker: slot asked for": "a slot is about to be made",
@@ -102,7 +102,7 @@ POINTS: Mapping[str, str] = {
     "load: bytes read": "bytes are in memory, not verified",
     "load: ranges read": "short ranges, of which no checksum is looked at, are where they go",
     "load: bytes copied": "bytes, of which there is no checksum, were copied out of the page cache to where they go",
-    "load: passing on": "what this rank reads for others is verified, none of it was passed on",
+    "load: passing on": "what is read for others is verified, and those who want the same are connected",
     "load: copies verified": "everything is verified, no target that was there has changed",
     "load: tensors filled": "all tensors are filled, no object is replaced",
     "load: objects read": "one rank's objects were read and checked",

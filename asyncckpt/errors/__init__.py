@@ -4,6 +4,7 @@
     |   the caller's arguments
     +-- ConfigError                  (ValueError)         a field or argument has no such value
     +-- UnsupportedLeafError         (TypeError)          the state dict holds something that cannot be stored
+    |   +-- ShardOutOfRangeError     (ValueError)         a shard does not lie in its tensor: fqn, boxes
     +-- DuplicateNameError           (ValueError)         two paths of the state dict join to one FQN
     +-- OverlappingShardsError       (ValueError)         two shards of a tensor share elements: fqn, boxes
     +-- UnsupportedPathError         (ValueError)         the path is a URL or otherwise no directory path
@@ -69,6 +70,12 @@ class ConfigError(AsyncCkptError, ValueError, code="config", fields=("field", "v
 
 class UnsupportedLeafError(AsyncCkptError, TypeError, code="unsupported_leaf", fields=("leaf", "type_name")):
     """The state dict holds something that cannot be stored; `leaf` is the path to it."""
+
+
+class ShardOutOfRangeError(
+    UnsupportedLeafError, ValueError, code="shard_out_of_range", fields=("leaf", "type_name", "fqn", "boxes")
+):
+    """A shard does not lie in its tensor; `boxes` says where the shard lies, and where the tensor."""
 
 
 class DuplicateNameError(AsyncCkptError, ValueError, code="duplicate_name", fields=("fqn",)):

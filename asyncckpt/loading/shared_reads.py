@@ -117,7 +117,6 @@ class SharedReads:
             raise self._failed(rank, text) from failure
 
     def _pass_on(self, plan: SharePlan, wanted: dict[Box, list[Placement]]) -> None:
-        reach("load: passing on")
         deadline = time.monotonic() + READ_TIMEOUT_S
         buffer = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8)
         for ranks, by_reader in plan.circles.items():
@@ -125,6 +124,7 @@ class SharedReads:
                 continue
             try:
                 self._circles.append(self._meeting.circle(ranks, deadline))
+                reach("load: passing on")
                 for reader, boxes in by_reader.items():
                     root = ranks.index(reader)
                     self._stream(self._circles[-1], root, [wanted[box] for box in boxes], reader, buffer)

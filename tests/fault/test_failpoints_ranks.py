@@ -35,7 +35,8 @@ from tests.saving import ENVIRONMENT, ROOT
 pytestmark = pytest.mark.fault
 
 LENGTH = 700_000
-TIMEOUT_S = 20.0
+PATIENT_S, SHORT_S = 60.0, 5.0
+"""Timeouts of saves that are to work, and of those that have to end by them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,15 +67,15 @@ def error_of(error: BaseException | None) -> str:
     return "" if error is None else repr(error)
 
 
-def saves_first(rank: int, root: str, endpoint: str) -> Iterator[str]:
-    with AsyncCheckpointer(endpoint=endpoint, plan_timeout_s=TIMEOUT_S, commit_timeout_s=TIMEOUT_S) as checkpointer:
+def saves_first(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
+    with AsyncCheckpointer(endpoint=endpoint, plan_timeout_s=timeout_s, commit_timeout_s=timeout_s) as checkpointer:
         for n in (1, 2):
             yield error_of(checkpointer.save(state_of(rank, n), f"{root}/{n}").written.exception(DEADLINE_S))
         assert is_state(checkpointer.load(f"{root}/2"), rank, 2)
 
 
-def saves_without_a_worker(rank: int, root: str, endpoint: str) -> Iterator[str]:
-    with SyncCheckpointer(plan_timeout_s=TIMEOUT_S, commit_timeout_s=TIMEOUT_S) as checkpointer:
+def saves_without_a_worker(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
+    with SyncCheckpointer(plan_timeout_s=timeout_s, commit_timeout_s=timeout_s) as checkpointer:
         for n in (1, 2):
             try:
                 checkpointer.save(state_of(rank, n), f"{root}/{n}")
@@ -85,7 +86,7 @@ def saves_without_a_worker(rank: int, root: str, endpoint: str) -> Iterator[str]
         assert is_state(checkpointer.load(f"{root}/2"), rank, 2)
 
 
-def loads_together(rank: int, root: str, endpoint: str) -> Iterator[str]:
+def loads_together(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
     for _ in (1, 2):
         try:
             found = asyncckpt.load(f"{root}/0", keys=["w", "n"], redundant_reads="broadcast")
@@ -105,7 +106,7 @@ WAYS = {
 
 def takes_part(rank: int, way: str, point: str, action: str, root: str, endpoint: str) -> list[str]:
     """Do something twice; the last rank meets `action` the first time. Returns how both ended, "" if well."""
-    ended = WAYS[way](rank, root, endpoint)
+    ended = WAYS[way](rank, root, endpoint, SHORT_S if action == "kill" else PATIENT_S)
     observer = At(point, ACTIONS[action])
     with observed(observer) if rank == 1 else contextlib.nullcontext():
         found = [next(ended)]
@@ -148,8 +149,8 @@ def places() -> Iterator[tuple[str, str]]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def saves_at(rank: int, places: tuple[str, str], root: str, numbers: tuple[int, ...]) -> list[str]:
-    fields: dict[str, Any] = {"commit_timeout_s": TIMEOUT_S, "on_worker_loss": "fail", "plan_timeout_s": TIMEOUT_S}
+def saves_at(rank: int, places: tuple[str, str], root: str, timeout_s: float, *numbers: int) -> list[str]:
+    fields: dict[str, Any] = {"commit_timeout_s": timeout_s, "on_worker_loss": "fail", "plan_timeout_s": PATIENT_S}
     with AsyncCheckpointer(endpoint=places[rank], **fields) as checkpointer:
         handles = []
         for n in numbers:
@@ -165,7 +166,7 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
 ) -> None:
     observer = At(point, ACTIONS[action])
     with contextlib.closing(Here(places[0])), contextlib.closing(Here(places[1])), observed(observer):
-        results = rank_processes.run(2, saves_at, places, str(tmp_path), (1, 2))
+        results = rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2)
     assert observer.met
     is_lost = action == "raise" and point == "commit: others seen"  # else it is said again until it is heard
     assert [bool(first) for first, _ in results] == [is_lost] * 2, results
@@ -173,22 +174,28 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
     assert is_listed(tmp_path / "1") == (not is_lost)
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("point", WORKERS["two nodes"])
+@pytest.mark.parametrize(
+    ("point", "which"),
+    [
+        ("commit: others seen", 0),
+        ("peers: heard", 1),
+        ("peers: sending", 1),
+        pytest.param("peers: heard", 0, marks=pytest.mark.soak),
+        pytest.param("peers: sending", 0, marks=pytest.mark.soak),
+    ],
+)
 def test_a_worker_that_is_killed_among_several_lists_nothing_in_part(
     places: tuple[str, str], tmp_path: pathlib.Path, point: str, which: int
 ) -> None:
-    if point == "commit: others seen" and which == 1:
-        pytest.skip("the first one commits")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(Here(places[1 - which])))
         command = [sys.executable, "-m", "tests.failing_process", "worker", places[which], "kill", "1", point]
         process = stack.enter_context(subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL))
         wait_until(lambda: os.path.exists(places[which].removeprefix("ipc://")), "it listens")
-        results = rank_processes.run(2, saves_at, places, str(tmp_path), (1,))
+        results = rank_processes.run(2, saves_at, places, str(tmp_path), SHORT_S, 1)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
         assert all(first for (first,) in results), results
         assert not is_listed(tmp_path / "1")
         stack.enter_context(contextlib.closing(Here(places[which])))
-        assert rank_processes.run(2, saves_at, places, str(tmp_path), (1,)) == [[""], [""]]
+        assert rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1) == [[""], [""]]
     assert is_listed(tmp_path / "1")
