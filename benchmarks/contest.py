@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import machine, states, training
+from benchmarks import loads, machine, states, training
 from benchmarks.contender import Contender, Saved, remove
 from benchmarks.contenders import CONTENDERS
 
@@ -112,12 +112,11 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         steps.begin("a save whose memory is measured")
         peak = _peak_of_a_save(contender, directory / "kept")
         steps.begin("loading")
-        loads = {how: _loads(load, directory / "kept") for how, load in contender.loads().items()}
+        loaded = {how: loads.measure(loop, load, directory / "kept") for how, load in contender.loads().items()}
         found = {
             "memory_over_state": (peak - before) / nbytes,
-            "load_cold_s": loads[""]["cold_s"],
-            "load_warm_s": loads[""]["warm_s"],
-            "other_loads": {how: seconds for how, seconds in loads.items() if how},
+            **{f"load_{name}": seconds for name, seconds in loaded[""].items()},
+            "other_loads": {how: seconds for how, seconds in loaded.items() if how},
         }
     steps.begin("closing")
     contender.close()
@@ -199,29 +198,6 @@ def _fsync(path: Path) -> None:
             fd = os.open(os.path.join(place, name), os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
-
-
-def _loads(load: Callable[[Path], None], path: Path) -> dict[str, float]:
-    """Return the seconds of a load with nothing of it in the page cache, and of one with all of it there."""
-    for place, _, files in os.walk(path):
-        for name in files:
-            with open(os.path.join(place, name), "rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    began = time.perf_counter()
-    load(path)
-    cold_s = time.perf_counter() - began
-    _read(path)
-    began = time.perf_counter()
-    load(path)
-    return {"cold_s": cold_s, "warm_s": time.perf_counter() - began}
-
-
-def _read(path: Path) -> None:
-    for place, _, files in os.walk(path):
-        for name in files:
-            with open(os.path.join(place, name), "rb") as opened:
-                while opened.read(16 << 20):
-                    pass
 
 
 def _peak_of_a_save(contender: Contender, path: Path) -> int:
