@@ -146,12 +146,18 @@ def _wait_until_gone(path: Path | None) -> None:
 
 
 def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bool) -> dict[str, Any]:
-    """Save, and train until everything is on the disk; `all_done` says of ranks whether it is for every one of them."""
+    """Save, and train until everything is on the disk; `all_done` says of ranks whether it is for every one of them.
+
+    `state_s` is what torch takes to make the state dict: part of what is lost by a save, not of the stall.
+    """
     loop = contender.loop
     loop.waited_s, steps = 0.0, 0
+    asked = time.perf_counter()
+    state = loop.state()
     began = time.perf_counter()
-    saved = contender.save(path)
+    saved = contender.save(path, state)
     stall_s = time.perf_counter() - began
+    del state
     flushed = _on_disk(contender, saved, path, began)
     loop.before_step = lambda: _wait(saved.staged)
     try:
@@ -162,8 +168,15 @@ def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bo
                 raise TimeoutError(f"a save took longer than {SAVE_S:.0f} s")
     finally:
         loop.before_step = lambda: None
-    until_s = time.perf_counter() - began
-    return {"stall_s": stall_s + loop.waited_s, "durable_s": flushed.result(), "until_s": until_s, "steps": steps}
+    until_s = time.perf_counter() - asked
+    stall_s += loop.waited_s
+    return {
+        "stall_s": stall_s,
+        "durable_s": flushed.result(),
+        "until_s": until_s,
+        "steps": steps,
+        "state_s": began - asked,
+    }
 
 
 def _wait(staged: Future[Any]) -> None:
@@ -212,7 +225,7 @@ def _peak_of_a_save(contender: Contender, path: Path) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.perf_counter()
-    saved = contender.save(path)
+    saved = contender.save(path, contender.loop.state())
     _on_disk(contender, saved, path, began).result(SAVE_S)
     stop.set()
     watcher.join()

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 
+from asyncckpt.collector import collector_paused
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
@@ -48,8 +49,9 @@ class Prover:
             known = self._decoded.get(key)
         if known is not None:
             return known
-        decode_structure(request.structure)
-        tally = tally_of(request.structure, request.rank, seed)
+        with collector_paused():  # beside a training on every core, whose steps wait for this one
+            decode_structure(request.structure)
+            tally = tally_of(request.structure, request.rank, seed)
         with self._lock:
             self._keep(key, tally)
         if len(request.structure) >= LARGE_NBYTES:

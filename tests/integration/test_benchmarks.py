@@ -32,7 +32,7 @@ def test_what_a_contender_saves_it_loads_into_a_loop_that_has_gone_on(name: str,
     assert (contender.prepare() is None) == (name != "asyncckpt, prepared")
     try:
         expected = {key: value for key, value in _flat(loop.state()).items()}
-        saved = contender.save(tmp_path / "a")
+        saved = contender.save(tmp_path / "a", loop.state())
         saved.written.result(60)
         for load in contender.loads().values():
             loop.step()
@@ -70,6 +70,9 @@ def test_a_contest_measures_everything_that_the_table_shows(
     extent = contest.Extent(2, when_gone=tmp_path / "gone")
     one = json.loads(json.dumps(contest.measure("asyncckpt, prepared", "tiny", extent, tmp_path)))
     assert one["fsyncs"] and one["cold"]["durable_s"] > 0 and len(one["warm"]) == 1
+    assert all(
+        save["lost_s"] + one["quiet_step_s"][0] * 99 > save["state_s"] > 0 for save in [one["cold"], *one["warm"]]
+    )
     assert one["prepare_s"] > 0 and set(one["other_loads"]) == {"disk"}
     of_loads = {"cold_s", "cold_late_s", "warm_s", "warm_late_s"}
     assert set(one["other_loads"]["disk"]) == of_loads and {f"load_{name}" for name in of_loads} <= set(one)
