@@ -6,13 +6,12 @@ import hashlib
 import threading
 from collections.abc import Sequence
 
-from asyncckpt.collector import collector_paused
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.heap import LARGE_NBYTES, give_back
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.proof import uncovered
+from asyncckpt.storage.proof import no_collections, uncovered
 from asyncckpt.storage.tally import Tally, seed_of, tally_of
 
 MAX_PROOFS = 256
@@ -49,7 +48,7 @@ class Prover:
             known = self._decoded.get(key)
         if known is not None:
             return known
-        with collector_paused():  # beside a training on every core, whose steps wait for this one
+        with no_collections():  # beside a training on every core, whose steps wait for this one
             decode_structure(request.structure)
             tally = tally_of(request.structure, request.rank, seed)
         with self._lock:
