@@ -1,8 +1,8 @@
 """One rank's files from a ring that another process had begun to write, and died: what of it is there counts.
 
-What it has freed is in memory no more. But the checksums are, since before each segment was freed. So whatever it says that it
-has written is flushed and read back before anything is built on it: an error of its writes may have been told to nobody
-else. The rest comes from the ring, into the same files.
+What it has freed is in memory no more. But the checksums are, each since before its segment was freed. So whatever it
+says that it has written is flushed and read back before anything is built on it: an error of its writes may have been
+told to nobody else. The rest comes from the ring, into the same files.
 """
 
 from __future__ import annotations
