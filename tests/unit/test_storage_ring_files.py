@@ -19,6 +19,7 @@ from asyncckpt.memory.ring import Ring
 from asyncckpt.storage import segment_writer
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.ring_files import RingImage, write_ring_files
+from asyncckpt.storage.shard_writer import ShardWriter
 
 
 @pytest.fixture
@@ -89,6 +90,24 @@ def test_without_direct_writes_a_segment_is_flushed_before_it_is_free(
     trainer.freed = freed  # type: ignore[method-assign]
     trainer.write(tmp_path, Counting(), fsync=fsync)
     assert all(flushes >= count if fsync else flushes == 0 for count, flushes in seen)
+
+
+def test_a_flush_that_has_failed_is_an_error_for_every_thread_that_flushes_after_it(tmp_path: Path) -> None:
+    class ToldOnce(Buffered):
+        told = False
+
+        def fsync(self, fd: int) -> None:
+            if not self.told:
+                self.told = True
+                raise OSError(errno.EIO, "a page was lost")
+
+    image = memoryview(bytearray(9000))
+    shard = ShardWriter(str(tmp_path / "a"), image, 0, 9000, aligned=False, mode=0o600, fsync=True, files=ToldOnce())
+    shard.write_extent(0, 9000)
+    for _ in range(3):
+        with pytest.raises(OSError, match="a page was lost"):
+            shard.flush()
+    shard.abandon()
 
 
 class Reluctant(Files):
