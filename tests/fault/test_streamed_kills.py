@@ -82,7 +82,7 @@ def said_in(log: pathlib.Path) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["trainer", "worker", "workers", "both"])
+@pytest.mark.parametrize("kind", ["trainer", "worker", "workers", "both", "worker, then trainer"])
 def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was_promised(
     nursery: subprocess.Popen[str],
     served: str,
@@ -107,6 +107,10 @@ def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was
                 os.kill(pid, signal.SIGKILL)
         if kind != "trainer":
             worker.kill()
+        if kind == "worker, then trainer":
+            time.sleep(rng.choice((rng.uniform(0, 0.3), rng.uniform(0, 1.5))))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if kind == "workers":
             kill_next(served, log, rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.5))))
         assert nursery.stdout is not None
