@@ -166,6 +166,8 @@ class Submitting(CheckpointProcess):
             session = self._connection.session
             if session is not None and session.error is None and session.name == slot.session and not slot.orphaned:
                 return False
+            if self._takeover.is_under_way:
+                return True
             with self._handing:
                 return self._speaker(slot) is None
 

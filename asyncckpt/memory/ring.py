@@ -63,7 +63,7 @@ class Ring:
             for start in range(0, nbytes, segment_nbytes)
         )
         self._row_nbytes = LEDGER_ENTRY_NBYTES * _blocks(segment_nbytes)
-        self.ledger_nbytes = -(-self._row_nbytes * len(self.segments) // PAGE_NBYTES) * PAGE_NBYTES
+        self.ledger_nbytes = ledger_nbytes(part_nbytes, segment_nbytes)
         self._firsts: list[int] = []
         at = 0
         for nbytes in part_nbytes:
@@ -96,6 +96,12 @@ class Ring:
         segment = self.segments[number]
         at = PAGE_NBYTES + self.cells_nbytes + number * self._row_nbytes
         return at, LEDGER_ENTRY_NBYTES * _blocks(segment.end - segment.start)
+
+
+def ledger_nbytes(part_nbytes: Sequence[int], segment_nbytes: int) -> int:
+    """Return how long the ledger of a ring of these is."""
+    n_segments = sum(-(-nbytes // segment_nbytes) for nbytes in part_nbytes)
+    return -(-LEDGER_ENTRY_NBYTES * _blocks(segment_nbytes) * n_segments // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def _blocks(nbytes: int) -> int:

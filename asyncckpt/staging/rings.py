@@ -13,7 +13,7 @@ import torch
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.ring import Counters, Ring
+from asyncckpt.memory.ring import Counters, Ring, ledger_nbytes
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
@@ -106,7 +106,7 @@ class Rings:
         unit = RING_UNIT_NBYTES
         segment_nbytes = max(unit, min(SEGMENT_NBYTES, cells_nbytes // MANY_SEGMENTS // unit * unit))
         lengths = [part.nbytes for part in plan.layout.parts]
-        n_cells = (cells_nbytes - Ring(lengths, segment_nbytes, 1).ledger_nbytes) // segment_nbytes
+        n_cells = (cells_nbytes - ledger_nbytes(lengths, segment_nbytes)) // segment_nbytes
         if n_cells < MIN_RING_SEGMENTS:
             return whole
         ring = Ring(lengths, segment_nbytes, n_cells)

@@ -325,3 +325,16 @@ def test_of_a_ring_what_is_not_whole_is_not_kept_and_stays_for_who_goes_on_with_
         before = inodes(tmp_path)
         assert keep(snapshot, tmp_path, **changes) is None
         assert inodes(tmp_path) == before
+
+
+def test_two_that_were_kept_do_not_count_as_equal_because_their_first_blocks_were_not_read(tmp_path: Path) -> None:
+    prints = set()
+    for seed in range(2):
+        path = tmp_path / str(seed)
+        path.mkdir()
+        with Snapshot({"a": 9000}, seed=seed) as snapshot:
+            snapshot.write(str(path))
+            result = keep(snapshot, path)
+            assert result is not None
+            prints.add(result.shards_print)
+    assert len(prints) == 2

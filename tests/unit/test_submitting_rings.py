@@ -49,7 +49,7 @@ class Trainer(Submitting):
         self._pending = PendingSaves(commit_timeout_s=60.0, free=self.pool.free)
         self._connection: Any = SimpleNamespace(session=self.one, settled=True)
         self.begun: list[Any] = []
-        self._takeover: Any = SimpleNamespace(begin=self.begun.append)
+        self._takeover: Any = SimpleNamespace(begin=self.begun.append, is_under_way=False)
         self._withdrawals: Any = SimpleNamespace(run_is_known=lambda run: None)
         self.slot.generation = 1
         self.begin(SAVE, self.slot, step=1, path="/x", nbytes=1, umask=0)
@@ -96,6 +96,9 @@ def test_when_its_worker_dies_another_is_looked_for_and_told_to_go_on(trainer: T
     trainer.dies()
     assert check() is True
     assert trainer.begun
+    trainer._takeover.is_under_way = True
+    assert check() is True
+    assert len(trainer.begun) == 1, "it is asked for once"
     other = trainer.is_found()
     assert other.kinds == [messages.Begin, messages.Submit]
     assert [m.generation for m in other.said] == [1, 1]
