@@ -139,6 +139,13 @@ def test_a_segment_s_checksums_are_in_the_ledger_for_whoever_comes_next(trainer:
     assert Ledger(trainer.memory, trainer.feed.ring).digests_of(1) == b"checksum"
 
 
+def test_a_writing_that_ends_late_leaves_the_ledger_to_the_next_save(trainer: Trainer) -> None:
+    trainer.feed.wrote(1, b"of first")
+    trainer.memory.control.open(GENERATION + 1)
+    trainer.feed.wrote(1, b"too late")
+    assert trainer.feed.ledger.digests_of(1) == b"of first"
+
+
 def test_more_segments_freed_than_filled_are_refused(trainer: Trainer) -> None:
     trainer.counters.filled, trainer.counters.freed = 2, 3
     with pytest.raises(SaveFailedError, match="3 segments"):
