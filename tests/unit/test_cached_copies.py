@@ -30,10 +30,13 @@ NBYTES = START + ROWS * ROW
 
 
 class Noting(Files):
-    """Counts what was brought and how much was copied from the page cache."""
+    """Says that nothing is cached yet; counts what was brought and how much was copied from the page cache."""
 
     def __init__(self) -> None:
         self.brought = self.gathered = 0
+
+    def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+        return False
 
     def bring(self, fd: int, offset: int, nbytes: int) -> bool:
         self.brought += 1
