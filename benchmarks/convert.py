@@ -14,7 +14,8 @@ the fastest. The median of these shares is judged; the quartiles are beside it. 
 
 The loads: see `benchmarks.dcp_loads`. Nothing else should run. Seconds of CPU are kept too, for machines that are busy.
 The file is written after each round. Past `--time-limit-s` no further round begins, but the very first; `--resume` adds
-to a file of the same code, machine and sizes, also with `--only`, `--pairs` and `--cases`, which measure a part.
+to a file of the same code, machine and sizes, also with `--only`, `--pairs` and `--cases`, which measure a part (and
+are only printed otherwise).
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", type=int, default=range(len(dcp_loads.CASES)), help="only these loads")
     parser.add_argument("--time-limit-s", type=float, default=1800)
     parser.add_argument("--resume", action="store_true", help="add rounds to the file")
-    parser.add_argument("--json", type=Path, default=RESULTS / "convert.json", help="the result file")
+    parser.add_argument("--json", type=Path, help="the result file; of a part it is written only if named or resumed")
     parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
     args = parser.parse_args()
+    path = args.json or RESULTS / "convert.json"
+    partly = bool(args.only or args.pairs or len(args.cases) < len(dcp_loads.CASES))
     warnings.simplefilter("ignore")
     deadline_s = time.monotonic() + args.time_limit_s
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
@@ -71,10 +74,11 @@ def main() -> None:
         head |= {"nbytes": args.mib << 20, "reshard_nbytes": args.reshard_mib << 20}
         result: dict[str, Any] = head | {"conversions": [], "dcp_load": []}
         if args.resume:
-            result = kept.earlier(args.json, head) or result
+            result = kept.earlier(path, head) or result
 
         def keep() -> None:
-            kept.write(args.json, result)
+            if args.json or args.resume or not partly:
+                kept.write(path, result)
 
         if args.only != "loads":
             pairs = [(a, b) for a, b in PAIRS if args.pairs is None or f"{a}:{b}" in args.pairs]
