@@ -68,6 +68,11 @@ class Links:
         """Whether the run's ranks have several workers."""
         return self._again is not None
 
+    @property
+    def leads(self) -> bool:
+        """Whether the workers of other nodes wait for this rank to have one."""
+        return self.several and self._rank.rank == 0
+
     def instance(self) -> str:
         """Return what tells this rank's worker from others; "" while none can be reached."""
         return self._worker.instance()
