@@ -13,9 +13,7 @@ from asyncckpt_worker.records import RankSave, Session, Slot
 _TO_DURABLE = {BEGUN: ("submit", "write", "finish"), SUBMITTED: ("write", "finish"), WRITING: ("finish",)}
 
 
-def entry_of_begin(
-    session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False
-) -> RankSave:
+def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False) -> RankSave:
     """Return the entry of a rank that stages, into a slot of which a dead worker had the generation `adopted`.
 
     `resumed`: of a follower, whose leader or worker before is dead: whether it is committed is to be found.

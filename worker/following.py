@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, ProtocolError, from_wire
-from asyncckpt.protocol.lifecycle import COMMITTED, DURABLE, FAILED, UNKNOWN
+from asyncckpt.protocol.lifecycle import COMMITTED, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
 from asyncckpt.protocol.relay import Changed, Ended, EpochFound, Piece, Unlinked, Waits
@@ -31,7 +31,8 @@ from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import BEAT_S, Stream
 from asyncckpt_worker.tables import Tables
-from asyncckpt_worker.verdicts import failed, leader_lost, other_world
+from asyncckpt_worker.verdicts import failed, other_world
+from asyncckpt_worker.without_leader import give_up
 
 MAX_FOLLOWED = 64
 """Runs that are followed at once: each has a connection. Chosen, not measured."""
@@ -208,20 +209,11 @@ class FollowBook:
     def _lose(self, known: Followed, why: str) -> None:
         run = known.run
         for save in [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(run.run_id)]:
-            self._give_up(save, why)
+            give_up(self._saves, save, why)
         run.leader = ""
         run.changes.clear()
         for key in known.take_lineages():
             self._lending.refuse(*key, unreachable(known, why))
-
-    def _give_up(self, save: Save, why: str) -> None:
-        """Without the leader: nobody knows how a save ends whose ranks are all durable here, or were once."""
-        ranks = save.ranks.values()
-        resumed = any(e.resumed for e in ranks)
-        unknown = all(e.phase == DURABLE or e.resumed for e in ranks) and (resumed or not save.given_up)
-        if not unknown or any(e.needs_consent for e in save.ranks.values()):  # should it come back, it must not wait
-            self._saves.end(save, FAILED, leader_lost(save, why, unknown=False))
-        self._saves.end_here(save, UNKNOWN if unknown else FAILED, leader_lost(save, why, unknown=unknown))
 
     def _drop(self, known: Followed) -> None:
         known.run.followed, known.run.leader = False, ""
@@ -240,7 +232,7 @@ class FollowBook:
             open_saves = self._open_saves(known)
             for save in open_saves:
                 if now >= known.silent_until(save):
-                    self._give_up(save, f"it has not been heard of for {save.timeout_s:g} s")
+                    give_up(self._saves, save, f"it has not been heard of for {save.timeout_s:g} s")
             silent = now - known.heard_at >= PARTING_S
             if not open_saves and not known.run.members and (silent or not known.stream.untaken_nbytes):
                 self._drop(known)

@@ -13,6 +13,7 @@ from asyncckpt.protocol.lifecycle import COMMITTED, FAILED
 from asyncckpt.protocol.messages import Lead, Leading
 from asyncckpt.protocol.relay import FOLLOWER_RECORDS, Changed, Ended, EpochFound, Piece, Unlinked, Waits
 from asyncckpt_worker.actions import Listen, Relay
+from asyncckpt_worker.deadlines import forget_the_silent
 from asyncckpt_worker.events import Listening, Peer, Relayed, Wire
 from asyncckpt_worker.hearing import Hearing, Link
 from asyncckpt_worker.intake import Intake
@@ -180,7 +181,7 @@ class LeadBook:
         """
         name = link.stream.name
         del self._links[name]
-        self._forget_the_silent()
+        forget_the_silent(self._t, self._links.keys())
         for session in [s for s in self._t.sessions.values() if s.link == name]:
             del self._t.sessions[session.name]
             self._runs.part(session)
@@ -201,14 +202,7 @@ class LeadBook:
             if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._open_saves(link.run_id)):
                 self._forget(link, f"it has not been heard of for {silent_s:.0f} s")
         self._stirred.update(dict.fromkeys(self._links))
-        self._forget_the_silent()
-
-    def _forget_the_silent(self) -> None:
-        """When a stream was heard last counts as long as an open save waits for a rank that has begun it by that."""
-        over = self._t.heard.keys() - self._links.keys()
-        if over:
-            for name in over - {e.link for s, e in self._t.entries() if s.outcome is None}:
-                del self._t.heard[name]
+        forget_the_silent(self._t, self._links.keys())
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
         """Tell every follower of the run; who has not asked yet need not."""
