@@ -141,11 +141,15 @@ class SaveBook:
         self._commit_next(save)
 
     def was_committed(self, save: Save, report: Mapping[str, Any]) -> None:
-        """Another worker has put the manifest: all ranks were durable then, whatever is known of them here."""
+        """Another worker has put the manifest."""
+        self._was_durable(save)
+        self.committed(save, report)
+
+    def _was_durable(self, save: Save) -> None:
+        """All ranks were, or may have been, with a worker that is dead, whatever is known of them here."""
         for entry in save.ranks.values():
             for step in steps_to_durable(entry) if entry.phase in IN_FLIGHT or entry.resumed else ():
                 self.move(save, entry, step)
-        self.committed(save, report)
 
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
@@ -205,6 +209,8 @@ class SaveBook:
         self._changes.publish(save, complete=False)
         save.outcome, save.error, save.objected = outcome, error, speaks_against(error)
         at_begun, at_durable = OUTCOME_EVENTS[outcome]
+        if outcome == UNKNOWN:
+            self._was_durable(save)
         for entry in save.ranks.values():
             event = at_begun if entry.phase == BEGUN else at_durable if entry.phase == DURABLE else "fail"
             self.move(save, entry, event, error)
