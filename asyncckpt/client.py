@@ -78,6 +78,7 @@ class WorkerProcess(Submitting):
             on_saves=self._on_saves,
             on_open=self._on_open,
             on_lost=self._on_lost,
+            options=run.links.start_options,
         )
         self.connect_soon = self._connection.connect_soon
         self.lineage = Lineage(self._ask_epoch)

@@ -560,6 +560,8 @@ class Workers:
                 committed = save.save_id in self.commits
                 assert save.outcome != COMMITTED or committed, f"node {n}: {save.save_id} is no commit"
                 assert not committed or save.outcome in (COMMITTED, UNKNOWN), f"node {n}: {save.save_id} is committed"
+        for rank in [r for r in self.ranks if r.alive]:
+            assert not rank.open, f"rank {rank.rank} has never heard how its saves have ended: {rank.open}"
         for save_id, heard in self.heard.items():
             assert self.died or save_id in self.harmed or UNKNOWN not in heard, f"{save_id}: nobody knows why"
             assert not {COMMITTED, "failed"} <= heard, f"{save_id}: ranks were told {heard}"
