@@ -131,7 +131,8 @@ class Links:
 
     def _follow(self, run_id: str, told: bytes) -> None:
         try:
-            make = partial(_follow, run_id, *_told(told))
+            address, server_public, client_public, client_secret = _told(told)
+            make = partial(_follow, run_id, address, server_public, client_public, client_secret)
             make(0, 0)
         except RanksDisagreeError:
             raise
@@ -161,7 +162,7 @@ class Links:
             )
 
 
-def _told(data: bytes) -> list[Any]:
+def _told(data: bytes) -> tuple[Any, Any, Any, Any]:
     """Return what rank 0 says of its worker: address, server's key, client's key and secret."""
     try:
         address, *keys = msgpack.unpackb(data)
@@ -169,7 +170,7 @@ def _told(data: bytes) -> list[Any]:
             raise ValueError(f"an address of type {type(address).__name__}, {len(keys)} keys")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise _nonsense(error) from error
-    return [address, *keys]
+    return address, keys[0], keys[1], keys[2]
 
 
 def _nonsense(error: Exception) -> RanksDisagreeError:

@@ -241,6 +241,19 @@ def test_what_the_dead_leader_had_committed_is_found_before_anything_ends_it(pai
     assert pair.leader.phase() == "committed"
 
 
+def test_what_is_given_up_while_it_may_be_committed_is_found_to_be_committed(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    pair.follower = Next(1, "c" * 16, 0.0)
+    pair.follower.adopts()
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
+    pair.leader = Next(0, "d" * 16, 0.0)
+    pair.pump(BEAT_S)
+    assert pair.leader.phase(rank=1) == "submitted"
+    pair.leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
+    pair.pump()
+    assert end_of(pair, 1)["phase"] == "committed"
+
+
 def test_a_rank_that_comes_to_a_save_that_was_found_committed_hears_that(pair: Pair) -> None:
     pair.writes(pair.follower)
     pair.leader = Next(0, "d" * 16, 0.0)
