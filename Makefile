@@ -90,7 +90,7 @@ test-matrix: .venv/.dev
 
 test-fault: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"
-	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_RESULTS=tests/fault/results \
+	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_STREAMED_KILLS=100 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_RESULTS=tests/fault/results \
 		ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault \
 		tests/unit/test_worker_simulation.py tests/unit/test_worker_crash_simulation.py \

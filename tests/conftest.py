@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import fault_table
 from tests.leak_guard import LeakGuard
 
 try:
@@ -44,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     given = getattr(config, "workerinput", {}).get("seed") or os.environ.get(SEED_VARIABLE)
     config.stash[_SEED] = int(given or random.SystemRandom().getrandbits(32))
+    if os.environ.get(fault_table.RESULTS_VARIABLE):
+        config.pluginmanager.register(fault_table)
 
 
 @pytest.hookimpl(optionalhook=True)

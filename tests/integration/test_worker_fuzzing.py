@@ -97,8 +97,9 @@ def bodies(root: pathlib.Path) -> list[bytes]:
 
 
 def test_mutated_messages_cost_no_save_no_memory_and_not_the_worker(
-    endpoint: str, tmp_path: pathlib.Path, rng: random.Random
+    endpoint: str, tmp_path: pathlib.Path, rng: random.Random, record_property: Callable[[str, object], None]
 ) -> None:
+    record_property("count", N_MESSAGES)
     good = bodies(tmp_path)
     documents = [msgpack.unpackb(body) for body in good]
     with bystander(endpoint, tmp_path) as other, Client(endpoint) as stranger, Client(endpoint) as member:

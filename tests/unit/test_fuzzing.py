@@ -9,7 +9,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from mutations import altered, packed
@@ -47,7 +47,10 @@ def _tried(name: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_mutated_documents_raise_only_errors_of_ours_in_bounded_time_and_memory(name: str, rng: random.Random) -> None:
+def test_mutated_documents_raise_only_errors_of_ours_in_bounded_time_and_memory(
+    name: str, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", N_MUTATIONS)
     seeds = corpus_of(name)
     assert seeds and all(seeds)
     for seed in seeds:
@@ -74,7 +77,10 @@ def test_arbitrary_bytes_and_documents_raise_only_errors_of_ours(name: str, rng:
 
 
 @pytest.mark.parametrize("name", ["index", "structure", "message", "reply", "relay", "record", "request", "samples"])
-def test_altered_values_inside_sound_documents_raise_only_errors_of_ours(name: str, rng: random.Random) -> None:
+def test_altered_values_inside_sound_documents_raise_only_errors_of_ours(
+    name: str, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", N_MUTATIONS // 3)
     import msgpack
 
     documents = [msgpack.unpackb(seed, strict_map_key=False) for seed in TARGETS[name].seeds()]

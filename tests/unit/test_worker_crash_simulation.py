@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -204,7 +205,10 @@ class CrashingWorld(World):
 
 
 @pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])
-def test_random_schedules_with_crashes_keep_every_promise(chaos: float, rng: random.Random) -> None:
+def test_random_schedules_with_crashes_keep_every_promise(
+    chaos: float, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", SCHEDULES)
     crashes = commits = resumed = 0
     for schedule in range(10 * SCHEDULES):
         if schedule >= SCHEDULES and min(crashes, commits) >= SCHEDULES and resumed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -107,8 +108,9 @@ class KeepingWorld(CrashingWorld):
 @pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("crash_chance", [0.0, 0.005])
 def test_random_schedules_with_readers_keep_every_promise(
-    chaos: float, crash_chance: float, rng: random.Random
+    chaos: float, crash_chance: float, rng: random.Random, record_property: Callable[[str, object], None]
 ) -> None:
+    record_property("count", SCHEDULES)
     recalled = kept = lent = 0
     for schedule in range(10 * SCHEDULES):
         if schedule >= SCHEDULES and recalled >= SCHEDULES:

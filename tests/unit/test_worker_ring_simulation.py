@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,7 +169,10 @@ SCHEDULES = max(20, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
 
 
 @pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])
-def test_random_schedules_with_rings_keep_every_promise(chaos: float, rng: random.Random) -> None:
+def test_random_schedules_with_rings_keep_every_promise(
+    chaos: float, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", SCHEDULES)
     for schedule in range(SCHEDULES):
         seed = rng.getrandbits(32)
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -565,7 +565,10 @@ STEPS = 1500
 
 
 @pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])
-def test_random_schedules_keep_every_promise(chaos: float, rng: random.Random) -> None:
+def test_random_schedules_keep_every_promise(
+    chaos: float, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", SCHEDULES)
     for schedule in range(SCHEDULES):
         seed = rng.getrandbits(32)
         try:

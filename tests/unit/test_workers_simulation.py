@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 from simulated_workers import Workers
@@ -17,7 +18,10 @@ STEPS = 800
 
 @pytest.mark.parametrize("n_nodes", [2, 3])
 @pytest.mark.parametrize(("chaos", "deaths"), [(0.0, False), (0.2, False), (0.05, True), (0.4, True)])
-def test_workers_keep_every_promise(n_nodes: int, chaos: float, deaths: bool, rng: random.Random) -> None:
+def test_workers_keep_every_promise(
+    n_nodes: int, chaos: float, deaths: bool, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", SCHEDULES)
     for schedule in range(SCHEDULES):
         seed = rng.getrandbits(32)
         try:

@@ -1,7 +1,8 @@
 """A table of what the fault tests did: kind, how often, violations, seconds, and the seed that replays all of it.
 
-With `ASYNCCKPT_TEST_RESULTS` set to a directory (`make test-fault` does), the table is printed and written there, as
-JSON and as text, with date and machine in words. A test says how often it did something with
+A plugin of pytest that `conftest.py` registers where `ASYNCCKPT_TEST_RESULTS` is set to a directory, as `make
+test-fault` does. The table of all tests of that run, simulations and fuzzing among them, is printed and written there,
+as JSON and as text, with date and machine in words. A test says how often it did something with
 `record_property("count", n)`.
 """
 
