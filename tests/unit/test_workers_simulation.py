@@ -37,12 +37,13 @@ def test_workers_keep_every_promise(
 @pytest.mark.parametrize("chaos", [0.0, 0.3])
 @pytest.mark.parametrize("deaths", [False, True])
 def test_workers_that_take_over_from_dead_ones_keep_every_promise(
-    n_nodes: int, chaos: float, deaths: bool, rng: random.Random
+    n_nodes: int, chaos: float, deaths: bool, rng: random.Random, record_property: Callable[[str, object], None]
 ) -> None:
     resumed = 0
     for schedule in range(100 * SCHEDULES):
         if schedule >= SCHEDULES and resumed:
             break  # two of three schedules commit what was handed over
+        record_property("count", schedule + 1)
         seed, kills = rng.getrandbits(32), rng.choice((0.003, 0.01, 0.02))
         world = Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=deaths, kills=kills)
         try:
