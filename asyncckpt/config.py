@@ -55,7 +55,8 @@ class CheckpointerConfig:
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
-        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written.
+        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written;
+            while another worker is looked for, `worker_start_timeout_s` longer.
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has. A state that
             does not fit goes through a part of it in segments: that save takes as long as writing.
         on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
