@@ -60,8 +60,8 @@ class CheckpointerConfig:
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has. A state that
             does not fit goes through a part of it in segments: that save takes as long as writing.
         on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
-            committed, and the same futures complete; where the ranks have several workers, and after a worker that
-            hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.
+            committed, and the same futures complete; after a worker that hangs, as "fail": saves that were pending fail
+            with `WorkerUnavailableError`.
         keep_in_memory: "latest" never lets go of the newest committed snapshot while the next one is staged and
             written, so that a copy or a save that fails costs nothing that was in memory. It takes room for two
             snapshots at least. "none": a slot may be used again as soon as its save has ended.
