@@ -77,7 +77,6 @@ class Changes:
         if not self._run.links.follows:
             self._decides(instance)
         self._session = session
-        self._run.links.say_again(self._send)
         return True
 
     def _decides(self, instance: str) -> None:

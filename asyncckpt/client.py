@@ -78,6 +78,7 @@ class WorkerProcess(Submitting):
             on_saves=self._on_saves,
             on_open=self._on_open,
             on_lost=self._on_lost,
+            options=run.links.start_options,
         )
         self.connect_soon = self._connection.connect_soon
         self.lineage = Lineage(self._ask_epoch)
@@ -191,14 +192,14 @@ class WorkerProcess(Submitting):
         # IMPORTANT: only when it is proved to be dead. One that hangs may wake up and commit what another one, which
         # had been given the same save, takes back.
         is_dead = error.facts().get("detail") == DIED
-        handed_on = is_dead and self.config.on_worker_loss == "resubmit" and not self.run.links.several
+        handed_on = is_dead and self.config.on_worker_loss == "resubmit"
         with self._handing:
             self._note_loss(session.name, is_handed_on=handed_on)
         if not handed_on:
             self._withdrawals.lost(self._pending.names())
             self.pool.orphan_all()
             self._pending.lose_all(error)
-        elif self._pending.names() or self._keeps():
+        elif self._pending.names() or self._keeps() or self.run.links.leads:
             self._takeover.begin(self._connection)
 
     def _keeps(self) -> bool:
@@ -209,6 +210,8 @@ class WorkerProcess(Submitting):
 
     def _on_open(self, session: Session) -> None:
         """A new session: hand over what a dead worker had, and say what the other ranks may not know."""
+        # IMPORTANT: first, so that the worker knows who decides on the saves that it is about to find.
+        self.run.links.say_again(lambda build: session.request(build, SUBMIT_TIMEOUT_S))
         self._takeover.hand_over(session)
         failed, self._failed = self._failed, deque(maxlen=MAX_FAILED)
         if not self.run.alone and self._last_instance not in ("", session.worker.instance):

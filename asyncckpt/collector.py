@@ -22,3 +22,13 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def collect_now() -> None:
+    """Let the cyclic collector walk everything once, if it is on, behind what has made many objects that stay.
+
+    Else it does so when somebody makes some objects next: 0.19 s beside 20,000 tensors, in the `state_dict()` of the
+    first save.
+    """
+    if gc.isenabled():
+        gc.collect()

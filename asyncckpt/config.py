@@ -55,12 +55,13 @@ class CheckpointerConfig:
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
-        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written.
+        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written;
+            while another worker is looked for, `worker_start_timeout_s` longer.
         arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has. A state that
             does not fit goes through a part of it in segments: that save takes as long as writing.
         on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
-            committed, and the same futures complete; where the ranks have several workers, and after a worker that
-            hangs, as "fail": saves that were pending fail with `WorkerUnavailableError`.
+            committed, and the same futures complete; after a worker that hangs, as "fail": saves that were pending fail
+            with `WorkerUnavailableError`.
         keep_in_memory: "latest" never lets go of the newest committed snapshot while the next one is staged and
             written, so that a copy or a save that fails costs nothing that was in memory. It takes room for two
             snapshots at least. "none": a slot may be used again as soon as its save has ended.

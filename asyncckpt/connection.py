@@ -40,6 +40,7 @@ class Connection:
         pending, on_saves: As `Session` has them.
         on_open: Called with each new session before anybody else gets it; raises when that is lost again.
         on_lost: Called with each session that is lost, in its thread, and why.
+        options: Returns how to start a worker, besides what the config says.
 
     Attributes:
         session: The last one, or None.
@@ -57,11 +58,12 @@ class Connection:
         on_saves: Callable[[messages.Saves], None],
         on_open: Callable[[Session], None],
         on_lost: Callable[[Session, WorkerUnavailableError], None],
+        options: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.endpoint = endpoint
         self.session: Session | None = None
         self.settled = True
-        self._on_open = on_open
+        self._on_open, self._options = on_open, options
         self._named, self._config, self._greet = named, config, greet
         self._pending, self._on_saves, self._report_loss = pending, on_saves, on_lost
         self._opening = threading.RLock()  # a signal handler may save or close in the middle of a save
@@ -117,7 +119,7 @@ class Connection:
         self._opening_session = session
         try:
             self._check_open()  # `close` sets the flag before it looks for a session to give up
-            options = ("--events",) if self._config.events else ()
+            options = (*(("--events",) if self._config.events else ()), *self._options())
             begin = partial(launcher.start_worker, self.endpoint, options=options) if start else None
             session.open(deadline, begin, grace)
         except BaseException as error:

@@ -60,7 +60,7 @@ class Links:
         self._rank, self._worker, self._timeout_s = rank, worker, timeout_s
         self.leader, self.follows = "", False
         self._again: Callable[[], Build] | None = None
-        self._server_public = ""
+        self._server_public = self._address = ""
         self._attempts = itertools.count(1)
         self._keys: dict[str, tuple[str, str]] = {}
 
@@ -68,6 +68,16 @@ class Links:
     def several(self) -> bool:
         """Whether the run's ranks have several workers."""
         return self._again is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether the workers of other nodes wait for this rank to have one."""
+        return self.several and self._rank.rank == 0
+
+    def start_options(self) -> tuple[str, ...]:
+        """Return how to start a worker in the place of this rank's: where the other nodes look for it."""
+        host = self._address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        return ("--advertise", host) if host else ()
 
     def instance(self) -> str:
         """Return what tells this rank's worker from others; "" while none can be reached."""
@@ -102,6 +112,8 @@ class Links:
         found = gather(self._lead(run_id) if self._rank.rank == 0 else b"")
         if self.follows:
             self._follow(run_id, found[0])
+        else:
+            self._address = _told(found[0])[0]
 
     def _lead(self, run_id: str) -> bytes:
         import zmq
@@ -121,13 +133,13 @@ class Links:
 
     def _follow(self, run_id: str, told: bytes) -> None:
         try:
-            address, server_public, client_public, client_secret = msgpack.unpackb(told)
+            address, server_public, client_public, client_secret = _told(told)
             make = partial(_follow, run_id, address, server_public, client_public, client_secret)
             make(0, 0)
-        except (ValueError, TypeError, msgpack.UnpackException, AsyncCkptError) as error:
-            raise RanksDisagreeError(
-                f"what rank 0 says of its worker makes no sense: {error!r}", detail="worker"
-            ) from error
+        except RanksDisagreeError:
+            raise
+        except (ValueError, TypeError, AsyncCkptError) as error:
+            raise _nonsense(error) from error
         self._again = lambda: partial(make, next(self._attempts))
         self._worker.call(self._again(), FOLLOW_TIMEOUT_S + self._timeout_s)
 
@@ -150,6 +162,21 @@ class Links:
                 "this worker leads another run with other keys, and the workers of the other nodes cannot find it: no "
                 "save will succeed until the job is started again"
             )
+
+
+def _told(data: bytes) -> tuple[Any, Any, Any, Any]:
+    """Return what rank 0 says of its worker: address, server's key, client's key and secret."""
+    try:
+        address, *keys = msgpack.unpackb(data)
+        if not isinstance(address, str) or len(keys) != 3:
+            raise ValueError(f"an address of type {type(address).__name__}, {len(keys)} keys")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise _nonsense(error) from error
+    return address, keys[0], keys[1], keys[2]
+
+
+def _nonsense(error: Exception) -> RanksDisagreeError:
+    return RanksDisagreeError(f"what rank 0 says of its worker makes no sense: {error!r}", detail="worker")
 
 
 def _lead(run_id: str, client_public: str, port: int, secret: str, number: int) -> messages.Message:

@@ -19,7 +19,7 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import Connection
 from asyncckpt.errors import AsyncCkptError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.slot import STATE_SEALED
+from asyncckpt.memory.slot import STATE_SEALED, STATE_STREAMED
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, Unended, WriteFuture
 from asyncckpt.protocol import messages
@@ -130,6 +130,9 @@ class Submitting(CheckpointProcess):
         elif save.announcement is not None and slot.memory.control.state != STATE_SEALED:
             # What was sealed when the worker before died, that one may have committed: the new one looks by itself.
             self._say_begin(session, save.save_id, save.announcement, slot)
+            if slot.is_ring and slot.memory.control.state == STATE_STREAMED:
+                # Its trainer waits for cells. One that is sealed between the two looks is found so by this doorbell.
+                self._say_streamed(session, save.save_id, slot)
 
     def announce(self, save_id: SaveId, slot: LentSlot) -> None:
         """Ring the doorbell for a slot that is being filled and has room for everything. Does not wait.
@@ -141,40 +144,38 @@ class Submitting(CheckpointProcess):
             if session is not None:
                 session.request(partial(_submit, str(save_id), slot.number, slot.generation), SUBMIT_TIMEOUT_S)
 
-    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], None]:
+    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
         """Ring the doorbell for a ring that is about to be filled. Does not wait.
 
         Returns:
-            What raises, when it is called, as soon as the worker will not write what comes next.
+            What raises, when it is called, as soon as no worker will write what comes next; it says whether the one
+            that had it is dead, and another is being found, which goes on with it.
 
         Raises:
-            WorkerUnavailableError: The worker was lost since the save was announced.
+            WorkerUnavailableError: The worker was lost since the save was announced, and nobody takes it over.
         """
         with self._handing:
             session = self._speaker(slot)
-            if session is None:
-                raise self._ring_lost()
-            build = partial(_submit, str(save_id), slot.number, slot.generation)
-            rung = session.request(build, SUBMIT_TIMEOUT_S)
-            rung.add_done_callback(lambda done: self._answered(str(save_id), done))
+            if session is not None:  # else whoever takes it over is told
+                self._say_streamed(session, save_id, slot)
 
-        def check() -> None:
+        def check() -> bool:
             error = self._pending.early_error(save_id)
             if error is not None:
                 raise error
-            # IMPORTANT: no other worker can go on with a ring, although it may have got the slot by now.
-            if session.error is not None or slot.session != session.name or slot.orphaned:
-                raise self._ring_lost()
+            session = self._connection.session
+            if session is not None and session.error is None and session.name == slot.session and not slot.orphaned:
+                return False
+            if self._takeover.is_under_way:
+                return True
+            with self._handing:
+                return self._speaker(slot) is None
 
         return check
 
-    def _ring_lost(self) -> WorkerUnavailableError:
-        return WorkerUnavailableError(
-            f"the worker at {self.endpoint} was lost while it wrote a state that is larger than arena_limit_bytes: no "
-            "other one can go on with that; the next save works",
-            endpoint=self.endpoint,
-            detail="ring",
-        )
+    def _say_streamed(self, session: Session, save_id: SaveId | str, slot: LentSlot) -> None:
+        rung = session.request(partial(_submit, str(save_id), slot.number, slot.generation), SUBMIT_TIMEOUT_S)
+        rung.add_done_callback(lambda done: self._answered(str(save_id), done))
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""

@@ -6,11 +6,12 @@
 In each round every contender runs once, in a process of its own and in another order; the machine's limits are measured
 beside every round. The first save of a process is `cold` (it takes fresh pages from the kernel), the later ones `warm`.
 What does not fsync gets an fsync from us, and is marked. A contender that fails, or has not ended by the deadline, is
-shown with its error and not run again. Memory and loads of the peers are measured in the first two rounds, ours in all;
-with `--peer-saves-s` a slow peer makes fewer saves in a round, at least three. No round is begun that would not end
-within the budget; the result says how many were left out. The file is written after every round; with `--resume` a
-later run adds rounds until there are as many as asked, if machine, versions, code and options are the same. Peers are
-installed by the extra `peers`. Nothing else should run. `tiny` shows that all of it works.
+shown with its error and not run again. A load is its call, and what the first write to what it loaded takes longer than
+a later one: who maps a file leaves reading it to the training. Memory and loads of the peers are measured in the first
+two rounds, ours in all; with `--peer-saves-s` a slow peer makes fewer saves in a round, at least three. No round is
+begun that would not end within the budget; the result says how many were left out. The file is written after every
+round; with `--resume` a later run adds rounds until there are as many as asked, if machine, versions, code and options
+are the same. Peers are installed by the extra `peers`. Nothing else should run. `tiny` shows that all of it works.
 """
 
 from __future__ import annotations
@@ -121,12 +122,16 @@ def values(result: dict[str, Any], name: str) -> dict[str, list[float]] | str:
         if "load_cold_s" not in one:
             continue
         found["memory"].append(one["memory_over_state"])
-        found["load cold"].append(one["load_cold_s"])
-        found["load warm"].append(one["load_warm_s"])
-        for other, seconds in one.get("other_loads", {}).items():
-            for measure in ("cold", "warm"):
-                found.setdefault(f"load {measure}, {other}", []).append(seconds[f"{measure}_s"])
+        for heat in ("cold", "warm"):
+            found[f"load {heat}"].append(load_s(one, f"load_{heat}"))
+            for other, seconds in one.get("other_loads", {}).items():
+                found.setdefault(f"load {heat}, {other}", []).append(load_s(seconds, heat))
     return found
+
+
+def load_s(seconds: dict[str, Any], heat: str) -> float:
+    """Return what a load costs: the call, and what it left to the training; older results have the call alone."""
+    return float(seconds[f"{heat}_s"]) + float(seconds.get(f"{heat}_late_s", 0.0))
 
 
 def of_files(found: dict[str, list[float]], measure: str) -> list[float]:
@@ -183,6 +188,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         found.append(f"`prepare()` took {statistics.median(prepared):.2f} s, before the training.")
     if any(len(values(result, name)) > len(MEASURES) for name in names(result) if name in OURS):
         found.append("Our loads: from the worker's memory, in brackets from the disk.")
+    if any("load_warm_late_s" in one for row in result["rounds"] for one in row["contenders"].values()):
+        found.append("Loads: until the state can be changed as before; mapped files are read when it is.")
     if fewer:
         text = ", ".join(f"{name} {count}" for name, count in fewer.items())
         found.append(f"Fewer saves in a round, since they take long: {text}.")

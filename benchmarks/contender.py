@@ -33,8 +33,8 @@ class Contender:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
 
-    def save(self, path: Path) -> Saved:
-        """Begin to save the loop's state."""
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
+        """Begin to save the loop's state, which the caller has just asked it for."""
         raise NotImplementedError
 
     def load(self, path: Path) -> None:

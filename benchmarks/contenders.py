@@ -21,9 +21,9 @@ from benchmarks.training import Loop
 class TorchSave(Contender):
     """`torch.save`; loaded as it is, and with `mmap=True`."""
 
-    def save(self, path: Path) -> Saved:
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
         path.mkdir()
-        torch.save(self.loop.state(), path / "state.pt")
+        torch.save(state, path / "state.pt")
         return Saved(done(), done())
 
     def load(self, path: Path, *, mmap: bool = False) -> None:
@@ -36,12 +36,12 @@ class TorchSave(Contender):
 class Safetensors(Contender):
     """`safetensors.torch.save_file`; what is no tensor goes into a file beside it."""
 
-    def save(self, path: Path) -> Saved:
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
         from safetensors.torch import save_file
 
         path.mkdir()
         tensors: dict[str, torch.Tensor] = {}
-        rest = _flatten(self.loop.state(), "", tensors)
+        rest = _flatten(state, "", tensors)
         save_file(tensors, path / "state.safetensors")
         torch.save(rest, path / "rest.pt")
         return Saved(done(), done())
@@ -67,11 +67,11 @@ class Dcp(Contender):
         if self.alone:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
-    def save(self, path: Path) -> Saved:
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        save(self.loop.state(), storage_writer=FileSystemWriter(path, thread_count=2))
+        save(state, storage_writer=FileSystemWriter(path, thread_count=2))
         return Saved(done(), done())
 
     def load(self, path: Path) -> None:
@@ -110,12 +110,12 @@ class DcpAsync(Dcp):
             )
         )
 
-    def save(self, path: Path) -> Saved:
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
         response = async_save(
-            self.loop.state(),
+            state,
             storage_writer=FileSystemWriter(path, thread_count=2),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD,
             async_stager=self.stager,
@@ -157,8 +157,8 @@ class TorchExperimental(Contender):
         )
         self.checkpointer = experimental.make_async_checkpointer(config)
 
-    def save(self, path: Path) -> Saved:
-        saved = self.checkpointer.save(str(path), self.loop.state())
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
+        saved = self.checkpointer.save(str(path), state)
         assert saved is not None
         return Saved(*saved)
 
@@ -191,8 +191,8 @@ class TorchCheckpointing(Contender):
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self.manager = CheckpointManager(CheckpointManager.Config(save=saving, storage_config=storage))
 
-    def save(self, path: Path) -> Saved:
-        written = self.manager.save(str(path), self.loop.state())
+    def save(self, path: Path, state: dict[str, Any]) -> Saved:
+        written = self.manager.save(str(path), state)
         return Saved(self.manager._staging_future or done(), written)
 
     def load(self, path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks import machine, states, training
+from benchmarks import loads, machine, states, training
 from benchmarks.contender import Contender, Saved, remove
 from benchmarks.contenders import CONTENDERS
 
@@ -112,12 +112,11 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         steps.begin("a save whose memory is measured")
         peak = _peak_of_a_save(contender, directory / "kept")
         steps.begin("loading")
-        loads = {how: _loads(load, directory / "kept") for how, load in contender.loads().items()}
+        loaded = {how: loads.measure(loop, load, directory / "kept") for how, load in contender.loads().items()}
         found = {
             "memory_over_state": (peak - before) / nbytes,
-            "load_cold_s": loads[""]["cold_s"],
-            "load_warm_s": loads[""]["warm_s"],
-            "other_loads": {how: seconds for how, seconds in loads.items() if how},
+            **{f"load_{name}": seconds for name, seconds in loaded[""].items()},
+            "other_loads": {how: seconds for how, seconds in loaded.items() if how},
         }
     steps.begin("closing")
     contender.close()
@@ -147,12 +146,18 @@ def _wait_until_gone(path: Path | None) -> None:
 
 
 def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bool) -> dict[str, Any]:
-    """Save, and train until everything is on the disk; `all_done` says of ranks whether it is for every one of them."""
+    """Save, and train until everything is on the disk; `all_done` says of ranks whether it is for every one of them.
+
+    `state_s` is what torch takes to make the state dict: part of what is lost by a save, not of the stall.
+    """
     loop = contender.loop
     loop.waited_s, steps = 0.0, 0
+    asked = time.perf_counter()
+    state = loop.state()
     began = time.perf_counter()
-    saved = contender.save(path)
+    saved = contender.save(path, state)
     stall_s = time.perf_counter() - began
+    del state
     flushed = _on_disk(contender, saved, path, began)
     loop.before_step = lambda: _wait(saved.staged)
     try:
@@ -163,8 +168,15 @@ def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bo
                 raise TimeoutError(f"a save took longer than {SAVE_S:.0f} s")
     finally:
         loop.before_step = lambda: None
-    until_s = time.perf_counter() - began
-    return {"stall_s": stall_s + loop.waited_s, "durable_s": flushed.result(), "until_s": until_s, "steps": steps}
+    until_s = time.perf_counter() - asked
+    stall_s += loop.waited_s
+    return {
+        "stall_s": stall_s,
+        "durable_s": flushed.result(),
+        "until_s": until_s,
+        "steps": steps,
+        "state_s": began - asked,
+    }
 
 
 def _wait(staged: Future[Any]) -> None:
@@ -201,29 +213,6 @@ def _fsync(path: Path) -> None:
             os.close(fd)
 
 
-def _loads(load: Callable[[Path], None], path: Path) -> dict[str, float]:
-    """Return the seconds of a load with nothing of it in the page cache, and of one with all of it there."""
-    for place, _, files in os.walk(path):
-        for name in files:
-            with open(os.path.join(place, name), "rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    began = time.perf_counter()
-    load(path)
-    cold_s = time.perf_counter() - began
-    _read(path)
-    began = time.perf_counter()
-    load(path)
-    return {"cold_s": cold_s, "warm_s": time.perf_counter() - began}
-
-
-def _read(path: Path) -> None:
-    for place, _, files in os.walk(path):
-        for name in files:
-            with open(os.path.join(place, name), "rb") as opened:
-                while opened.read(16 << 20):
-                    pass
-
-
 def _peak_of_a_save(contender: Contender, path: Path) -> int:
     """Return the most memory that is in use while a save runs and nothing else."""
     peak, stop = 0, threading.Event()
@@ -236,7 +225,7 @@ def _peak_of_a_save(contender: Contender, path: Path) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.perf_counter()
-    saved = contender.save(path)
+    saved = contender.save(path, contender.loop.state())
     _on_disk(contender, saved, path, began).result(SAVE_S)
     stop.set()
     watcher.join()

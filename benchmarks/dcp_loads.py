@@ -24,6 +24,7 @@ import asyncckpt
 from asyncckpt.memory.mapping import Mapping
 from benchmarks.limits import read_s
 from benchmarks.machine import drop_cache, files_of
+from benchmarks.spread import text_of
 
 N = 4096
 CASES = ((4, 0, 2, 1), (2, 0, 4, 1), (4, 1, 2, 0))
@@ -32,36 +33,46 @@ CASES = ((4, 0, 2, 1), (2, 0, 4, 1), (4, 1, 2, 0))
 TIMES_AS_FAST = 2.0
 READ_BLOCK_NBYTES, READ_THREADS = 4 << 20, 4
 _BUFFER_NBYTES = 1 << 20
+AT_ONCE = 5
+"""So many rounds of a case by one start of its ranks, whose first loads are not counted."""
 
 
-def loads(directory: Path, nbytes: int, rounds: int, deadline_s: float) -> list[dict[str, Any]]:
-    """Return every round's figures of each case; no case begins after `deadline_s` but the first.
+def loads(
+    directory: Path,
+    nbytes: int,
+    rounds: int,
+    deadline_s: float,
+    found: list[dict[str, Any]],
+    keep: Callable[[], None],
+    cases: Sequence[int] = range(len(CASES)),
+) -> None:
+    """Add rounds to each case until there are as many as asked, `AT_ONCE` at a time.
 
     Args:
         directory: Where to write.
         nbytes: Of the state.
         rounds: Of each case.
-        deadline_s: By `time.monotonic`.
+        deadline_s: By `time.monotonic`; beyond it none begin, but the very first.
+        found: What there is by now; added to.
+        keep: Called when some were added.
+        cases: Which, by their number.
     """
     n_tensors = max(1, nbytes // (4 * N * N))
-    found: list[dict[str, Any]] = []
-    for saved_by, saved_dim, loaded_by, loaded_dim in CASES:
-        if found and time.monotonic() > deadline_s:
-            break
-        path = Path(tempfile.mkdtemp(dir=directory))
-        _on_ranks(saved_by, _save, directory, str(path), n_tensors, saved_dim)
-        ranks = _on_ranks(loaded_by, _load, directory, str(path), n_tensors, loaded_dim, rounds)
-        for file in files_of(path):
-            file.unlink()
-        found.append(
-            {
-                "saved": f"{saved_by} x Shard({saved_dim})",
-                "loaded": f"{loaded_by} x Shard({loaded_dim})",
-                "nbytes": n_tensors * N * N * 4,
-                "rounds": [_of_all_ranks([rows[n] for rows in ranks]) for n in range(rounds)],
-            }
-        )
-    return found
+    for saved_by, saved_dim, loaded_by, loaded_dim in (CASES[number] for number in cases):
+        names = {"saved": f"{saved_by} x Shard({saved_dim})", "loaded": f"{loaded_by} x Shard({loaded_dim})"}
+        row = next((one for one in found if names.items() <= one.items()), None)
+        while len(row["rounds"] if row else ()) < rounds and (not found or time.monotonic() < deadline_s):
+            row = row or {**names, "nbytes": n_tensors * N * N * 4, "rounds": []}
+            count = min(AT_ONCE, rounds - len(row["rounds"]))
+            path = Path(tempfile.mkdtemp(dir=directory))
+            _on_ranks(saved_by, _save, directory, str(path), n_tensors, saved_dim)
+            ranks = _on_ranks(loaded_by, _load, directory, str(path), n_tensors, loaded_dim, count)
+            for file in files_of(path):
+                file.unlink()
+            row["rounds"] += [_of_all_ranks([rows[n] for rows in ranks]) for n in range(count)]
+            if row not in found:
+                found.append(row)
+            keep()
 
 
 def _of_all_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -172,12 +183,13 @@ def report(cases: Sequence[dict[str, Any]]) -> None:
 
 def _compared(case: dict[str, Any], state: str, limits: Sequence[str]) -> str:
     rounds = case["rounds"]
-    ours, stock = (statistics.median(row[f"{who}_{state}_s"] for row in rounds) for who in ("ours", "stock"))
-    times, cpu = (
-        statistics.median(row[f"stock_{state}_{unit}"] / row[f"ours_{state}_{unit}"] for row in rounds)
-        for unit in ("s", "cpu_s")
-    )
-    parts = [f"ours {ours:.3f} s, stock {stock:.3f} s; {times:.2f} times as fast as stock ({cpu:.2f} by CPU)"]
+    ours, stock = (text_of([row[f"{who}_{state}_s"] for row in rounds], 3) for who in ("ours", "stock"))
+    ratios = {
+        unit: [row[f"stock_{state}_{unit}"] / row[f"ours_{state}_{unit}"] for row in rounds] for unit in ("s", "cpu_s")
+    }
+    times = statistics.median(ratios["s"])
+    fast = f"{text_of(ratios['s'])} times as fast as stock, by CPU {text_of(ratios['cpu_s'])}"
+    parts = [f"{len(rounds)} rounds; ours {ours} s, stock {stock} s; {fast}"]
     for limit in limits:
         what = "the " + limit.removesuffix("_s").replace("_", " ")
         least = statistics.median(row[limit] for row in rounds)

@@ -14,14 +14,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 MEASURING = (
-    *("compare", "contender", "contenders", "contest", "limits", "on_rank", "ours", "ranks", "rounds", "states"),
-    "training",
+    *("compare", "contender", "contenders", "contest", "limits", "loads", "on_rank", "ours", "ranks", "rounds"),
+    *("states", "training"),
 )
 """Modules whose change makes other figures; tables and pictures are made of what is there."""
 
@@ -36,10 +36,14 @@ class NotTheSameError(Exception):
     """A result file to which this run cannot add; the text says why."""
 
 
-def code() -> dict[str, str]:
-    """Return which code is measured: digests of the sources that are imported, and the commit of the checkout."""
+def code(measuring: Sequence[str] = MEASURING) -> dict[str, str]:
+    """Return which code is measured: digests of the sources that are imported, and the commit of the checkout.
+
+    Args:
+        measuring: Modules of this package whose change makes other figures.
+    """
     found = {name: _digest(sorted(_package(name).rglob("*.py"))) for name in ("asyncckpt", "asyncckpt_worker")}
-    found["benchmarks"] = _digest([HERE / f"{name}.py" for name in MEASURING])
+    found["benchmarks"] = _digest([HERE / f"{name}.py" for name in measuring])
     asked = ["git", "rev-parse", "--short=12", "HEAD"]
     told = subprocess.run(asked, cwd=HERE, capture_output=True, text=True, check=False)
     return found | {"commit": told.stdout.strip() or "unknown"}
@@ -117,13 +121,9 @@ class Kept:
         Raises:
             NotTheSameError: It is about something else, or of other code, or of another machine.
         """
-        if not self._path.exists():
+        then = earlier(self._path, self.result)
+        if then is None:
             return
-        then = json.loads(self._path.read_text())
-        other = differences(then, self.result)
-        if other:
-            text = "; ".join(f"{name} was {_short(a)} and is {_short(b)}" for name, (a, b) in other.items())
-            raise NotTheSameError(f"{self._path}: no rounds can be added: {text}. Without --resume it begins anew.")
         mine = {name: self.result[name] for name in OF_A_RUN if name in self.result}
         self.result = then | mine | {"ended": "not"}
 
@@ -164,16 +164,37 @@ class Kept:
 
     def write(self) -> None:
         """Write the file: what was there before, or what is there now, whatever happens meanwhile."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        new.write_text(json.dumps(self.result, indent=1) + "\n")
-        new.replace(self._path)
+        write(self._path, self.result)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Put a result into a file, by a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(path)
+
+
+def earlier(path: Path, mine: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what is in a file; None if it is not there.
+
+    Raises:
+        NotTheSameError: It is about something else than `mine`, or of other code, or of another machine.
+    """
+    if not path.exists():
+        return None
+    then: dict[str, Any] = json.loads(path.read_text())
+    other = differences(then, mine)
+    if other:
+        text = "; ".join(f"{name} was {_short(a)} and is {_short(b)}" for name, (a, b) in other.items())
+        raise NotTheSameError(f"{path}: no rounds can be added: {text}. Without --resume it begins anew.")
+    return then
 
 
 def differences(then: dict[str, Any], mine: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return what keeps two results apart, by name: what it was, and what it is."""
     found: dict[str, tuple[Any, Any]] = {}
-    made = {"rounds", "took_s", "ended", "machine", "code", "best", *OF_A_RUN}
+    made = {"rounds", "conversions", "dcp_load", "took_s", "ended", "machine", "code", "best", *OF_A_RUN}
     for name in sorted((then.keys() | mine.keys()) - made):
         _compare(found, name, then.get(name), mine.get(name))
     for part, passing in (("machine", PASSING), ("code", ("commit",))):

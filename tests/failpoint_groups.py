@@ -25,7 +25,6 @@ RESUMED: Group = {
     "slot, whole": ("resumed: whole", "resumed: shard kept", "small file: replacing", "small file: replaced"),
     "slot, torn": ("resumed: removing",),
     "ring, whole": ("resumed: whole", "resumed: shard kept", "small file: replacing", "small file: replaced"),
-    "ring, torn": ("resumed: removing",),
     "committed": ("resumed: committed",),
 }
 HANDED_OVER: Group = {"trainer": ("trainer: handing over",), "worker": ("worker: slot handed over",)}

@@ -161,13 +161,14 @@ def stop_whoever_serves(endpoint: str, known: RealWorker | None = None) -> None:
     """End the worker at `endpoint`, `known` or another."""
     if known is not None and known.alive:
         known.stop()
-    elif _lock_is_held(endpoint):  # taken before the socket is bound: it may be starting
+    elif is_served(endpoint):  # taken before the socket is bound: it may be starting
         RealWorker(endpoint).stop()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(socket_path(endpoint))  # a killed worker leaves it
 
 
-def _lock_is_held(endpoint: str) -> bool:
+def is_served(endpoint: str) -> bool:
+    """Whether a worker has the endpoint; it may be starting."""
     try:
         fd = os.open(f"{socket_path(endpoint)}.lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -23,9 +23,9 @@ class ConsentBook:
         if run is not None and run.members.get(session.rank) == session.name:
             run.spoke[session.rank] = self._t.now
             if run.followed:
-                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
-                    mine.consented = m.granted
                 record = Consented(save_id=m.save_id, rank=session.rank, granted=m.granted, reason=m.reason)
+                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
+                    mine.consented, mine.spoke = m.granted, mine.spoke or record
                 return self._t.told.append((run.run_id, record))
         save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
         if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:

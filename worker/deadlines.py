@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from asyncckpt.protocol.lifecycle import BEGUN, SUBMITTED, WRITING
 from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save
@@ -45,3 +47,11 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
             silent_until = asked_at + entry.request.hook_timeout_s
             found = min(found, (silent_until, entry), key=lambda pair: pair[0])
     return found
+
+
+def forget_the_silent(t: Tables, links: Set[str]) -> None:
+    """Forget of streams that are over when they were heard, once no open save has a rank that has begun it by them."""
+    over = t.heard.keys() - links
+    if over:
+        for name in over - {e.link for s, e in t.entries() if s.outcome is None}:
+            del t.heard[name]

@@ -13,8 +13,11 @@ from asyncckpt_worker.records import RankSave, Session, Slot
 _TO_DURABLE = {BEGUN: ("submit", "write", "finish"), SUBMITTED: ("write", "finish"), WRITING: ("finish",)}
 
 
-def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1) -> RankSave:
-    """Return the entry of a rank that stages, into a slot of which a dead worker had the generation `adopted`."""
+def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False) -> RankSave:
+    """Return the entry of a rank that stages, into a slot of which a dead worker had the generation `adopted`.
+
+    `resumed`: of a follower, whose leader or worker before is dead: whether it is committed is to be found.
+    """
     return RankSave(
         rank=session.rank,
         session=session.name,
@@ -28,7 +31,8 @@ def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1)
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
         link=session.link,
-        prepared=bool(session.link),
+        prepared=bool(session.link) and not resumed,
+        resumed=resumed,
         leftovers=m.generation <= adopted,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.codec import unpack
 from asyncckpt.protocol.lifecycle import COMMITTED
 from asyncckpt.protocol.message import Message
-from asyncckpt.protocol.relay import LEADER_RECORDS, Ended, Joined
+from asyncckpt.protocol.relay import LEADER_RECORDS, Asked, Ended, Joined
 from asyncckpt_worker.actions import Connect
 from asyncckpt_worker.events import Peer
 from asyncckpt_worker.progress import packed
@@ -34,20 +35,20 @@ class Followed:
     follows: dict[tuple[Peer, int], float] = field(default_factory=dict)
     """Follow requests that wait, until when."""
 
-    lineages: dict[tuple[Peer, int], str] = field(default_factory=dict)
-    """Lineage requests that wait, and their directories."""
+    lineages: dict[tuple[Peer, int], Asked] = field(default_factory=dict)
+    """Lineage requests that wait, and what the leader was asked for each."""
 
     def join(self, rank: int) -> None:
-        """Tell the leader that a rank has this worker, once in a stream and attempt."""
-        attempt = self.attempts.get(rank, 0)
-        if self.joined.get(rank) != attempt:
+        """Tell the leader that a rank has this worker, once in a stream and attempt; not before it has said so."""
+        attempt = self.attempts.get(rank)
+        if attempt is not None and self.joined.get(rank) != attempt:
             self.joined[rank] = attempt
             record = Joined(rank=rank, world_size=self.run.world_size, attempt=attempt, opened=self.stream.opened)
             self.stream.post(packed(record))
 
     def take_lineages(self, parent: str | None = None) -> list[tuple[Peer, int]]:
         """Take the Lineage requests off that wait for this directory, or all of them."""
-        found = [key for key, waits_for in self.lineages.items() if parent in (None, waits_for)]
+        found = [key for key, asked in self.lineages.items() if parent in (None, os.path.dirname(asked.path))]
         for key in found:
             del self.lineages[key]
         return found

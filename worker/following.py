@@ -2,7 +2,8 @@
 
 none        Follow                                         -> asking     Connect; a stream is opened
 asking      the leader speaks                              -> following  every Follow that waits is answered
-following   the leader does not know the stream (any more) -> asking     open saves end; another stream is opened
+following   the leader does not know the stream any more   -> asking     open saves end; another stream is opened
+following   another leader, which does not know the stream -> asking     another is opened; open saves are told again
 any         no member, no open save, nothing left to say   -> none       Disconnect
 """
 
@@ -14,13 +15,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, ProtocolError, from_wire
-from asyncckpt.protocol.lifecycle import COMMITTED, DURABLE, FAILED, UNKNOWN
+from asyncckpt.protocol.lifecycle import COMMITTED, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
 from asyncckpt.protocol.relay import Changed, Ended, EpochFound, Piece, Unlinked, Waits
 from asyncckpt_worker.actions import Connect, Disconnect, Relay
 from asyncckpt_worker.events import Relayed, Unconnected
 from asyncckpt_worker.followed import Followed, heard, unreachable
+from asyncckpt_worker.introducing import introduce
 from asyncckpt_worker.lending import Lending, busy
 from asyncckpt_worker.progress import asked, packed, told_of
 from asyncckpt_worker.records import RankSave, Save, Session
@@ -29,7 +31,8 @@ from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.streams import BEAT_S, Stream
 from asyncckpt_worker.tables import Tables
-from asyncckpt_worker.verdicts import failed, leader_lost, other_world
+from asyncckpt_worker.verdicts import failed, other_world
+from asyncckpt_worker.without_leader import give_up
 
 MAX_FOLLOWED = 64
 """Runs that are followed at once: each has a connection. Chosen, not measured."""
@@ -83,9 +86,12 @@ class FollowBook:
             run.followed, run.leader = True, ""
             known = self._followed[m.run] = Followed(run, connect, self._new_stream(), self._t.now)
             self._t.actions.append(connect)
-            self._introduce(known)
+            introduce(self._t, known)
         known.attempts[session.rank] = m.attempt
         known.join(session.rank)
+        for save in self._open_saves(known):  # of which nothing was told before
+            if session.rank in save.ranks:
+                self._t.touched[(save.save_id, session.rank)] = None
         known.follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
         return self._answer(known)
 
@@ -104,8 +110,8 @@ class FollowBook:
             return self._lending.refuse(session.peer, m.id, busy())
         key = (session.peer, m.id)
         if key not in known.lineages:
-            known.lineages[key] = os.path.dirname(m.path)
-            self._t.told.append((run.run_id, asked(session.rank, m.path)))
+            known.lineages[key] = asked(session.rank, m.path)
+            self._t.told.append((run.run_id, known.lineages[key]))
         return None
 
     # ---- what the leader says ---------------------------------------------------------------------------------------
@@ -124,20 +130,23 @@ class FollowBook:
         known, m = self._followed.get(event.run), event.message
         if known is None or getattr(m, "stream", "") != known.stream.name:
             return
+        if isinstance(m, Unlinked):  # which counts for silence: by that it waits for nobody here
+            if m.sender != known.run.leader:
+                return self._renew(known)
+            return self._over(known, "it does not know this worker any more")
         known.heard_at = self._t.now
-        if isinstance(m, Unlinked):
-            self._over(known, "it does not know this worker any more")
-        elif isinstance(m, Waits):
+        if isinstance(m, Waits):
             for row in m.saves:
                 save = self._t.saves.get(row["save_id"])
                 if save is not None and save.outcome is None:
                     save.told_missing = list(row.get("missing", ()))
         elif isinstance(m, Piece):
             self._piece(known, m)
+        return None
 
     def _piece(self, known: Followed, m: Piece) -> None:
         if known.run.leader not in ("", m.sender):
-            return self._over(known, "another worker has taken its place")
+            return self._renew(known)
         try:
             data = known.stream.take(m, self._t.now)
             record = heard(data) if data is not None else None
@@ -174,7 +183,7 @@ class FollowBook:
         for entry in save.ranks.values():
             entry.report.update(record.report)
         if record.outcome == COMMITTED:
-            self._saves.committed(save, record.report)
+            self._saves.was_committed(save, record.report)  # perhaps while files that it took over are looked at
         else:
             self._saves.end_here(save, record.outcome, record.error)
 
@@ -186,23 +195,25 @@ class FollowBook:
         quiet_s = 0.0 if known.run.leader else BEAT_S
         self._lose(known, why)
         known.stream = self._new_stream(self._t.now + quiet_s)
-        self._introduce(known)
+        introduce(self._t, known)
+
+    def _renew(self, known: Followed) -> None:
+        """Another worker leads, which knows nothing of the run: it is told again. Nothing is given up for that."""
+        quiet_s = 0.0 if known.run.leader else BEAT_S
+        self._t.log("info", f"run {known.run.run_id} has another leader", count="leaders_replaced")
+        known.run.leader = ""
+        known.run.changes.clear()
+        known.stream = self._new_stream(self._t.now + quiet_s)
+        introduce(self._t, known)
 
     def _lose(self, known: Followed, why: str) -> None:
         run = known.run
         for save in [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(run.run_id)]:
-            self._give_up(save, why)
+            give_up(self._saves, save, why)
         run.leader = ""
         run.changes.clear()
         for key in known.take_lineages():
             self._lending.refuse(*key, unreachable(known, why))
-
-    def _give_up(self, save: Save, why: str) -> None:
-        """Without the leader: nobody knows how a save ends whose ranks are all durable here."""
-        unknown = all(e.phase == DURABLE for e in save.ranks.values()) and not save.given_up
-        if not unknown or any(e.needs_consent for e in save.ranks.values()):  # should it come back, it must not wait
-            self._saves.end(save, FAILED, leader_lost(save, why, unknown=False))
-        self._saves.end_here(save, UNKNOWN if unknown else FAILED, leader_lost(save, why, unknown=unknown))
 
     def _drop(self, known: Followed) -> None:
         known.run.followed, known.run.leader = False, ""
@@ -221,7 +232,7 @@ class FollowBook:
             open_saves = self._open_saves(known)
             for save in open_saves:
                 if now >= known.silent_until(save):
-                    self._give_up(save, f"it has not been heard of for {save.timeout_s:g} s")
+                    give_up(self._saves, save, f"it has not been heard of for {save.timeout_s:g} s")
             silent = now - known.heard_at >= PARTING_S
             if not open_saves and not known.run.members and (silent or not known.stream.untaken_nbytes):
                 self._drop(known)
@@ -237,7 +248,7 @@ class FollowBook:
             return t.told.clear()
         for save_id, rank in touched:
             known, entry = self._followed.get(save_id[-12:]), t.entry((save_id, rank))
-            if known is not None and entry is not None:
+            if known is not None and entry is not None and rank in known.attempts:
                 self._tell(known, t.saves[save_id], entry)
         told, t.told = t.told, []
         for run_id, record in told:
@@ -281,16 +292,6 @@ class FollowBook:
         self._opened += 1
         name = hashlib.sha256(f"{self._t.instance}/{self._opened}".encode()).hexdigest()[:16]
         return Stream(name, self._t.instance, self._opened, quiet_until=quiet_until)
-
-    def _introduce(self, known: Followed) -> None:
-        """Say who is here, and how far the open saves are."""
-        known.joined.clear()
-        for rank in sorted(known.run.members):
-            known.join(rank)
-        for save in self._open_saves(known):
-            for rank, entry in save.ranks.items():
-                entry.told = 0
-                self._t.touched[(save.save_id, rank)] = None
 
     def _answer(self, known: Followed) -> None:
         if known.run.leader:

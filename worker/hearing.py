@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_RANKS
-from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, DURABLE, FAILED
+from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, DURABLE, FAILED
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.messages import Begin, Consent, Lineage, Withdraw
 from asyncckpt.protocol.relay import (
@@ -63,7 +63,7 @@ class Hearing:
     Args:
         tables: The brain's.
         runs, intake, saves, lineages: The brain's books.
-        end: Tells a link that a save of its has ended before it could begin.
+        end: Tells a link how a save has ended of which it has no part here.
         find: Returns the link of a stream.
     """
 
@@ -74,7 +74,7 @@ class Hearing:
         intake: Intake,
         saves: SaveBook,
         lineages: LineageBook,
-        end: Callable[[Link, str, Wire], None],
+        end: Callable[[Link, str, str, Wire], None],
         find: Callable[[str], Link | None],
     ) -> None:
         self._t, self._runs, self._intake, self._saves = tables, runs, intake, saves
@@ -120,6 +120,8 @@ class Hearing:
                 if save is not None and entry is not None and entry.link == link.stream.name:
                     result = unpack_result(record.result, record.save_id, record.rank)
                     self._saves.delivered(save, entry, result, record.report)
+            case Declined() if self._is_given_up(link, record):
+                pass
             case Declined():
                 message = Withdraw(id=0, save_id=record.save_id, reason=record.reason, skipped=record.skipped)
                 self._intake.withdraw(session, message)
@@ -140,7 +142,7 @@ class Hearing:
             if joined < holder.joined:
                 link.lost.add(record.rank)
                 return
-            self.lose(holder, "the rank has another worker now")
+            self._part(holder)
         link.lost.discard(record.rank)
         session = self._session(link, record.rank)
         session.joined = joined
@@ -159,12 +161,19 @@ class Hearing:
         del self._t.sessions[session.name]
         self._runs.leave(session, why)
 
-    def lose(self, session: Session, why: str) -> None:
-        """The worker of a rank is gone: what it had not written, or its hook not seen, will never be."""
+    def _part(self, session: Session, why: str = "the rank has another worker now") -> None:
+        """A rank has left a stream. The saves that it has begun by that go on: the next stream tells of them again.
+
+        Those of which it does not end with the silence of this stream (`deadlines`), as if its worker were cut off.
+        """
         link = self._find(session.link)
         if link is not None:
             link.lost.add(session.rank)
         self._leave(session, f"its worker was lost: {why}")
+
+    def lose(self, session: Session, why: str) -> None:
+        """The worker of a rank is gone: what it had not written, or its hook not seen, will never be."""
+        self._part(session, why)
         for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
             entry = save.ranks.get(session.rank)
             if entry is not None and entry.link == session.link and (entry.phase != DURABLE or entry.needs_consent):
@@ -172,7 +181,36 @@ class Hearing:
 
     # ---- saves ------------------------------------------------------------------------------------------------------
 
+    def _goes_on(self, link: Link, session: Session, save_id: str) -> None:
+        """A rank that has another stream now goes on with what it had begun by the one before.
+
+        What was heard by that stays: it is told again, and is the same. An end that it may have missed is told again.
+        """
+        save, entry, run = self._t.saves.get(save_id), self._t.entry((save_id, session.rank)), session.run
+        if save is None or entry is None or entry.link in ("", link.stream.name) or run != link.run_id:
+            return
+        entry.link, entry.session = link.stream.name, session.name
+        entry.ringed = entry.streaming = False
+        text = "a rank of it has another worker"
+        self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
+        if entry.ended:
+            self._t.changed[(save_id, session.rank)] = None
+
+    def _is_given_up(self, link: Link, record: Declined) -> bool:
+        """Whether a rank says of what it has sealed that nobody goes on with it: its worker is dead."""
+        save, entry = self._t.saves.get(record.save_id), self._t.entry((record.save_id, record.rank))
+        if save is None or entry is None or entry.link in ("", link.stream.name) or entry.phase == BEGUN:
+            return False
+        written = entry.phase == DURABLE and not entry.needs_consent
+        if save.outcome is None and not save.committing and not written:
+            self._saves.end(save, FAILED, worker_lost(save, entry, record.reason or "nobody goes on with it"))
+        return True
+
     def _begun(self, link: Link, session: Session, record: Begun) -> None:
+        self._goes_on(link, session, record.save_id)
+        save = self._t.saves.get(record.save_id)
+        if save is not None and save.outcome == COMMITTED and record.rank not in save.ranks:
+            return self._end(link, record.save_id, COMMITTED, {})  # by the leader before: of every rank of the world
         if self._t.entry((record.save_id, record.rank)) is None:
             begin = Begin(
                 id=0,
@@ -188,8 +226,8 @@ class Hearing:
                 commit_timeout_s=record.commit_timeout_s,
             )
             if self._intake.refuse_other_world(session, record.save_id) is None:
-                self._intake.begin(session, begin)
-        self._end_if_not_ours(link, record.save_id, record.rank)
+                self._intake.begin(session, begin, resumed=record.resumed)
+        return self._end_if_not_ours(link, record.save_id, record.rank)
 
     def _ringed(self, link: Link, record: Ringed) -> None:
         entry = self._t.entry((record.save_id, record.rank))
@@ -200,6 +238,9 @@ class Hearing:
         request = decode_request(record.request, _ANY_OFFSET)
         if (request.save_id, request.rank) != (record.save_id, record.rank):
             raise ValueError("a request of another save or rank")
+        save = self._t.saves.get(record.save_id)
+        if save is not None and save.outcome == COMMITTED and record.rank not in save.ranks:
+            return  # as `_begun` has answered
         slot = Slot(0, 0, session.name, session.rank, session.world_size, 0, link=link.stream.name)
         self._intake.take_up(slot, 1, request)
         self._end_if_not_ours(link, record.save_id, record.rank)
@@ -208,7 +249,7 @@ class Hearing:
         """The follower waits for an end: it must hear of one although its part was not taken."""
         entry = self._t.entry((save_id, rank))
         if entry is None or entry.link != link.stream.name:
-            self._end(link, save_id, not_taken(save_id, rank))
+            self._end(link, save_id, FAILED, not_taken(save_id, rank))
 
     def _gave_up(self, link: Link, record: GaveUp) -> None:
         save, parsed = self._t.saves.get(record.save_id), SaveId.parse(record.save_id)
@@ -221,4 +262,5 @@ class Hearing:
         elif save is None and run is not None:
             self._runs.withdraw(run, parsed.sequence, record.error)  # ranks that begin it later need not wait
         if save is None or not any(e.link == link.stream.name for e in save.ranks.values()):
-            self._end(link, record.save_id, record.error)
+            committed = save is not None and save.outcome == COMMITTED
+            self._end(link, record.save_id, COMMITTED if committed else FAILED, {} if committed else record.error)

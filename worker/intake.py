@@ -11,6 +11,7 @@ from asyncckpt_worker.agreement import disagreement, own_contradiction, unequal_
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.entries import entry_of_begin, entry_of_request, steps_to_durable
 from asyncckpt_worker.events import Wire
+from asyncckpt_worker.leftovers import clean_up
 from asyncckpt_worker.order import rival, same_call
 from asyncckpt_worker.records import RankSave, Save, Session, Slot
 from asyncckpt_worker.runs import RunBook
@@ -18,6 +19,9 @@ from asyncckpt_worker.saves import SaveBook
 from asyncckpt_worker.starting import start_writing
 from asyncckpt_worker.tables import Tables
 from asyncckpt_worker.verdicts import disagree, failed, mismatch, other_world, path_in_use, withdrawn
+
+MAX_DECLINED = 64
+"""What the ranks of a run have declined last, told again to another leader. More than saves are in flight at once."""
 
 
 class Intake:
@@ -36,8 +40,12 @@ class Intake:
 
     # ---- begin ------------------------------------------------------------------------------------------------------
 
-    def begin(self, session: Session, message: Begin) -> Wire | None:
+    def begin(self, session: Session, message: Begin, *, resumed: bool = False) -> Wire | None:
         """Add the entry of a rank that stages. The caller has checked slot and generation.
+
+        Args:
+            session, message: Of whom, and what.
+            resumed: As of `entry_of_begin`.
 
         Returns:
             Why the save has failed at once, or None.
@@ -46,11 +54,12 @@ class Intake:
         self._runs.heard_of(message.save_id, session.world_size)
         save = self._open(message.save_id, session.world_size)
         slot = None if session.link else self._t.slots.get(message.slot)
-        entry = entry_of_begin(session, message, self._t.now, adopted=slot.adopted if slot is not None else -1)
+        adopted = slot.adopted if slot is not None else -1
+        entry = entry_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
         self._add(save, entry)
         if save.outcome is not None:
-            self._saves.clean_up(save)  # it has ended before: what its former worker had begun to write goes
-        error = self._refuse_rival(save, entry)
+            clean_up(self._t, save)  # it has ended before: what its former worker had begun to write goes
+        error = None if resumed else self._refuse_rival(save, entry)
         if not entry.ended and not save.given_up:
             self._saves.prepare(save, entry, fsync=message.fsync)
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
@@ -177,6 +186,7 @@ class Intake:
         self._runs.heard_of(m.save_id, session.world_size)
         if run.followed:
             record = Declined(save_id=m.save_id, rank=session.rank, reason=m.reason, skipped=m.skipped)
+            run.declined = [*run.declined, record][-MAX_DECLINED:]
             return self._t.told.append((run.run_id, record))
         saves = same_call(m.save_id, self._t.saves)
         if any(s.has_sealed(session.rank) or s.outcome is not None for s in saves):
@@ -222,7 +232,7 @@ class Intake:
             for one in [save, *(t for t in twins if t.outcome is None and not t.committing)]:
                 ranks = {*save.ranks, *twins[0].ranks}
                 self._saves.end(one, FAILED, disagree(one.save_id, entry.path, detail, ranks))
-        elif not sealed and (verdict := self._runs.verdict(save)) is not None:
+        elif not sealed and not entry.resumed and (verdict := self._runs.verdict(save)) is not None:
             self._saves.end(save, ABANDONED, verdict)
         return None
 

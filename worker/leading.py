@@ -13,6 +13,7 @@ from asyncckpt.protocol.lifecycle import COMMITTED, FAILED
 from asyncckpt.protocol.messages import Lead, Leading
 from asyncckpt.protocol.relay import FOLLOWER_RECORDS, Changed, Ended, EpochFound, Piece, Unlinked, Waits
 from asyncckpt_worker.actions import Listen, Relay
+from asyncckpt_worker.deadlines import forget_the_silent
 from asyncckpt_worker.events import Listening, Peer, Relayed, Wire
 from asyncckpt_worker.hearing import Hearing, Link
 from asyncckpt_worker.intake import Intake
@@ -139,7 +140,7 @@ class LeadBook:
             link = self._links[m.stream] = Link(event.run, Stream(m.stream, self._t.instance), event.route)
             self._t.log("info", f"worker {m.sender} follows in run {event.run}", count="followers_linked")
         if link is not None and link.run_id == event.run and not link.stream.has_sent(m.taken):
-            self._forget(link, "its stream was another worker's")  # begun anew by a piece that came late
+            self._undo(link)
             link = None
         if link is None or link.run_id != event.run:
             return self._unlink(event.run, event.route, m.stream)
@@ -173,6 +174,18 @@ class LeadBook:
         message = Unlinked(stream=stream, sender=self._t.instance)
         self._t.actions.append(Relay(run=run_id, route=route, message=message))
 
+    def _undo(self, link: Link) -> None:
+        """The stream was one with the leader before, and was begun anew by a piece that came late.
+
+        IMPORTANT: nothing ends by that: its follower opens another one, and tells of its saves again.
+        """
+        name = link.stream.name
+        del self._links[name]
+        forget_the_silent(self._t, self._links.keys())
+        for session in [s for s in self._t.sessions.values() if s.link == name]:
+            del self._t.sessions[session.name]
+            self._runs.part(session)
+
     def _forget(self, link: Link, why: str) -> None:
         name = link.stream.name
         del self._links[name]
@@ -189,6 +202,7 @@ class LeadBook:
             if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._open_saves(link.run_id)):
                 self._forget(link, f"it has not been heard of for {silent_s:.0f} s")
         self._stirred.update(dict.fromkeys(self._links))
+        forget_the_silent(self._t, self._links.keys())
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
         """Tell every follower of the run; who has not asked yet need not."""
@@ -258,8 +272,8 @@ class LeadBook:
     def _open_saves(self, run_id: str) -> list[Save]:
         return [s for s in self._t.saves.values() if s.outcome is None and s.save_id.endswith(run_id)]
 
-    def _ended_at_once(self, link: Link, save_id: str, error: Wire) -> None:
-        self._post(link, packed(Ended(save_id=save_id, outcome=FAILED, error=error, report={})))
+    def _ended_at_once(self, link: Link, save_id: str, outcome: str, error: Wire) -> None:
+        self._post(link, packed(Ended(save_id=save_id, outcome=outcome, error=error, report={})))
 
     def times(self) -> Iterator[float]:
         """Yield when something is due."""

@@ -233,7 +233,10 @@ class Lending:
         slot.reading, slot.opened = False, event.opened
         request = event.request
         if request is not None and event.streamed:
-            if not slot.closing and event.generation > slot.adopted:
+            # Of what the worker before has streamed, only a ring is gone on with before it is sealed, and only once its
+            # trainer has begun it here.
+            begun = request.ring_segments and self._t.entry((request.save_id, slot.rank)) is not None
+            if not slot.closing and (begun or event.generation > slot.adopted):
                 self._intake.stream(slot, event.generation, request)
         elif request is not None and event.generation > slot.taken:
             taken = self._intake.take_up(slot, event.generation, request)

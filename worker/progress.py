@@ -26,7 +26,7 @@ def packed(record: Message) -> bytes:
     return pack(record, MAX_RECORD_NBYTES)
 
 
-def asked(rank: int, path: str) -> Message:
+def asked(rank: int, path: str) -> Asked:
     """Return the question for the run's epoch."""
     return Asked(rank=rank, path=path)
 
@@ -46,6 +46,7 @@ def told_of(save_id: str, entry: RankSave) -> Iterator[bytes]:
                 umask=entry.umask,
                 overwrite=entry.overwrite,
                 commit_timeout_s=entry.commit_timeout_s,
+                resumed=entry.resumed or entry.leftovers or entry.retold,
             )
         )
     writing = entry.ring and entry.writing

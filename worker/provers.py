@@ -11,7 +11,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.heap import LARGE_NBYTES, give_back
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.proof import uncovered
+from asyncckpt.storage.proof import no_collections, uncovered
 from asyncckpt.storage.tally import Tally, seed_of, tally_of
 
 MAX_PROOFS = 256
@@ -48,8 +48,9 @@ class Prover:
             known = self._decoded.get(key)
         if known is not None:
             return known
-        decode_structure(request.structure)
-        tally = tally_of(request.structure, request.rank, seed)
+        with no_collections():  # beside a training on every core, whose steps wait for this one
+            decode_structure(request.structure)
+            tally = tally_of(request.structure, request.rank, seed)
         with self._lock:
             self._keep(key, tally)
         if len(request.structure) >= LARGE_NBYTES:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.protocol.lifecycle import BEGUN, ENDED, IN_FLIGHT
+from asyncckpt.protocol.relay import Consented
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.home import NO_HOME, Home
 from asyncckpt_worker.events import Peer, SaveKey, Wire
@@ -162,11 +163,17 @@ class RankSave:
     told: int = 0
     """How far the leader has been told of it: begun, sealed, delivered."""
 
+    retold: bool = False
+    """A leader that is dead had been told of it."""
+
+    spoke: Consented | None = None
+    """Followed: what its hook has said."""
+
     ringed: bool = False
     """Its ring is being written, and not sealed: as its worker has said last, where another one leads."""
 
     resumed: bool = False
-    """A worker that is dead may have written its files, or some, or committed it."""
+    """A worker that is dead may have written its files, or some, or committed it. `link`: or led its save."""
 
     leftovers: bool = False
     """A worker that is dead may have begun to write it: files may stand, which go if the save fails."""
@@ -221,6 +228,12 @@ class Save:
     given_up: bool = False
     """Followed: it cannot go on here, and the leader is told so."""
 
+    looked: bool = False
+    """It was not committed when this worker looked, and only this one can have committed it since."""
+
+    objection: tuple[str, Wire] | None = None
+    """What would end it, and how: for as long as it is doubtful. Followed: what it was given up by."""
+
     complete: bool = False
     """All of its ranks have sealed it, and agree."""
 
@@ -250,7 +263,7 @@ class Save:
     @property
     def doubtful(self) -> bool:
         """Whether it may have been committed by a worker that is dead: until that is known, nothing ends it."""
-        return any(r.resumed and r.preparing for r in self.ranks.values())
+        return not self.looked and any(r.resumed and r.preparing for r in self.ranks.values())
 
     @property
     def timeout_s(self) -> float:

@@ -10,12 +10,14 @@ from concurrent.futures import Executor
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.ring import Counters, Ring
+from asyncckpt.memory.ring import Counters, Ledger, Ring
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.reading_back import OtherBytesError
 from asyncckpt.storage.resuming import keep_ring_files
 from asyncckpt.storage.ring_files import RingImage, write_ring_files
+from asyncckpt.storage.ring_takeover import take_over_ring_files
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.slots import SlotStore
 
@@ -30,14 +32,14 @@ other ranks hear that reason. Chosen."""
 def write_ring(
     job: Write, rank_job: RankJob, memory: SlotMemory, slots: SlotStore, *, files: Files, pool: Executor
 ) -> tuple[RankResult, bool]:
-    """Write one rank's files from a ring; those that the worker before has finished are kept.
+    """Write one rank's files from a ring; those that the worker before has finished are kept, others are gone on with.
 
     Returns:
         The result, and whether the shards were kept.
 
     Raises:
-        SaveFailedError: The trainer has not filled it (`not_sealed`), or a worker that is dead had not written it to
-            its end (`ring_lost`). Files of this rank are removed.
+        SaveFailedError: The trainer has not filled it (`not_sealed`), or what a worker that is dead had written of it
+            is not in its files (`ring_lost`). Files of this rank are removed.
         OSError: A call failed; the same, unless it was to find out whether a dead worker's files are whole.
 
     Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
@@ -51,16 +53,21 @@ def write_ring(
         # IMPORTANT: never removed where they are whole: a leader on another node may be committing them right now.
         image = RingImage(view, feed.ring, rank_job.parts)
         kept = keep_ring_files(rank_job, image, files=files, check=feed.check)
+        if kept is not None:
+            return kept, True
+        count = feed.freed_before()
+        found = take_over_ring_files(
+            rank_job, view, feed, count, feed.ledger.digests_of, files=files, pool=pool, check=feed.check
+        )
+        return found, False
+    except OtherBytesError as error:
+        text = (
+            f"what a worker that has died had written of it is not there: {error}. In memory it is no more, since the "
+            "state is larger than arena_limit_bytes"
+        )
+        raise _failed(job.request, "ring_lost", text) from error
     finally:
         view.release()
-    if kept is None:
-        raise _failed(
-            job.request,
-            "ring_lost",
-            "the worker that was writing it has died, and only the end of the snapshot is in memory, since it is "
-            "larger than arena_limit_bytes",
-        )
-    return kept, True
 
 
 class Waiting(ABC):
@@ -116,6 +123,7 @@ class _RingFeed(Waiting):
         lengths = [part.nbytes for part in request.parts]
         super().__init__(job, memory, slots, Ring(lengths, request.ring_segment_nbytes, request.ring_segments))
         self._counters = Counters(memory, job.generation)
+        self.ledger = Ledger(memory, self.ring)
 
     def check(self) -> None:
         """Prove that the trainer has not given the ring up.
@@ -140,10 +148,26 @@ class _RingFeed(Waiting):
             raise self.ended(f"{filled} segments are said to be filled, of {len(self.ring.segments)}")
         return filled
 
+    def wrote(self, number: int, digests: bytes) -> None:
+        """Leave the checksums to whoever comes after this process, unless the ledger is the next save's by now."""
+        if self._memory.control.is_written(self._job.generation):
+            self.ledger.note(number, digests)
+
     def freed(self, count: int) -> None:
         """So many segments are needed no more."""
         self._counters.freed = count
         reach("ring: segments freed")
+
+    def freed_before(self) -> int:
+        """Return how many segments a worker that is dead has freed.
+
+        Raises:
+            SaveFailedError: More than were ever filled.
+        """
+        freed, filled = self._counters.freed, self.filled()
+        if freed > filled:
+            raise self.ended(f"{freed} segments are said to be written, and {filled} filled")
+        return freed
 
     def ended(self, detail: str) -> SaveFailedError:
         """Return the error of a ring that is not filled to its end."""

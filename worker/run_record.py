@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncckpt.protocol.relay import Declined
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.freshness import Committed
 
@@ -53,6 +54,9 @@ class Run:
 
     leader: str = ""
     """Followed: the leader's instance, once it has spoken."""
+
+    declined: list[Declined] = field(default_factory=list)
+    """Followed: what the leader was told of saves that a rank takes no part in, the latest."""
 
     committed: Committed | None = None
     """What was committed last, to be compared with what comes next."""

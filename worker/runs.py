@@ -55,7 +55,7 @@ class RunBook:
             self._t.log("error", text, session=session.name, count="protocol_errors")
             return run
         if session.run != run_id:
-            self._part(session)
+            self.part(session)
         session.run = run_id
         run.members[session.rank] = session.name
         run.gone.pop(session.rank, None)
@@ -69,6 +69,12 @@ class RunBook:
         elif leaving is not None and not leaving.run:
             leaving.run = run_id
         return self._open(run_id, world_size)
+
+    def part(self, session: Session) -> None:
+        """The session saves in its run no more, and its rank is not gone for that: it comes again."""
+        run = self._t.runs.get(session.run)
+        if run is not None and run.members.get(session.rank) == session.name:
+            del run.members[session.rank]
 
     def leave(self, session: Session, why: str) -> None:
         """The session has ended. Its rank is gone once its slots have been read."""
@@ -151,11 +157,6 @@ class RunBook:
             self._forget_old()
             run = self._t.runs[run_id] = Run(run_id, world_size)
         return run
-
-    def _part(self, session: Session) -> None:
-        run = self._t.runs.get(session.run)
-        if run is not None and run.members.get(session.rank) == session.name:
-            del run.members[session.rank]
 
     def _forget_old(self) -> None:
         excess = len(self._t.runs) - MAX_RUNS + 1

@@ -25,20 +25,22 @@ from asyncckpt.protocol.lifecycle import (
     advance,
 )
 from asyncckpt.protocol.relay import GaveUp, Left
-from asyncckpt_worker.actions import Commit, Remove
+from asyncckpt_worker.actions import Commit
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
+from asyncckpt_worker.doubt import late_refusal
 from asyncckpt_worker.entries import prepare_of, steps_to_durable
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.keeping import speaks_against
-from asyncckpt_worker.order import has_elder, rival
+from asyncckpt_worker.leftovers import clean_up
+from asyncckpt_worker.order import has_elder
 from asyncckpt_worker.records import RankSave, Save
 from asyncckpt_worker.run_record import Run
 from asyncckpt_worker.runs import RunBook
 from asyncckpt_worker.starting import start_writing, stop_streams, write_again
 from asyncckpt_worker.tables import Tables
-from asyncckpt_worker.verdicts import OUTCOME_EVENTS, count, failed, path_in_use, timed_out
+from asyncckpt_worker.verdicts import OUTCOME_EVENTS, count, failed, timed_out
 
 
 class SaveBook:
@@ -56,13 +58,17 @@ class SaveBook:
             return
         entry.preparing, entry.prepared, entry.home = False, event.error is None, event.home
         if save.outcome is not None:
-            self.clean_up(save)
+            clean_up(self._t, save)
             return
+        save.looked = save.looked or (entry.resumed and event.error is None and not event.committed)
+        refusal = late_refusal(self._t, self._runs, save, entry) if entry.resumed else None
         if event.error is not None:
             self.end(save, FAILED, event.error)
         elif event.committed and not save.committing:
-            self._was_committed(save)
-        elif entry.resumed and (refusal := self._late_refusal(save, entry)) is not None:
+            self.was_committed(save, {})
+        elif save.objection is not None and not save.given_up:
+            self.end(save, *save.objection)
+        elif refusal is not None:
             self.end(save, *refusal)
         elif entry.phase == SUBMITTED and not save.given_up:
             self.write(save, entry)
@@ -81,7 +87,7 @@ class SaveBook:
         if event.error is None:
             entry.result, entry.written_at = event.result, self._t.now
         if save.outcome is not None:
-            self.clean_up(save)
+            clean_up(self._t, save)
         elif event.error is not None and entry.streaming and not entry.ring:
             write_again(self._t, save, entry, event.error)
         elif event.error is not None:
@@ -90,10 +96,15 @@ class SaveBook:
             self._is_durable(save, entry)
 
     def delivered(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
-        """A follower has written a rank's files."""
-        if save.outcome is None and entry.phase == WRITING:
-            entry.result = result
-            entry.report.update(report)
+        """A follower has written a rank's files, or one that took them over has found them whole.
+
+        IMPORTANT: a commit under way has what was delivered first, and is left alone: the files are the same.
+        """
+        if save.outcome is not None or save.committing or entry.phase == BEGUN:
+            return
+        entry.result = result
+        entry.report.update(report)
+        if entry.phase == WRITING:  # else it is durable already, or is looked for on disk first
             self._is_durable(save, entry)
 
     def _is_durable(self, save: Save, entry: RankSave) -> None:
@@ -129,27 +140,22 @@ class SaveBook:
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
         self._commit_next(save)
 
-    def _was_committed(self, save: Save) -> None:
-        """Another worker has put the manifest, and died: all ranks were durable then."""
-        for entry in save.ranks.values():
-            for step in steps_to_durable(entry) if entry.phase in IN_FLIGHT else ():
-                self.move(save, entry, step)
-        self.committed(save, {})
+    def was_committed(self, save: Save, report: Mapping[str, Any]) -> None:
+        """Another worker has put the manifest."""
+        self._was_durable(save)
+        self.committed(save, report)
 
-    def _late_refusal(self, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
-        """Return how a save ends that is not committed after all, and could not be taken up but for that doubt."""
-        if (verdict := self._runs.verdict(save)) is not None:
-            return ABANDONED, verdict
-        if (silent := self._runs.silent_for_good(save)) is not None:
-            return FAILED, silent
-        other = rival(entry.path, save.save_id, self._t.saves)
-        return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
+    def _was_durable(self, save: Save) -> None:
+        """All ranks were, or may have been, with a worker that is dead, whatever is known of them here."""
+        for entry in save.ranks.values():
+            for step in steps_to_durable(entry) if entry.phase in IN_FLIGHT or entry.resumed else ():
+                self.move(save, entry, step)
 
     def removed(self, event: Removed) -> None:
         save = self._t.saves.get(event.save_id)
         if save is not None:
             save.removing = False
-            self.clean_up(save)  # of ranks that have come since
+            clean_up(self._t, save)  # of ranks that have come since
 
     # ---- gone ranks, and time ---------------------------------------------------------------------------------------
 
@@ -187,9 +193,13 @@ class SaveBook:
         """End a save on all of its ranks, without a commit; one that another worker leads is given up."""
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
         if not self._t.is_followed(save.save_id):
-            return self.end_here(save, outcome, error)
+            if not save.doubtful:
+                return self.end_here(save, outcome, error)
+            # IMPORTANT: it may be committed. The look that is under way says so, or ends it by this.
+            save.objection = save.objection or (outcome, error)
+            return None
         if not save.given_up:
-            save.given_up = True
+            save.given_up, save.objection = True, (outcome, error)
             record = GaveUp(save_id=save.save_id, outcome=outcome, error=error)
             self._t.told.append((save.save_id[-12:], record))
         return None
@@ -199,6 +209,8 @@ class SaveBook:
         self._changes.publish(save, complete=False)
         save.outcome, save.error, save.objected = outcome, error, speaks_against(error)
         at_begun, at_durable = OUTCOME_EVENTS[outcome]
+        if outcome == UNKNOWN:
+            self._was_durable(save)
         for entry in save.ranks.values():
             event = at_begun if entry.phase == BEGUN else at_durable if entry.phase == DURABLE else "fail"
             self.move(save, entry, event, error)
@@ -209,7 +221,7 @@ class SaveBook:
         text = f"{outcome}: {error.get('text', '')}"
         self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
         stop_streams(self._t, save)
-        self.clean_up(save)
+        clean_up(self._t, save)
         self._commit_next(save)
 
     def broken(self, event: Broken) -> None:
@@ -221,7 +233,7 @@ class SaveBook:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def prepare(self, save: Save, entry: RankSave, *, fsync: bool) -> None:
-        if entry.link:
+        if entry.link and not entry.resumed:
             return
         entry.preparing = True
         self._t.actions.append(prepare_of(save.save_id, entry, fsync=fsync))
@@ -275,16 +287,6 @@ class SaveBook:
         results = tuple(e.result for e in entries)
         self._t.actions.append(Commit(save_id=save.save_id, requests=requests, results=results, remote=remote))
         return True
-
-    def clean_up(self, save: Save) -> None:
-        """Remove what durable ranks of a failed save have left, once nobody writes to it any more."""
-        left = [e for e in save.ranks.values() if e.result is not None or e.leftovers]
-        # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
-        if save.outcome in (FAILED, ABANDONED) and left and not save.busy:
-            self._t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
-            save.removing = True
-            for entry in left:
-                entry.result, entry.leftovers = None, False
 
     def move(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
         if entry.phase in ENDED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from asyncckpt.errors import (
     CommitTimeoutError,
@@ -15,6 +16,7 @@ from asyncckpt.errors import (
     SaveSkippedError,
     to_wire,
 )
+from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.lifecycle import ABANDONED, FAILED, UNKNOWN
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save
@@ -49,8 +51,8 @@ def count(failures: dict[str, int], error: Wire) -> None:
     failures[kind] = failures.get(kind, 0) + 1
 
 
-def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
-    """One rank cannot go on. `code`: a word of ours."""
+def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> Wire:
+    """One rank cannot go on. `code`: a word of ours; `more`: further facts."""
     return to_wire(
         SaveFailedError(
             f"save {save.save_id} (step {entry.step}, rank {entry.rank}) to {entry.path}: {detail}; "
@@ -61,6 +63,7 @@ def failed(save: Save, entry: RankSave, code: str, detail: str) -> Wire:
             detail=detail,
             save_id=save.save_id,
             step=entry.step,
+            **more,
         )
     )
 
@@ -165,8 +168,14 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     """The worker that decides is gone, or silent. `unknown`: it may have committed the save."""
     entry = save.ranks[min(save.ranks)]
     detail = f"the worker beside rank 0, which commits, was lost: {why}"
+    missing = save.told_missing
+    if missing is not None:
+        detail += f"; it waited for ranks {missing[:SHOWN]} when it was heard last" if missing else ""
+    else:
+        missing = [rank for rank in range(save.world_size) if rank not in save.ranks][:MAX_MISSING]
+        detail += f"; nothing was heard of ranks {missing[:SHOWN]}, which have other workers" if missing else ""
     if not unknown:
-        return failed(save, entry, "leader_lost", detail)
+        return failed(save, entry, "leader_lost", detail, missing_ranks=missing)
     return to_wire(
         CommitUnknownError(
             f"save {save.save_id} (step {entry.step}) to {entry.path}: {detail}; this node's ranks were written, so "
@@ -176,6 +185,7 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
             detail=detail,
             save_id=save.save_id,
             step=entry.step,
+            missing_ranks=missing,
         )
     )
 

@@ -139,15 +139,28 @@ class SnapshotTornError(AsyncCkptError, RuntimeError, code="torn", fields=("fqn"
 
 
 class SaveFailedError(
-    AsyncCkptError, OSError, code="save_failed", fields=("code", "rank", "path", "detail", "save_id", "step")
+    AsyncCkptError,
+    OSError,
+    code="save_failed",
+    fields=("code", "rank", "path", "detail", "save_id", "step", "missing_ranks"),
 ):
-    """Writing or committing failed. `code` is an errno name such as "ENOSPC", or a word of ours."""
+    """Writing or committing failed. `code` is an errno name such as "ENOSPC", or a word of ours.
+
+    `missing_ranks`: of code "leader_lost", as of `CommitUnknownError`.
+    """
 
 
 class CommitUnknownError(
-    AsyncCkptError, OSError, code="commit_unknown", fields=("code", "path", "detail", "save_id", "step")
+    AsyncCkptError,
+    OSError,
+    code="commit_unknown",
+    fields=("code", "path", "detail", "save_id", "step", "missing_ranks"),
 ):
-    """Publishing the manifest failed so that nobody knows whether it is on disk. Look again later."""
+    """Publishing the manifest failed so that nobody knows whether it is on disk. Look again later.
+
+    `missing_ranks`: of code "leader_lost", whom the worker that commits waited for when it was heard last, or, if it
+    had not said that, the ranks of the other nodes.
+    """
 
 
 class CheckpointExistsError(

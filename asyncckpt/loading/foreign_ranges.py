@@ -39,15 +39,21 @@ class _BringingFiles(Files):
 
     def __init__(self, below: Files) -> None:
         self._below = below
+        self._brought: dict[int, tuple[int, int]] = {}
 
     def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
         return self._below.open(path, flags, mode)
 
     def close(self, fd: int) -> None:
+        self._brought.pop(fd, None)
         self._below.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        self._below.bring(fd, offset, sum(map(len, buffers)))
+        nbytes = sum(map(len, buffers))
+        units = offset // UNIT_NBYTES, (offset + nbytes - 1) // UNIT_NBYTES
+        if self._brought.get(fd) != units:  # a header is read in several pieces that lie close together
+            self._brought[fd] = units
+            self._below.bring(fd, offset, nbytes)
         return self._below.preadv(fd, buffers, offset, flags)
 
 

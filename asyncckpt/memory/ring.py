@@ -1,9 +1,10 @@
 """Rings: a slot whose body is a window that moves over an image larger than it (SPEC.md section 5).
 
     image    | part 0: segment 0 | 1 | 2 | part 1: segment 3 | 4 | ...
-    slot     | head page | cell 0 | cell 1 | ... | request | tail page |   segment n: cell n modulo their number
+    slot     | head page | cell 0 | cell 1 | ... | ledger | request | tail page |  segment n: cell n modulo their number
 
-The trainer counts what it has filled, the worker what it has freed; each polls the other's counter.
+The trainer counts what it has filled, the worker what it has freed; each polls the other's counter. What is freed is in
+memory no more, but for its checksums: the ledger has them, for a worker that comes after one that dies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.slot import COUNTERS_GENERATIONS, COUNTERS_NBYTES, COUNTERS_OFFSET, PAGE_NBYTES, SlotError
+from asyncckpt.memory.slot import (
+    COUNTERS_GENERATIONS,
+    COUNTERS_NBYTES,
+    COUNTERS_OFFSET,
+    LEDGER_ENTRY_NBYTES,
+    LEDGER_UNIT_NBYTES,
+    PAGE_NBYTES,
+    SlotError,
+)
 
 _COUNTER = struct.Struct("<QQ")
 _ONES = (1 << 64) - 1
@@ -42,6 +51,7 @@ class Ring:
     Attributes:
         segments: In their order.
         cells_nbytes: Of all cells.
+        ledger_nbytes: Of the ledger, which follows the cells: whole pages.
     """
 
     def __init__(self, part_nbytes: Sequence[int], segment_nbytes: int, n_cells: int) -> None:
@@ -52,6 +62,8 @@ class Ring:
             for part, nbytes in enumerate(part_nbytes)
             for start in range(0, nbytes, segment_nbytes)
         )
+        self._row_nbytes = LEDGER_ENTRY_NBYTES * _blocks(segment_nbytes)
+        self.ledger_nbytes = ledger_nbytes(part_nbytes, segment_nbytes)
         self._firsts: list[int] = []
         at = 0
         for nbytes in part_nbytes:
@@ -73,6 +85,60 @@ class Ring:
     def offset_of(self, number: int) -> int:
         """Return where a segment lies in the slot."""
         return PAGE_NBYTES + number % self.n_cells * self.segment_nbytes
+
+    @property
+    def end(self) -> int:
+        """Where cells and ledger end in the slot, and the request may begin."""
+        return PAGE_NBYTES + self.cells_nbytes + self.ledger_nbytes
+
+    def row_of(self, number: int) -> tuple[int, int]:
+        """Return where the ledger has a segment's checksums in the slot, and how many bytes these are."""
+        segment = self.segments[number]
+        at = PAGE_NBYTES + self.cells_nbytes + number * self._row_nbytes
+        return at, LEDGER_ENTRY_NBYTES * _blocks(segment.end - segment.start)
+
+
+def ledger_nbytes(part_nbytes: Sequence[int], segment_nbytes: int) -> int:
+    """Return how long the ledger of a ring of these is."""
+    n_segments = sum(-(-nbytes // segment_nbytes) for nbytes in part_nbytes)
+    return -(-LEDGER_ENTRY_NBYTES * _blocks(segment_nbytes) * n_segments // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // LEDGER_UNIT_NBYTES)
+
+
+class Ledger:
+    """The checksums of what the worker has written of one generation of a ring; its fd must outlive it.
+
+    IMPORTANT: a segment's are there before it counts as freed, and stay until the slot is opened again: they are all
+    that is left of it in memory when the worker dies. By system calls, as `Counters`.
+    """
+
+    def __init__(self, memory: SlotMemory, ring: Ring) -> None:
+        self._memory, self._ring = memory, ring
+
+    def note(self, number: int, digests: bytes) -> None:
+        """Take the checksums of a segment's blocks, one behind the other.
+
+        Raises:
+            SlotError: They were not written.
+        """
+        at, nbytes = self._ring.row_of(number)
+        if len(digests) != nbytes or os.pwrite(self._memory.fd, digests, at) != nbytes:
+            raise SlotError(f"the checksums of segment {number} were not written")
+
+    def digests_of(self, number: int) -> bytes:
+        """Return them. Of a segment that is not freed, they are whatever lies there.
+
+        Raises:
+            SlotError: They cannot be read.
+        """
+        at, nbytes = self._ring.row_of(number)
+        found = os.pread(self._memory.fd, nbytes, at)
+        if len(found) != nbytes:
+            raise SlotError(f"the checksums of segment {number} cannot be read")
+        return found
 
 
 class Counters:

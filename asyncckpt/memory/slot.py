@@ -28,7 +28,7 @@ import xxhash
 from asyncckpt.failpoints import reach
 
 PAGE_NBYTES = 4096
-SLOT_VERSION = 3
+SLOT_VERSION = 4
 HEAD_MAGIC = b"ACKPSLOT"
 TAIL_MAGIC = b"ACKPTAIL"
 TOKEN_NBYTES = 16
@@ -56,6 +56,10 @@ COUNTERS_OFFSET = 1024
 COUNTERS_NBYTES = 64
 COUNTERS_GENERATIONS = 32
 """A worker that is late with an old generation does not write to the counters of the next ones."""
+
+LEDGER_UNIT_NBYTES = 262144
+LEDGER_ENTRY_NBYTES = 8
+"""A checksum for each block of a file, of those that pass through a ring (`ring`)."""
 
 
 class SlotError(ValueError):

@@ -106,7 +106,7 @@ class Asked(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun(Message):
-    """A rank stages a save."""
+    """A rank stages a save. `resumed`: another worker, dead by now, may have heard of it, or begun to write it."""
 
     save_id: str
     rank: int
@@ -116,6 +116,7 @@ class Begun(Message):
     umask: int
     overwrite: bool
     commit_timeout_s: float
+    resumed: bool
     name: ClassVar[str] = "begun"
     checks: ClassVar[dict[str, Check]] = {
         "save_id": check.save_id,
@@ -126,6 +127,7 @@ class Begun(Message):
         "umask": check.umask,
         "overwrite": check.flag,
         "commit_timeout_s": check.timeout,
+        "resumed": check.flag,
     }
 
 

@@ -23,6 +23,9 @@ MAX_THREADS = 1024
 RING_UNIT_NBYTES = 262144
 """A ring's segments are whole blocks of a file (format/SPEC.md section 3)."""
 
+LEDGER_ENTRY_NBYTES = 8
+"""Of each of their blocks the ledger has a checksum (memory/SPEC.md section 5)."""
+
 MIN_RING_SEGMENTS = 2
 MAX_CONTRIBUTION_NBYTES = 64 << 20
 """On a board, or attached to a request: names and shapes of a million tensors. Chosen, not measured."""
@@ -120,8 +123,8 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
         known = {name: raw[name] for name in SaveRequest.__dataclass_fields__}
         request = SaveRequest(**{**known, "parts": parts})
         _check(request)
-        _check_ring(request, body_end)
         _check_parts(parts, check.MAX_INT if request.ring_segments else body_end)
+        _check_ring(request, body_end)
         return request
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the slot's request does not decode: {error!r}", detail=str(error)) from error
@@ -192,7 +195,8 @@ def _check_ring(request: SaveRequest, body_end: int) -> None:
         return
     if cells < MIN_RING_SEGMENTS or nbytes == 0 or nbytes % RING_UNIT_NBYTES:
         raise ValueError(f"a ring of {cells} segments of {nbytes} bytes")
-    if PAGE_NBYTES + cells * nbytes > body_end:
+    n_segments = sum(-(-part.nbytes // nbytes) for part in request.parts)
+    if PAGE_NBYTES + cells * nbytes + n_segments * -(-nbytes // RING_UNIT_NBYTES) * LEDGER_ENTRY_NBYTES > body_end:
         raise ValueError(f"a ring of {cells} segments of {nbytes} bytes reaches beyond {body_end}")
 
 

@@ -35,9 +35,10 @@ class RingCopy:
         counters: Of the ring's generation.
         places: Which device each tensor lies on, or None.
         engine: Copies from devices.
-        check: Raises when the worker will not write what comes next.
+        check: Raises when no worker will write what comes next; whether another one is being found for that.
         save_id, step, path: Of the save.
         timeout_s: For a cell to become free.
+        handover_s: So much longer while another worker is being found.
 
     Attributes:
         waited_s: How long it has waited for the worker.
@@ -49,23 +50,25 @@ class RingCopy:
         counters: Counters,
         places: Sequence[int | None],
         engine: Engine,
-        check: Callable[[], None],
+        check: Callable[[], bool],
         *,
         save_id: SaveId,
         step: int,
         path: str,
         timeout_s: float,
+        handover_s: float,
     ) -> None:
         self._image, self._counters, self._places, self._engine = image, counters, places, engine
         self._check, self._save_id, self._step, self._path = check, save_id, step, path
-        self._timeout_s = timeout_s
+        self._timeout_s, self._handover_s = timeout_s, handover_s
+        self._is_between = False
         self._dropped = False
         self._progressed_at = time.monotonic()
         self.waited_s = 0.0
 
     def patience(self) -> float:
         """Return until when the copy ends by itself if nothing becomes free (`time.monotonic()`)."""
-        return self._progressed_at + self._timeout_s + MARGIN_S
+        return self._progressed_at + self._patience_s() + MARGIN_S
 
     def copy(self, tensors: Sequence[torch.Tensor], share: Share = ALL, pace: Pace = FULL) -> None:
         """Copy everything.
@@ -97,6 +100,9 @@ class RingCopy:
             done_nbytes += segment.end - segment.start
             self._counters.note_staged(done_nbytes)
 
+    def _patience_s(self) -> float:
+        return self._timeout_s + (self._handover_s if self._is_between else 0.0)
+
     def drop_moves(self) -> None:
         """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
         self._dropped = True
@@ -106,17 +112,18 @@ class RingCopy:
         while True:
             if self._dropped:
                 raise StagingError(f"step {self._step}: the copy was given up")
-            self._check()
+            was_between, self._is_between = self._is_between, self._check()
             freed, now = self._counters.freed, time.monotonic()
-            if freed > before:
+            if freed > before or (was_between and not self._is_between):  # the next worker has its own time
                 before, self._progressed_at = freed, now
             if freed > number - self._image.ring.n_cells:
                 self.waited_s += now - began
                 return
-            if now - self._progressed_at > self._timeout_s:
+            if now - self._progressed_at > self._patience_s():
+                why = "no other worker was found" if self._is_between else "storage hangs, or the worker is too busy"
                 raise SlotTimeoutError(
                     f"step {self._step}: the state is larger than its memory, and nothing of it was written for "
-                    f"slot_timeout_s={self._timeout_s:g}; storage hangs, or the worker has too much else to write",
+                    f"slot_timeout_s={self._timeout_s:g}; {why}",
                     timeout_s=self._timeout_s,
                     save_id=str(self._save_id),
                     step=self._step,

@@ -13,7 +13,7 @@ import torch
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.ring import Counters, Ring
+from asyncckpt.memory.ring import Counters, Ring, ledger_nbytes
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
@@ -61,7 +61,7 @@ class Sized(NamedTuple):
 class Streams(Protocol):
     """The trainer's end of the wire, as far as rings need it."""
 
-    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], None]:
+    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
         """As `Submitting.stream`."""
 
 
@@ -105,12 +105,13 @@ class Rings:
         cells_nbytes = limit // several - 2 * PAGE_NBYTES - room
         unit = RING_UNIT_NBYTES
         segment_nbytes = max(unit, min(SEGMENT_NBYTES, cells_nbytes // MANY_SEGMENTS // unit * unit))
-        n_cells = cells_nbytes // segment_nbytes
+        lengths = [part.nbytes for part in plan.layout.parts]
+        n_cells = (cells_nbytes - ledger_nbytes(lengths, segment_nbytes)) // segment_nbytes
         if n_cells < MIN_RING_SEGMENTS:
             return whole
-        ring = Ring([part.nbytes for part in plan.layout.parts], segment_nbytes, n_cells)
+        ring = Ring(lengths, segment_nbytes, n_cells)
         asked = replace(asked, ring_segments=n_cells, ring_segment_nbytes=segment_nbytes)
-        nbytes = 2 * PAGE_NBYTES + ring.cells_nbytes + room
+        nbytes = ring.end + room + PAGE_NBYTES
         return Sized(asked, encode_request(asked), nbytes, 0, ring)
 
     def begin(
@@ -143,7 +144,7 @@ class Rings:
         image = ring_image_of(slot, plan, sized.ring)
         control, counters = slot.memory.control, Counters(slot.memory, slot.generation)
         counters.reset()
-        control.stream(self._request(sized, news), image.cells_end)
+        control.stream(self._request(sized, news), image.ring.end)
         copies = RingCopy(
             image,
             counters,
@@ -154,6 +155,7 @@ class Rings:
             step=step,
             path=path,
             timeout_s=self._config.slot_timeout_s,
+            handover_s=self._config.worker_start_timeout_s,
         )
         if not later:
             copies.copy(tensors)

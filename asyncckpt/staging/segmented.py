@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
+from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.ring import Ring
 from asyncckpt.planning.plan import SavePlan
@@ -46,7 +46,6 @@ class SegmentedImage:
 
     def __init__(self, address: int, plan: SavePlan, ring: Ring) -> None:
         self.plan, self.ring = plan, ring
-        self.cells_end = PAGE_NBYTES + ring.cells_nbytes
         self._address = address
         self._numbers = [box.number for box in plan.boxes]
         shapes = plan.signature[1]

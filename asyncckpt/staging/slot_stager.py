@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.client import WorkerProcess
-from asyncckpt.collector import collector_paused
+from asyncckpt.collector import collect_now, collector_paused
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError, WorkerUnavailableError
@@ -31,7 +31,7 @@ from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.requests import News, Requests, Telling
 from asyncckpt.staging.rings import Rings, ring_image_of
 from asyncckpt.staging.umask import current_umask
-from asyncckpt.staging.warmth import image_of, warm
+from asyncckpt.staging.warmth import MANY_BOXES, image_of, warm
 from asyncckpt.staging.whole import Whole
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
@@ -212,6 +212,7 @@ class SlotStager(CheckpointStager):
 
             ranks.prepare(contributed)
             self.plans.agreement = ranks.agreement
+        made = self.plans.made
         with collector_paused():
             plan, flat = self.plans.take(state_dict)
         self._telling.met(plan, 0)
@@ -227,6 +228,8 @@ class SlotStager(CheckpointStager):
         else:
             ready = partial(self._make_ready, plan, self._engine.devices_of(flat.tensors))
         warm(self._process.pool, plan, sized.nbytes, ready, spare_nbytes=sized.spare_nbytes)
+        if self.plans.made > made and len(plan.boxes) >= MANY_BOXES:
+            collect_now()
 
     def _make_ready(self, plan: SavePlan, devices: Sequence[int], slot: LentSlot) -> None:
         self._engine.pin(slot, devices)

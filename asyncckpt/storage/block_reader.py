@@ -21,14 +21,14 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import view_at
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.damage import is_sound
-from asyncckpt.storage.extents import Extent, Source, deliver, is_at_hand
+from asyncckpt.storage.extents import Extent, Source, are_at_hand, deliver
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
     EXTENT_NBYTES,
     Batch,
     ShardRequest,
-    Spreading,
+    Spread,
     Step,
     buffer_nbytes,
     fqns_of,
@@ -42,10 +42,6 @@ from asyncckpt.storage.shard_reader import ShardReader
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
-
-SAMPLES = 8
-"""So many extents are looked at for whether all seem to be in memory: then there are no more threads than cores. With
-six on two cores each waits for the interpreter of the others: a load of 1.5 GB from memory takes a quarter longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +115,7 @@ class _Reader:
         self._todo: list[Extent] = []
         self._sources: list[Source] = []
         self._error: BaseException | None = None
+        self._at_hand = False
         self.cached_nbytes = self.disk_nbytes = 0
 
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[Extent]:
@@ -139,8 +136,9 @@ class _Reader:
         self._disk = threading.Semaphore(max(1, threads))
         threads = max(1, min(with_verifiers(threads), len(todo), BUFFERS_NBYTES // room))
         try:
-            some = todo[:: -(-len(todo) // SAMPLES)]
-            if threads > 1 and all(not is_through(e.steps) and is_at_hand(e, self._open(e.source)) for e in some):
+            if threads > 1 or any(is_through(e.steps) for e in todo):
+                self._at_hand = are_at_hand(todo, lambda e: self._open(e.source, through=is_through(e.steps)))
+            if self._at_hand:
                 threads = min(threads, len(os.sched_getaffinity(0)))  # nothing waits for a disk
             if threads == 1 and buffer is not None and room <= len(buffer):
                 self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
@@ -224,8 +222,10 @@ class _Reader:
             together = list(group)
             (start, _, (wanted,)), end = together[0], together[-1].end
             sink = wanted.sink
-            runs = sink.runs(start - wanted.offset, end - start) if isinstance(sink, Spreading) else None
-            if runs is not None and reader.copies.copy(start, end - start, runs):
+            spread: Spread | None = getattr(sink, "runs", None)
+            runs = spread(start - wanted.offset, end - start) if spread is not None else None
+            room = address, len(buffer)
+            if runs is not None and reader.copies.copy(start, end - start, runs, room, is_there=self._at_hand):
                 reach("load: bytes copied")
                 continue
             for step in together:

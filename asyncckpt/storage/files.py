@@ -84,6 +84,10 @@ class Files:
     def advise_done(self, fd: int, offset: int, nbytes: int) -> None:
         """Say that what lies at `address` of a range is not looked at any more. There is none of a file on disk."""
 
+    def forget(self, fd: int) -> None:
+        """Drop what the page cache has of an open file and is not dirty: what is read next comes from storage."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def fsync(self, fd: int) -> None:
         """Flush data and metadata of `fd`. IMPORTANT: after an error the file must be given up, not retried."""
         os.fsync(fd)

@@ -62,6 +62,8 @@ def gather_from_file(fd: int, target: int, offset: int, nbytes: int, every: int,
     """
     start = offset // UNIT_NBYTES * UNIT_NBYTES if near(nbytes, every) else offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + (times - 1) * every + nbytes - start
+    if near(nbytes, every):  # a huge page is mapped by one entry only where all of it is
+        length = -(-length // UNIT_NBYTES) * UNIT_NBYTES
     address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
     if address is None or address == _MAP_FAILED:
         return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
@@ -62,12 +62,9 @@ class Sink(Protocol):
         """Take `nbytes` at `address`, which belong at `position` of the range; they are gone afterwards."""
 
 
-@runtime_checkable
-class Spreading(Sink, Protocol):
-    """A sink that knows where in memory its bytes go."""
-
-    def runs(self, position: int, nbytes: int) -> Sequence[Runs] | None:
-        """Return where everything that it takes of a piece goes, if somebody else may put it there; else None."""
+Spread = Callable[[int, int], Sequence[Runs] | None]
+"""What a sink that knows where in memory its bytes go has as `runs`: returns, by position and length, where everything
+that it takes of a piece goes, if somebody else may put it there; else None."""
 
 
 class Wanted(NamedTuple):

@@ -79,20 +79,17 @@ def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable
     Whether the shards are whole says the index alone: it must be, but for their checksums, what the request leads to.
 
     Returns:
-        The result; None where they are not whole: then they are removed.
+        The result; None where they are not whole: then nobody can have committed them.
 
     Raises:
         OSError: Whether they are cannot be found out, and they stay: another node's worker may be committing them. Or
-            they cannot be made durable, or one resists.
+            they cannot be made durable.
         Exception: Whatever `check` raises.
 
     Blocks: for the flush.
     """
     writer = RankWriter(job, image, files, check)
-    if not _finds_stated_shards(writer):
-        _remove(small_paths(job) + [s.path for s in writer.shards], files)
-        return None
-    return _keep(writer)
+    return _keep(writer) if _finds_stated_shards(writer) else None
 
 
 def _keep(writer: RankWriter) -> RankResult:

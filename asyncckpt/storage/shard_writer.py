@@ -68,8 +68,18 @@ class ShardWriter:
         self._image, self._offset = image, offset
         self._mode, self._fsync, self._files = mode, fsync, files
         self._fd = -1
+        self._stands = False
         self._refused: OSError | None = None
         self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+        self._unflushed: OSError | None = None
+
+    def go_on(self) -> None:
+        """Write into the file that stands, which a dead process has begun; called before the first extent.
+
+        From here on it counts as created here: it is removed if this save fails.
+        """
+        self._stands = self.created = True
 
     def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
         """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
@@ -117,7 +127,9 @@ class ShardWriter:
                 return
             if self._refused is not None:  # another thread was first: what it was told counts, not that a file is there
                 raise named(self._refused, self.path)
-            fd = self._files.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
+            # What stands may be a FIFO by now, which is not waited for.
+            how = os.O_NONBLOCK if self._stands else os.O_CREAT | os.O_EXCL
+            fd = self._files.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | how, self._mode)
             self.created = True
             try:
                 reach("shard: created")
@@ -161,13 +173,20 @@ class ShardWriter:
         """Flush what was written so far. From several threads, as `write_extent`.
 
         Raises:
-            OSError: Names the file, which must be given up: another thread's flush may not be told.
+            OSError: Names the file, which must be given up; every later call raises it again.
         """
-        started = time.perf_counter()
-        fsync_file(self._files, self._fd, self.path)
-        seconds = time.perf_counter() - started
-        with self._lock:
-            self.fsync_s += seconds
+        # IMPORTANT: one after the other. The kernel tells of a lost page once, maybe while another thread flushes than
+        # the one that wrote it: who returns from here after that must not believe that its bytes are safe.
+        with self._flushing:
+            if self._unflushed is not None:
+                raise named(self._unflushed, self.path)
+            started = time.perf_counter()
+            try:
+                fsync_file(self._files, self._fd, self.path)
+            except OSError as error:
+                self._unflushed = error
+                raise
+            self.fsync_s += time.perf_counter() - started
 
     def finish(self) -> None:
         """Cut the file to its length, flush and close it; called once, after the last extent.

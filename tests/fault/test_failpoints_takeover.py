@@ -96,7 +96,7 @@ def trace_of(way: str, snapshot: Snapshot, path: pathlib.Path) -> list[tuple[str
     leave(way, snapshot, path)
     observer = At("resumed: whole", lambda: None)
     with observed(observer):
-        assert go_on(way, snapshot, path) is (way != "ring, torn")
+        assert go_on(way, snapshot, path)
     assert set(RESUMED[way]) <= set(observer.trace)
     return [(point, observer.trace[: n + 1].count(point)) for n, point in enumerate(observer.trace)]
 
@@ -122,11 +122,11 @@ def test_what_a_dead_worker_has_left_is_committed_whole_or_not_listed(
             look = At(point, lambda path=path, seen=seen: seen.append(stands(snapshot, path)), visit)  # type: ignore[misc]
             with observed(look):
                 was_said = go_on(way, snapshot, path)
-            assert len(seen) == 1 and was_said is (way != "ring, torn"), what
+            assert len(seen) == 1 and was_said, what
         assert stands(snapshot, path) or not was_said, what
         is_done = go_on(way, snapshot, path)
         assert stands(snapshot, path) is is_done, what
-        if not way.startswith("ring") or (action == "kill" and way != "ring, torn"):
+        if not way.startswith("ring") or action == "kill":
             assert is_done, what
         elif not is_done:
             assert [name for name in os.listdir(path) if name.startswith("rank-")] == [], what

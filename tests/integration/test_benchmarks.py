@@ -11,7 +11,7 @@ import states
 import torch
 from real_worker import RealWorker
 
-from benchmarks import compare, contest, quick, table, training
+from benchmarks import compare, contest, loads, quick, table, training
 from benchmarks.contenders import CONTENDERS
 
 HERE = ["asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap", "torch.save", "safetensors"]
@@ -32,7 +32,7 @@ def test_what_a_contender_saves_it_loads_into_a_loop_that_has_gone_on(name: str,
     assert (contender.prepare() is None) == (name != "asyncckpt, prepared")
     try:
         expected = {key: value for key, value in _flat(loop.state()).items()}
-        saved = contender.save(tmp_path / "a")
+        saved = contender.save(tmp_path / "a", loop.state())
         saved.written.result(60)
         for load in contender.loads().values():
             loop.step()
@@ -70,7 +70,12 @@ def test_a_contest_measures_everything_that_the_table_shows(
     extent = contest.Extent(2, when_gone=tmp_path / "gone")
     one = json.loads(json.dumps(contest.measure("asyncckpt, prepared", "tiny", extent, tmp_path)))
     assert one["fsyncs"] and one["cold"]["durable_s"] > 0 and len(one["warm"]) == 1
+    assert all(
+        save["lost_s"] + one["quiet_step_s"][0] * 99 > save["state_s"] > 0 for save in [one["cold"], *one["warm"]]
+    )
     assert one["prepare_s"] > 0 and set(one["other_loads"]) == {"disk"}
+    of_loads = {"cold_s", "cold_late_s", "warm_s", "warm_late_s"}
+    assert set(one["other_loads"]["disk"]) == of_loads and {f"load_{name}" for name in of_loads} <= set(one)
     assert len(one["quiet_step_s"]) == 1 + 2, "one more after each save"
     assert {"making the state", "saving", "loading"} <= set(one["phases_s"])
     assert [path.name for path in tmp_path.iterdir()] == ["kept"], "removed when the next one makes its state"
@@ -92,6 +97,15 @@ def test_a_contest_measures_everything_that_the_table_shows(
     assert "does not fsync; the benchmark did" in shown and "O_DIRECT write 0.50 s" in shown
     (mine,) = [line for line in shown.splitlines() if line.startswith("| torch.save |")]
     assert f"{one['cold']['durable_s']:.2f}*" in mine
+
+
+def test_looking_for_what_a_load_left_to_do_changes_no_value() -> None:
+    tensors = [torch.randn(3), torch.tensor([-0.0, float("inf")], dtype=torch.bfloat16), torch.arange(3)]
+    before = [tensor.clone() for tensor in tensors]
+    assert loads.late_s(tensors) < 60.0
+    for tensor, same in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, same) and torch.equal(torch.signbit(tensor), torch.signbit(same))
+    assert tensors[0]._version and not tensors[2]._version, "what an optimizer changes was written to"
 
 
 def test_the_quick_table_compares_with_the_last_result() -> None:

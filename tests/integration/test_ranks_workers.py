@@ -191,50 +191,6 @@ def loses(rank: int, places: tuple[str, ...], root: str, timeout_s: float) -> li
     return found
 
 
-def saved_again(ranks: rank_processes.Ranks) -> None:
-    """Let the ranks save on: at the same attempt they succeed again, on an idle machine at the latest at the third."""
-    for rank in (0, 1):
-        ranks.send(rank, "go on")
-    zero, one = ranks.results()
-    assert zero[-1] is None and one[-1] is None, (zero, one)
-    assert len(zero) == len(one) <= 20, (zero, one)
-
-
-def test_a_follower_that_is_killed_before_it_has_written_ends_the_save_with_its_ranks_named(
-    tmp_path: pathlib.Path, workers: Workers
-) -> None:
-    with rank_processes.running(2, loses, endpoints(workers), str(tmp_path), 2.5) as ranks:
-        assert [ranks.receive(r) for r in (0, 1)] == ["ready"] * 2
-        with workers[1].frozen():
-            for r in (0, 1):
-                ranks.send(r, "save")
-            assert [ranks.receive(r) for r in (0, 1)] == ["staged"] * 2
-            workers[1].kill()
-        kind, text, facts = ranks.receive(0)
-        assert kind == "CommitTimeoutError" and facts["missing_ranks"] == [1], text
-        assert ranks.receive(1)[0] == "WorkerUnavailableError"
-        assert not (tmp_path / "step-2" / "manifest.json").exists()
-        saved_again(ranks)
-
-
-def test_a_leader_that_is_killed_ends_the_save_on_all_ranks_and_the_next_one_takes_its_place(
-    tmp_path: pathlib.Path, workers: Workers
-) -> None:
-    with rank_processes.running(2, loses, endpoints(workers), str(tmp_path), 2.5) as ranks:
-        assert [ranks.receive(r) for r in (0, 1)] == ["ready"] * 2
-        with workers[0].frozen():
-            for r in (0, 1):
-                ranks.send(r, "save")
-            assert [ranks.receive(r) for r in (0, 1)] == ["staged"] * 2
-            time.sleep(0.5)
-            workers[0].kill()
-        assert ranks.receive(0)[0] == "WorkerUnavailableError"
-        kind, text, _ = ranks.receive(1)
-        assert kind in ("CommitUnknownError", "CommitTimeoutError") and "lost" in text, text
-        assert not (tmp_path / "step-2" / "manifest.json").exists()
-        saved_again(ranks)
-
-
 def stages_and_stays(rank: int, places: tuple[str, ...], root: str, stages: bool) -> Any:
     checkpointer = checkpointer_of(rank, places)
     assert ended(checkpointer.save(state_of(rank, 1), f"{root}/step-1")) is None

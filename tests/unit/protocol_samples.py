@@ -108,6 +108,7 @@ BETWEEN_WORKERS: tuple[m.Message, ...] = (
         umask=0o022,
         overwrite=False,
         commit_timeout_s=1800.0,
+        resumed=False,
     ),
     r.Ringed(save_id=SAVE_ID, rank=1, writing=True),
     r.Sealed(save_id=SAVE_ID, rank=1, request=b"request"),

@@ -53,7 +53,7 @@ class Process(CheckpointProcess):
         self.rings: dict[str, RingReader] = {}
         self.rng = random.Random(0)
 
-    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], None]:
+    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
         """Read a ring while it is filled."""
         self.rings[str(save_id)] = reader = RingReader(slot, self.rng)
         return reader.check
@@ -113,6 +113,7 @@ class RingReader:
     Attributes:
         error: Raised to the trainer at its next segment.
         held: While it is set, nothing is freed.
+        between: While it is set, another worker is being found.
     """
 
     def __init__(self, slot: LentSlot, rng: random.Random) -> None:
@@ -123,16 +124,17 @@ class RingReader:
         self.ring = Ring([p.nbytes for p in parts], self.request.ring_segment_nbytes, self.request.ring_segments)
         self.image = bytearray(parts[-1].offset + -(-parts[-1].nbytes // 4096) * 4096)
         self.error: Exception | None = None
-        self.held = threading.Event()
+        self.held, self.between = threading.Event(), threading.Event()
         self.most = 0
         self._slot, self._generation, self._rng = slot, generation, rng
         self.thread = threading.Thread(target=self._read)
         self.thread.start()
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """As what `Submitting.stream` returns."""
         if self.error is not None:
             raise self.error
+        return self.between.is_set()
 
     def _read(self) -> None:
         memory, counters = self._slot.memory, Counters(self._slot.memory, self._generation)

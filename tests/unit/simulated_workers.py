@@ -2,6 +2,9 @@
 
 What lies between a rank and its own worker is exact here (`test_worker_simulation` has its mischief): every request is
 answered at once. The wire between workers, jobs, time and deaths are random. `check` holds what must always hold.
+
+The ranks of a worker that has died give their memory to the next one, each at some later moment of its own, and are in
+the same saves again. What the dead worker was about to do may have been done, and nobody knows.
 """
 
 from __future__ import annotations
@@ -62,6 +65,12 @@ class Rank:
     open: dict[str, str] = field(default_factory=dict)
     """Save id -> the slot's state: begun, sealed."""
 
+    failed: list[str] = field(default_factory=list)
+    """Saves that it was told to have failed."""
+
+    memory: tuple[int, SaveRequest | None] | None = None
+    """Its worker is dead: what its slot holds, until another one has it."""
+
 
 @dataclass
 class Node:
@@ -83,11 +92,12 @@ class Workers:
         n_nodes: Workers; the first leads every run.
         chaos: Chance that a message between workers is lost, and of each other mischief.
         deaths: Whether workers and ranks die.
+        kills: Chance of each step that a worker dies and another one takes over from it.
     """
 
-    def __init__(self, seed: int, *, n_nodes: int, chaos: float, deaths: bool) -> None:
+    def __init__(self, seed: int, *, n_nodes: int, chaos: float, deaths: bool, kills: float = 0.0) -> None:
         self.random = random.Random(seed)
-        self.chaos, self.deaths = chaos, deaths
+        self.chaos, self.deaths, self.kills = chaos, deaths, kills
         self.now = 0.0
         self.cut: set[int] = set()
         """Nodes that are cut off from the first."""
@@ -105,6 +115,16 @@ class Workers:
         self.heard: dict[str, set[str]] = {}
         self.epochs: dict[str, int] = {}
         self.died = False
+        self.handed: dict[int, tuple[int, SaveRequest | None]] = {}
+        """Fd -> what lies in a slot that a rank hands over."""
+
+        self.durable: set[tuple[str, int]] = set()
+        """As `written`, without what was removed since."""
+
+        self.removed: set[str] = set()
+        self.handovers = 0
+        self.resumed: set[str] = set()
+        """Saves that a rank had handed over."""
 
     def luck(self, share: float) -> bool:
         return self.random.random() < share
@@ -133,6 +153,9 @@ class Workers:
             case ac.CreateSlot():
                 node.memory[action.slot] = (0, None)
                 return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.slot, token=b"t" * 16)]
+            case ac.AdoptSlot():
+                node.memory[action.slot] = self.handed.pop(action.fd)
+                return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.fd, token=action.token)]
             case ac.FreeSlot():
                 return [ev.SlotFreed(now=self.now, slot=action.slot)]
             case ac.ReadSlot():
@@ -202,6 +225,9 @@ class Workers:
         job = node.jobs.pop(self.random.randrange(len(node.jobs)))
         fails = self.luck(self.chaos / 20)
         match job:
+            case ac.Prepare() if job.key[0] in self.commits:
+                assert job.resumed, "a committed save is taken for a new one"
+                self.feed(n, ev.Prepared(now=self.now, key=job.key, committed=True))
             case ac.Prepare():
                 self.harmed |= {job.key[0]} if fails else set()
                 self.feed(n, ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
@@ -211,23 +237,38 @@ class Workers:
                     self.feed(n, ev.Written(now=self.now, key=job.key, error=ERROR))
                     return
                 self.written.add(job.key)
+                self.durable.add(job.key)
                 result = result_of(*job.key)
                 self.feed(n, ev.Written(now=self.now, key=job.key, result=result, report={"nbytes": 1}))
             case ac.Commit():
-                if fails:
+                if fails or not self.is_whole(job.save_id):
                     self.harmed.add(job.save_id)
-                    unknown = self.luck(0.5)
+                    unknown = fails and self.luck(0.5)
                     self.feed(n, ev.Published(now=self.now, save_id=job.save_id, error=ERROR, unknown=unknown))
                     return
                 self.commits.append(job.save_id)
                 assert "failed" not in self.heard.get(job.save_id, ()), "committed, and a rank was told that it failed"
                 self.feed(n, ev.Published(now=self.now, save_id=job.save_id, report={"seconds_commit": 0.1}))
             case ac.Remove():
-                assert job.save_id not in self.commits, "files of a committed save are removed"
+                self.remove(job.save_id)
                 self.feed(n, ev.Removed(now=self.now, save_id=job.save_id))
             case ac.ScanLineage():
                 fields = {"peer": job.peer, "id": job.id, "run": job.run, "path": job.path}
                 self.feed(n, ev.LineageScanned(now=self.now, epoch=1, **fields))
+
+    def is_whole(self, save_id: str) -> bool:
+        """Whether the files are there that a commit looks for: a leader that is dead may have removed some."""
+        size = next(r.world_size for r in self.ranks if r.run == save_id[-12:])
+        whole = all((save_id, rank) in self.durable for rank in range(size))
+        assert whole or save_id in self.removed, "committed what was never durable"
+        return whole
+
+    def remove(self, save_id: str) -> None:
+        assert save_id not in self.commits, "files of a committed save are removed"
+        commits = [job for job in self.nodes[0].jobs if isinstance(job, ac.Commit) and job.save_id == save_id]
+        assert not commits, "files are removed under a commit"
+        self.durable = {key for key in self.durable if key[0] != save_id}
+        self.removed.add(save_id)
 
     # ---- ranks
 
@@ -246,6 +287,32 @@ class Workers:
         (granted,) = self.say(rank, m.Allocate, nbytes=12288, populate=False)
         assert isinstance(granted, m.Granted)
         rank.slot, rank.generation = granted.slot, 0
+
+    def take_over(self, rank: Rank) -> None:
+        """Hand the memory that a dead worker had to the next one, as a trainer does: it is linked first."""
+        assert rank.memory is not None
+        (generation, request), rank.memory = rank.memory, None
+        self.handovers += 1
+        self.resumed |= set(rank.open)
+        rank.session = f"{self.random.getrandbits(64):016x}"
+        hello = {"session": rank.session, "replaces": "", "package": "sim", "pid": 7, "pid_start": 7}
+        self.say(rank, m.Hello, rank=rank.rank, world_size=rank.world_size, **hello)
+        self.link(rank)
+        fd = 1000 + self.handovers
+        self.handed[fd] = (generation, request)
+        ended = generation - bool(rank.open)
+        about = {"nbytes": 12288, "token": b"t" * 16, "generation": generation, "ended": ended, "committed": ""}
+        (granted,) = self.say(rank, m.Adopt, fd=fd, **about)
+        assert isinstance(granted, m.Granted)
+        rank.slot = granted.slot
+        for save_id, state in list(rank.open.items()):
+            if state == "begun":
+                self.say_begin(rank, save_id)
+            else:
+                rank.open[save_id] = "sealed"  # its hook is asked again
+                self.say(rank, m.Submit, save_id=save_id, slot=rank.slot, generation=generation)
+        for save_id in rank.failed[-16:]:
+            self.say(rank, m.Withdraw, save_id=save_id, reason="it had failed", skipped=False)
 
     def link(self, rank: Rank) -> None:
         if rank.rank == 0:
@@ -269,16 +336,18 @@ class Workers:
                 said = phase if phase in (COMMITTED, UNKNOWN) else "failed"
                 self.heard.setdefault(save_id, set()).add(said)
                 rank.open.pop(save_id, None)
+                rank.failed += [save_id] if said == "failed" else []
             elif phase == DURABLE and rank.hooked and rank.open.get(save_id) == "sealed":
                 rank.open[save_id] = "asked"
 
     def act(self, rank: Rank) -> None:
         """One step of an honest trainer."""
+        if rank.memory is not None:
+            return self.take_over(rank)
         if rank.epoch is None:
             for reply in self.say(rank, m.Lineage, run=rank.run, path="/ckpt/first"):
                 assert isinstance(reply, m.LineageFound)
-            self.learn_epoch(rank)
-            return
+            return self.learn_epoch(rank)
         asked = [s for s, state in rank.open.items() if state == "asked"]
         begun = [s for s, state in rank.open.items() if state == "begun"]
         if asked:
@@ -292,6 +361,7 @@ class Workers:
             self.say(rank, m.Heartbeat, saves=tuple(rank.open))
         else:
             self.begin(rank)
+        return None
 
     def learn_epoch(self, rank: Rank) -> None:
         """The answer may have come later, by way of the leader."""
@@ -312,6 +382,9 @@ class Workers:
         rank.generation += 1
         self.nodes[rank.node].memory[rank.slot] = (rank.generation, None)
         rank.open[save_id] = "begun"
+        self.say_begin(rank, save_id)
+
+    def say_begin(self, rank: Rank, save_id: str) -> None:
         fields = {
             "step": rank.sequence,
             "path": f"/ckpt/{save_id}",
@@ -359,16 +432,30 @@ class Workers:
     def kill_rank(self, rank: Rank) -> None:
         self.harmed |= self.saves_of(rank.run)
         self.died = True
-        rank.alive = False
+        rank.alive, rank.memory = False, None
         self.feed(rank.node, ev.Died(now=self.now, session=rank.session))
 
     def kill_worker(self, n: int) -> None:
-        """Its ranks live, find another worker at once, and say again what they were in."""
+        """Its ranks live, and find another worker: what was theirs is handed over, or given up as users may want."""
         self.died = True
-        self.nodes[n] = Node(self.new_brain())
+        old, self.nodes[n] = self.nodes[n], Node(self.new_brain())
+        for job in [job for job in old.jobs if self.luck(0.5)]:  # done, and nobody has heard of it
+            match job:
+                case ac.Write():
+                    self.written.add(job.key)
+                    self.durable.add(job.key)
+                case ac.Commit() if self.is_whole(job.save_id):
+                    self.commits.append(job.save_id)
+                case ac.Remove():
+                    self.remove(job.save_id)
         for rank in [r for r in self.ranks if r.node == n and r.alive]:
+            if rank.memory is None:
+                rank.memory = old.memory[rank.slot]
+            if self.kills or self.luck(0.9):
+                continue
             self.harmed |= self.saves_of(rank.run)
             lost = list(rank.open)
+            rank.memory = None
             self.enter(rank)
             for save_id in lost:
                 self.say(rank, m.Withdraw, save_id=save_id, reason="its worker was lost", skipped=False)
@@ -407,7 +494,9 @@ class Workers:
             self.now += self.random.random() * 0.1
             dice, n = self.random.random(), self.random.randrange(len(self.nodes))
             living = [r for r in self.ranks if r.alive and not self.nodes[r.node].gone]
-            if dice < 0.3 and living:
+            if self.kills and self.luck(self.kills) and not self.nodes[n].gone:
+                self.kill_worker(n)
+            elif dice < 0.3 and living:
                 self.act(self.random.choice(living))
             elif dice < 0.65 and self.wire:
                 for _ in range(min(len(self.wire), 1 + self.random.randrange(8))):
@@ -454,7 +543,7 @@ class Workers:
         for _ in range(int(3 * COMMIT_TIMEOUT_S) + int(FORGET_S) * lost):
             self.now += 1.0 if lost else 0.5
             for rank in [r for r in self.ranks if r.alive]:
-                if any(state in ("begun", "asked") for state in rank.open.values()):
+                if rank.memory is not None or any(state in ("begun", "asked") for state in rank.open.values()):
                     self.act(rank)
             for n, node in enumerate(self.nodes):
                 self.tick(n)
@@ -471,6 +560,8 @@ class Workers:
                 committed = save.save_id in self.commits
                 assert save.outcome != COMMITTED or committed, f"node {n}: {save.save_id} is no commit"
                 assert not committed or save.outcome in (COMMITTED, UNKNOWN), f"node {n}: {save.save_id} is committed"
+        for rank in [r for r in self.ranks if r.alive]:
+            assert not rank.open, f"rank {rank.rank} has never heard how its saves have ended: {rank.open}"
         for save_id, heard in self.heard.items():
             assert self.died or save_id in self.harmed or UNKNOWN not in heard, f"{save_id}: nobody knows why"
             assert not {COMMITTED, "failed"} <= heard, f"{save_id}: ranks were told {heard}"

@@ -131,6 +131,22 @@ def test_the_table_says_what_was_measured_otherwise_than_the_rest() -> None:
     }
 
 
+def test_a_load_costs_its_call_and_what_it_leaves_to_the_training() -> None:
+    result = compared()
+    mapped = {"mmap": {"cold_s": 0.5, "cold_late_s": 1.0, "warm_s": 0.125, "warm_late_s": 0.75}}
+    for row in result["rounds"]:
+        row["contenders"]["torch.save"] |= {"load_cold_late_s": 0.5, "load_warm_late_s": 0.0, "other_loads": mapped}
+    assert "Loads: until the state can be changed as before" in table.compare_table(result)
+    assert "Loads: until the state can be changed as before" not in table.compare_table(compared())
+    found = compare.values(result, "torch.save")
+    assert isinstance(found, dict)
+    assert found["load cold"] == pytest.approx([0.8 * 7 + 0.5] * 2)
+    assert found["load warm"] == pytest.approx([0.2 * 7] * 2)
+    ours = compare.values(result, "asyncckpt")
+    assert isinstance(ours, dict) and ours["load cold"] == [0.8] * 2, "of an older result the call alone"
+    assert (found["load cold, mmap"], found["load warm, mmap"]) == ([1.5] * 2, [0.875] * 2)
+
+
 def test_the_picture_shows_our_loads_from_the_disk_whose_limit_it_draws() -> None:
     result = compared()
     for row in result["rounds"]:

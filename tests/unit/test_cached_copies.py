@@ -17,12 +17,12 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.loading import spreading
 from asyncckpt.loading.sinks import BoxSink
-from asyncckpt.storage import bringing
+from asyncckpt.storage import bringing, cached_copies
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.bringing import UNIT_NBYTES, bring
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.gathering import MAX_RANGES, gather
-from asyncckpt.storage.read_plan import ShardRequest, Wanted
+from asyncckpt.storage.read_plan import Runs, ShardRequest, Wanted
 
 ROWS, ROW, HALF = 900, 16_384, 8192
 START = 4999
@@ -30,10 +30,13 @@ NBYTES = START + ROWS * ROW
 
 
 class Noting(Files):
-    """Counts what was brought and how much was copied from the page cache."""
+    """Says that nothing is cached yet; counts what was brought and how much was copied from the page cache."""
 
     def __init__(self) -> None:
         self.brought = self.gathered = 0
+
+    def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+        return False
 
     def bring(self, fd: int, offset: int, nbytes: int) -> bool:
         self.brought += 1
@@ -45,6 +48,14 @@ class Noting(Files):
         return done
 
 
+@pytest.fixture(params=["sifted", "gathered"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways by which the same runs are copied."""
+    if request.param == "gathered":
+        monkeypatch.setattr(cached_copies, "_SIFT_ROWS", 1 << 20)
+    return str(request.param)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "x"
@@ -52,9 +63,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def columns_of(path: Path, files: Files, *, dtype: torch.dtype = torch.uint8, threads: int = 1) -> torch.Tensor:
-    """Read the second half of every row."""
-    target = torch.zeros(ROWS, HALF, dtype=dtype)
+def columns_of(
+    path: Path, files: Files, *, dtype: torch.dtype = torch.uint8, threads: int = 1, width: int = HALF
+) -> torch.Tensor:
+    """Read the second half of every row, into rows of `width`."""
+    target = torch.zeros(ROWS, width, dtype=dtype)[:, :HALF]
     span = (ROWS - 1) * ROW + HALF
     sink = BoxSink(target, (0, 0), (ROWS, HALF), torch.uint8, span, (ROW, 1))
     wanted = Wanted(START + HALF, span, "w", sink, 1, ROW)
@@ -71,10 +84,75 @@ def expected(value: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_long_runs_are_copied_from_the_page_cache_to_where_they_go(file: Path, threads: int) -> None:
+def test_long_runs_are_copied_from_the_page_cache_to_where_they_go(file: Path, threads: int, way: str) -> None:
     files = Noting()
     assert torch.equal(columns_of(file, files, threads=threads), expected(file.read_bytes()))
-    assert files.brought >= 1 and files.gathered <= ROWS * HALF
+    assert files.brought >= 1 and (files.gathered <= ROWS * HALF if way == "gathered" else not files.gathered)
+
+
+def test_runs_that_go_to_places_apart_are_copied_one_by_one(file: Path) -> None:
+    files = Noting()
+    assert torch.equal(columns_of(file, files, width=HALF + 8), expected(file.read_bytes()))
+    assert 0 < files.gathered <= ROWS * HALF
+
+
+def test_what_is_in_the_page_cache_is_not_brought_there(file: Path, way: str) -> None:
+    class Cached(Noting):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            return True
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            return 1 if flags & os.RWF_NOWAIT else super().preadv(fd, buffers, offset)
+
+    files = Cached()
+    assert torch.equal(columns_of(file, files), expected(file.read_bytes()))
+    assert files.brought == 0
+
+
+def test_a_file_that_only_seems_to_be_in_the_page_cache_is_brought_there(file: Path) -> None:
+    """The kernel says of every file that the process may not write that it is cached."""
+
+    class Seeming(Noting):
+        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
+            return True
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if flags & os.RWF_NOWAIT:
+                raise OSError(errno.EAGAIN, "not cached")
+            return super().preadv(fd, buffers, offset)
+
+    files = Seeming()
+    assert torch.equal(columns_of(file, files), expected(file.read_bytes()))
+    assert files.brought > 0
+
+
+@pytest.mark.parametrize(
+    "nbytes, every", [(4096, 4096), (4096, 8192), (5000, 9999), (60_000, 61_000), (131_072, 131_073)]
+)
+@pytest.mark.parametrize("room", [300_000, 2 << 20])
+def test_runs_of_any_length_are_copied_whatever_the_buffer_holds(
+    file: Path, nbytes: int, every: int, room: int
+) -> None:
+    times = (NBYTES - START - nbytes) // every + 1
+    target, buffer = ctypes.create_string_buffer(times * nbytes), ctypes.create_string_buffer(room)
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        runs = Runs(START, nbytes, every, times, ctypes.addressof(target), nbytes)
+        copies = cached_copies.CachedCopies(Files(), fd)
+        assert copies.copy(0, NBYTES, [runs], (ctypes.addressof(buffer), room), is_there=True)
+    finally:
+        os.close(fd)
+    value = file.read_bytes()
+    assert target.raw == b"".join(value[START + n * every :][:nbytes] for n in range(times))
+
+
+def test_a_read_of_many_runs_that_comes_back_short_is_no_copy(file: Path) -> None:
+    class Short(Noting):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            return super().preadv(fd, buffers[:-1] if len(buffers) > 1 else buffers, offset, flags)
+
+    files = Short()
+    assert torch.equal(columns_of(file, files), expected(file.read_bytes()))
 
 
 def test_what_is_converted_is_read_and_handed_on(file: Path) -> None:
@@ -108,7 +186,9 @@ def test_where_bringing_does_nothing_all_is_read_as_before_and_soon_without_it(
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_runs_that_are_not_all_copied_are_read(file: Path, answer: int) -> None:
+def test_runs_that_are_not_all_copied_are_read(file: Path, answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_copies, "_SIFT_ROWS", 1 << 20)
+
     class Partly(Noting):
         def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
             ctypes.memset(target, 0xAA, nbytes)
@@ -120,6 +200,7 @@ def test_runs_that_are_not_all_copied_are_read(file: Path, answer: int) -> None:
 def test_a_sandbox_that_refuses_every_copy_is_not_asked_without_end(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cached_copies, "_SIFT_ROWS", 1 << 20)
     monkeypatch.setattr("asyncckpt.storage.read_plan.THROUGH_EXTENT_NBYTES", 1 << 20)
     monkeypatch.setattr("asyncckpt.storage.cached_copies.BRING_FROM_NBYTES", 1)
 
@@ -140,6 +221,7 @@ def test_a_sandbox_that_refuses_every_copy_is_not_asked_without_end(
 
 
 @pytest.mark.parametrize("cut", [1, 5000, 3 << 20])
+@pytest.mark.usefixtures("way")
 def test_a_file_that_is_cut_short_in_the_middle_of_a_copy_is_an_error_and_no_zeros(file: Path, cut: int) -> None:
     class Cutting(Noting):
         def bring(self, fd: int, offset: int, nbytes: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.collector import collector_paused
+from asyncckpt.collector import collect_now, collector_paused
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning import planner
 
@@ -35,6 +35,19 @@ def test_who_has_switched_it_off_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_it_walks_everything_now_unless_somebody_has_switched_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: walks.append(1))
+    collect_now()
+    assert walks == [1]
+    gc.disable()
+    try:
+        collect_now()
+    finally:
+        gc.enable()
+    assert walks == [1]
 
 
 def test_it_is_off_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.foreign.kinds import kind_at
 from asyncckpt.foreign.verification import verify_any
+from asyncckpt.loading.foreign_ranges import _BringingFiles
 from asyncckpt.storage import read_plan
 from asyncckpt.storage.files import Files
 
@@ -180,6 +181,26 @@ def test_columns_of_a_large_dcp_item_come_whether_or_not_they_can_be_brought_in_
     target = asyncckpt.ShardedSlice(torch.zeros(900, 2048, dtype=torch.int32), (900, 4096), (0, first))
     asyncckpt.load(tmp_path / "c", {"w": target})
     assert torch.equal(target.tensor, value[:, first : first + 2048])
+
+
+def test_the_pages_around_a_header_are_brought_in_once_however_many_pieces_it_is_read_in(
+    tmp_path: pathlib.Path,
+) -> None:
+    brought: list[int] = []
+
+    class Noting(Files):
+        def bring(self, fd: int, offset: int, nbytes: int) -> bool:
+            brought.append(offset)
+            return True
+
+    (tmp_path / "x").write_bytes(bytes(5 << 20))
+    files = _BringingFiles(Noting())
+    for _ in range(2):  # the next file may get the number of one that was closed
+        fd = files.open(str(tmp_path / "x"), os.O_RDONLY)
+        for offset in (10, 500, 100, (4 << 20) + 1, 10):
+            files.preadv(fd, [bytearray(10), bytearray(20)], offset)
+        files.close(fd)
+    assert brought == [10, (4 << 20) + 1, 10] * 2
 
 
 @pytest.mark.parametrize("cached", [True, False])

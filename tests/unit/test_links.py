@@ -60,6 +60,18 @@ def gathers(first: bytes = TOLD) -> Any:
     return lambda mine: [first or mine, b""]
 
 
+def test_a_worker_in_the_place_of_the_leader_is_started_where_the_others_look_for_it() -> None:
+    for number, address, options in (
+        (0, ADDRESS, ("--advertise", "10.0.0.1")),
+        (0, "tcp://[fe80::1]:7400", ("--advertise", "fe80::1")),
+        (1, ADDRESS, ()),
+    ):
+        _, links = rank(number)
+        assert links.start_options() == ()
+        links.settle(RUN, [FIRST, SECOND], gathers(msgpack.packb([address, KEY, KEY, SECRET])))
+        assert links.start_options() == options
+
+
 def test_ranks_of_one_worker_ask_nothing_and_exchange_nothing() -> None:
     worker, links = rank(1, FIRST)
     links.settle(RUN, [FIRST, FIRST], lambda _: pytest.fail("nothing is to be said"))

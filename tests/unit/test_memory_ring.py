@@ -9,17 +9,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.ring import Counters, Ring, Segment
+from asyncckpt.memory.ring import Counters, Ledger, Ring, Segment
 from asyncckpt.memory.slot import (
     COUNTERS_GENERATIONS,
     COUNTERS_OFFSET,
+    LEDGER_ENTRY_NBYTES,
+    LEDGER_UNIT_NBYTES,
     PAGE_NBYTES,
     STATE_SEALED,
     STATE_STREAMED,
     SlotError,
 )
+from asyncckpt.protocol import request
 from asyncckpt.protocol.request import RING_UNIT_NBYTES
 
 
@@ -110,6 +113,46 @@ def test_a_counter_is_never_seen_half_written(memory: SlotMemory, other: SlotMem
         seen.add(reader.filled)
     thread.join()
     assert seen <= set(values)
+
+
+# ---- the ledger
+
+
+def test_the_ledger_has_a_row_of_checksums_for_each_segment() -> None:
+    assert (LEDGER_UNIT_NBYTES, LEDGER_ENTRY_NBYTES) == (BLOCK_NBYTES, DIGEST_NBYTES)
+    assert request.LEDGER_ENTRY_NBYTES == LEDGER_ENTRY_NBYTES
+    ring = Ring([5 * BLOCK_NBYTES, 1], 2 * BLOCK_NBYTES, 2)
+    start = PAGE_NBYTES + ring.cells_nbytes
+    assert [ring.row_of(n) for n in range(4)] == [(start, 16), (start + 16, 16), (start + 32, 8), (start + 48, 8)]
+    assert (ring.ledger_nbytes, ring.end) == (PAGE_NBYTES, start + PAGE_NBYTES)
+    assert Ring([1 << 40], 16 << 20, 8).ledger_nbytes == 32 << 20
+
+
+def test_rows_of_random_rings_do_not_overlap_and_lie_behind_the_cells(rng: random.Random) -> None:
+    for _ in range(50):
+        lengths = [rng.randrange(1, 20 * BLOCK_NBYTES) for _ in range(rng.randrange(1, 8))]
+        ring = Ring(lengths, rng.randrange(1, 5) * BLOCK_NBYTES, rng.randrange(2, 9))
+        at = PAGE_NBYTES + ring.cells_nbytes
+        for number, segment in enumerate(ring.segments):
+            start, nbytes = ring.row_of(number)
+            assert start >= at
+            assert nbytes == DIGEST_NBYTES * block_count(segment.end - segment.start)
+            at = start + nbytes
+        assert at <= ring.end
+
+
+def test_what_one_worker_notes_the_next_one_reads(memory: SlotMemory, other: SlotMemory) -> None:
+    ring = Ring([3 * PAGE_NBYTES, 7], PAGE_NBYTES, 2)
+    for number in range(4):
+        Ledger(memory, ring).note(number, bytes([number + 1]) * 8)
+    assert [Ledger(other, ring).digests_of(number) for number in range(4)] == [bytes([n]) * 8 for n in range(1, 5)]
+    with pytest.raises(SlotError, match="segment 1"):
+        Ledger(memory, ring).note(1, b"short")
+
+
+def test_a_ledger_beyond_the_slot_cannot_be_read(memory: SlotMemory) -> None:
+    with pytest.raises(SlotError, match="segment 0"):
+        Ledger(memory, Ring([1], PAGE_NBYTES, 50)).digests_of(0)
 
 
 # ---- the slot's states

@@ -200,9 +200,9 @@ def test_message_of_the_other_direction_is_refused() -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(ProtocolVersionError, match="version 7") as caught:
-        codec.decode([b"ACKP\x07\x00", b"anything at all"], KNOWN)
-    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, 7)
+    with pytest.raises(ProtocolVersionError, match="version 8") as caught:
+        codec.decode([b"ACKP\x08\x00", b"anything at all"], KNOWN)
+    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, 8)
 
 
 def test_message_too_large_for_any_peer_is_not_sent() -> None:

@@ -37,11 +37,14 @@ def test_request_comes_back() -> None:
 
 def test_parts_that_go_through_a_ring_may_be_longer_than_the_slot() -> None:
     raw = _request(parts=[[4096, 1 << 40]], ring_segments=31, ring_segment_nbytes=262_144)
-    found = decode_request(raw, 1 << 23)
+    ledger_nbytes = 8 * (1 << 40) // 262_144
+    found = decode_request(raw, 4096 + 31 * 262_144 + ledger_nbytes)
     assert (found.ring_segments, found.ring_segment_nbytes) == (31, 262_144)
     assert found.parts == (PartRange(offset=4096, nbytes=1 << 40),)
     with pytest.raises(ProtocolError):
-        decode_request(_request(parts=[[4096, 1 << 40]]), 1 << 23)
+        decode_request(raw, 4096 + 31 * 262_144 + ledger_nbytes - 1)
+    with pytest.raises(ProtocolError):
+        decode_request(_request(parts=[[4096, 1 << 40]]), 1 << 26)
 
 
 def test_limits_are_those_of_the_format() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -199,6 +200,59 @@ def test_a_worker_that_frees_nothing_ends_the_save_and_the_slot_is_used_again(
     saver.stager._rings._config = saver.config.__class__(arena_limit_bytes=16 * UNIT)
     assert saver.ended(saver.save(state)) is None
     assert len(saver.process.made) == 1
+    saver.close()
+
+
+class Between:
+    """Lets a ring's worker be dead at some segment, and another one be found after so many looks, or never."""
+
+    def __init__(self, saver: Saver, n_looks: int) -> None:
+        self.looks, self._left, self._saver = 0, n_looks, saver
+        self._stream = saver.process.stream
+        saver.process.stream = self.stream  # type: ignore[method-assign]
+
+    def stream(self, *arguments: Any) -> Any:
+        check = self._stream(*arguments)
+        reader = self._saver.process.rings[str(arguments[0])]
+        reader.held.set()
+        reader.between.set()
+
+        def look() -> bool:
+            self.looks += 1
+            if self.looks == self._left:
+                reader.between.clear()
+                reader.held.clear()
+            return check()
+
+        return look
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlap"])
+def test_a_worker_that_dies_is_waited_for_until_another_one_goes_on(
+    device: SimulatedDevice, rng: random.Random, staging: str
+) -> None:
+    state = state_of(rng)
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT, staging=staging)
+    between = Between(saver, n_looks=40)
+    saver.know(state)
+    handle = saver.save(state)
+    assert saver.ended(handle) is None
+    assert between.looks > 40
+    wanted = {name: bits(tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    assert saver.content(handle) == wanted
+    saver.close()
+
+
+def test_another_worker_that_never_comes_ends_the_save_with_a_typed_error(
+    device: SimulatedDevice, rng: random.Random
+) -> None:
+    saver = saver_of(device, arena_limit_bytes=16 * UNIT, slot_timeout_s=0.02, worker_start_timeout_s=0.05)
+    Between(saver, n_looks=-1)
+    began = time.monotonic()
+    error = saver.ended(saver.save(state_of(rng)))
+    assert isinstance(error, SlotTimeoutError)
+    assert "no other worker was found" in str(error)
+    assert time.monotonic() - began >= 0.07
     saver.close()
 
 

@@ -106,6 +106,13 @@ def test_a_structure_is_decoded_before_its_files_are_written_and_once(monkeypatc
         prover.check(replace(REQUEST, structure=b"no structure"))
 
 
+def test_the_collector_is_off_while_a_structure_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(provers, "decode_structure", lambda data: seen.append(gc.isenabled()))
+    Prover().check(replace(REQUEST, structure=structure(WHOLE)))
+    assert seen == [False] and gc.isenabled()
+
+
 @pytest.mark.parametrize("mesh", [(4096,), (64, 64), (16, 16, 16)])
 def test_thousands_of_boxes_of_a_mesh_are_proved_in_a_moment(mesh: tuple[int, ...]) -> None:
     shape = tuple(2 * n for n in mesh)

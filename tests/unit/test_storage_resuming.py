@@ -308,7 +308,7 @@ def test_of_a_ring_what_its_index_says_is_whole_is_flushed_and_kept(tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["no index", "half an index", "no shard", "a short shard", "another request"])
-def test_of_a_ring_what_is_not_whole_is_removed(tmp_path: Path, how: str) -> None:
+def test_of_a_ring_what_is_not_whole_is_not_kept_and_stays_for_who_goes_on_with_it(tmp_path: Path, how: str) -> None:
     with Snapshot(LENGTHS, n_parts=2) as snapshot:
         snapshot.write(str(tmp_path))
         (tmp_path / "another's").touch()
@@ -322,5 +322,19 @@ def test_of_a_ring_what_is_not_whole_is_removed(tmp_path: Path, how: str) -> Non
         elif how == "a short shard":
             os.truncate(shard, shard.stat().st_size - 1)
         changes = {"objects": b"others"} if how == "another request" else {}
+        before = inodes(tmp_path)
         assert keep(snapshot, tmp_path, **changes) is None
-        assert os.listdir(tmp_path) == ["another's"]
+        assert inodes(tmp_path) == before
+
+
+def test_two_that_were_kept_do_not_count_as_equal_because_their_first_blocks_were_not_read(tmp_path: Path) -> None:
+    prints = set()
+    for seed in range(2):
+        path = tmp_path / str(seed)
+        path.mkdir()
+        with Snapshot({"a": 9000}, seed=seed) as snapshot:
+            snapshot.write(str(path))
+            result = keep(snapshot, path)
+            assert result is not None
+            prints.add(result.shards_print)
+    assert len(prints) == 2

@@ -6,105 +6,20 @@ import errno
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from ring_trainer import DEADLINE_S, Trainer, contents
 from storage_samples import Snapshot, failing
 
 from asyncckpt.format.checksum import BLOCK_NBYTES
-from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.memory.ring import Ring
-from asyncckpt.storage import ring_files
+from asyncckpt.storage import segment_writer
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.storage.ring_files import RingImage, write_ring_files
-
-DEADLINE_S = 60.0
-DIRTY = 0xA5
-
-
-class Trainer:
-    """Fills a ring from a snapshot, in a thread; plays the feed too.
-
-    Args:
-        snapshot: What goes through it.
-        n_blocks: Of a segment.
-        n_cells: Of the ring.
-        stops_at: Fills so many segments; the next one is never filled.
-    """
-
-    def __init__(self, snapshot: Snapshot, n_blocks: int, n_cells: int, stops_at: int | None = None) -> None:
-        self.ring = Ring([nbytes for _, nbytes in snapshot.parts], n_blocks * BLOCK_NBYTES, n_cells)
-        self.memory = Memory(-1, 8192 + self.ring.cells_nbytes)
-        self.slot = self.memory.view()
-        self.slot[:] = bytes([DIRTY]) * len(self.slot)
-        self._snapshot, self._stops_at = snapshot, stops_at
-        self._changed = threading.Condition()
-        self._filled = self._freed = 0
-        self._ended = False
-        self.most_unfreed = 0
-        self.counts: list[int] = []
-        self._thread = threading.Thread(target=self._fill)
-        self._thread.start()
-
-    def _fill(self) -> None:
-        for number, segment in enumerate(self.ring.segments):
-            with self._changed:
-                if number == self._stops_at:
-                    return
-                assert self._changed.wait_for(
-                    lambda number=number: self._ended or self._freed > number - self.ring.n_cells, DEADLINE_S
-                )
-                if self._ended:
-                    return
-            offset, _ = self._snapshot.parts[segment.part]
-            at, nbytes = self.ring.offset_of(number), segment.end - segment.start
-            padded = -(-nbytes // 4096) * 4096
-            self.slot[at : at + nbytes] = self._snapshot.image[offset + segment.start : offset + segment.end]
-            self.slot[at + nbytes : at + padded] = bytes(padded - nbytes)
-            with self._changed:
-                self._filled = number + 1
-                self.most_unfreed = max(self.most_unfreed, self._filled - self._freed)
-                self._changed.notify_all()
-
-    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
-        deadline = time.monotonic() + (0.05 if self._stops_at is not None else DEADLINE_S)
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._filled > count, 0.01):
-                if not goes_on():
-                    return count
-                if time.monotonic() > deadline:
-                    raise InterruptedError("nothing more is filled")
-            return self._filled
-
-    def filled(self) -> int:
-        with self._changed:
-            return self._filled
-
-    def freed(self, count: int) -> None:
-        with self._changed:
-            self.counts.append(count)
-            self._freed = count
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-        self._thread.join(DEADLINE_S)
-        self.slot.release()
-        self.memory.close()
-
-    def write(
-        self, path: Path, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
-    ) -> RankResult:
-        with ThreadPoolExecutor(4) as pool:
-            job = self._snapshot.job(str(path), **changes)
-            return write_ring_files(job, self.slot, self, files=files or Files(), pool=pool, check=check)
+from asyncckpt.storage.shard_writer import ShardWriter
 
 
 @pytest.fixture
@@ -118,10 +33,6 @@ def trainer(snapshot: Snapshot) -> Iterator[Trainer]:
     made = Trainer(snapshot, 1, 3)
     yield made
     made.close()
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
 
 
 class Buffered(Files):
@@ -181,6 +92,24 @@ def test_without_direct_writes_a_segment_is_flushed_before_it_is_free(
     assert all(flushes >= count if fsync else flushes == 0 for count, flushes in seen)
 
 
+def test_a_flush_that_has_failed_is_an_error_for_every_thread_that_flushes_after_it(tmp_path: Path) -> None:
+    class ToldOnce(Buffered):
+        told = False
+
+        def fsync(self, fd: int) -> None:
+            if not self.told:
+                self.told = True
+                raise OSError(errno.EIO, "a page was lost")
+
+    image = memoryview(bytearray(9000))
+    shard = ShardWriter(str(tmp_path / "a"), image, 0, 9000, aligned=False, mode=0o600, fsync=True, files=ToldOnce())
+    shard.write_extent(0, 9000)
+    for _ in range(3):
+        with pytest.raises(OSError, match="a page was lost"):
+            shard.flush()
+    shard.abandon()
+
+
 class Reluctant(Files):
     """Refuses O_DIRECT from some write on, and takes less than it is given."""
 
@@ -232,7 +161,7 @@ def test_an_error_in_any_call_removes_every_file_and_is_raised(tmp_path: Path) -
 def test_an_error_of_a_helper_ends_the_wait_for_a_trainer_that_waits_for_that_very_segment(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_files, "PATIENCE_S", DEADLINE_S)  # so that helpers write everything
+    monkeypatch.setattr(segment_writer, "PATIENCE_S", DEADLINE_S)  # so that helpers write everything
     calling = threading.get_ident()
     waiting = threading.Event()
     await_filled = trainer.await_filled

@@ -1,7 +1,8 @@
 """Workers die in the middle of random schedules, and most saves are written while they are staged.
 
 As `test_worker_crash_simulation`; files that a worker has written, or begun to, stay on the disk when it dies. Slots
-outlive it whatever their state: the trainer fills on, and seals or gives up when it likes.
+outlive it whatever their state: the trainer fills on, and seals or gives up when it likes. Some are rings, with which
+the next worker goes on before they are sealed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,10 @@ class Stream:
     request: SaveRequest
     full: bool = False
 
+    @property
+    def is_ring(self) -> bool:
+        return self.request.ring_segments > 0
+
 
 class EarlyWorld(CrashingWorld):
     """See the module."""
@@ -43,7 +48,8 @@ class EarlyWorld(CrashingWorld):
         self.standing: set[tuple[str, int]] = set()
         """Ranks of saves of which files were left by a worker that is dead."""
 
-        names = ("written first", "failed early", "failed, sealed", "taken over", "given up", "swept")
+        self.cut: set[tuple[int, int]] = set()
+        names = ("written first", "failed early", "failed, sealed", "taken over", "given up", "swept", "gone on with")
         self.counts = dict.fromkeys(names, 0)
 
     # ---- the trainers
@@ -53,6 +59,8 @@ class EarlyWorld(CrashingWorld):
         self.streams = [s for s in self.streams if s.memory is not memory]
         if not self.luck(0.7):
             return super().seal_or_stream(peer, trainer, number, request, dies=dies)
+        if self.luck(0.5):
+            request = replace(request, ring_segments=4, ring_segment_nbytes=262_144)
         self.streams.append(Stream(memory, memory.generation, trainer, request))
         self.ring(peer, trainer, number, self.streams[-1])
         trainer.alive = not dies
@@ -119,6 +127,8 @@ class EarlyWorld(CrashingWorld):
                 commit_timeout_s=COMMIT_TIMEOUT_S,
             )
             self.post(peer, trainer.ask(begin))
+            if stream.is_ring:
+                self.ring(peer, trainer, message.slot, stream)
         return None
 
     def stream_in(self, memory: Memory | None) -> Stream | None:
@@ -130,6 +140,7 @@ class EarlyWorld(CrashingWorld):
         self.standing |= {job.key for job in self.jobs if isinstance(job, ac.Write)}
         self.standing |= {(save_id, rank) for save_id, ranks in self.written.items() for rank in ranks}
         super().crash()
+        self.cut.clear()
 
     def perform(self, action: ac.Action) -> list[ev.Event]:
         if isinstance(action, ac.Write):
@@ -137,7 +148,11 @@ class EarlyWorld(CrashingWorld):
             assert entry is not None
             assert action.early == (entry.phase == BEGUN)
             assert action.resumed or action.key not in self.standing, f"{action.key} is written beside files that stand"
-            assert not (action.early and action.resumed), "an adopted slot is written before its seal"
+            is_ring = action.request.ring_segments > 0
+            assert is_ring or not (action.early and action.resumed), "an adopted slot is written before its seal"
+            self.counts["gone on with"] += action.early and action.resumed
+        elif isinstance(action, ac.CutOff):
+            self.cut.add((action.slot, action.generation))
         return super().perform(action)
 
     def do(self, job: Any) -> None:
@@ -150,18 +165,25 @@ class EarlyWorld(CrashingWorld):
             self.standing = {key for key in self.standing if key[0] != job.save_id}
         if not isinstance(job, ac.Write):
             return super().do(job)
-        self.standing.discard(job.key)  # written anew, kept, or removed by the job
         if not job.early:
+            self.standing.discard(job.key)  # written anew, kept, or removed by the job
             return super().do(job)
         mine = stream is not None and stream.request is job.request
         memory = self.memory[job.slot]  # KeyError: it was freed while it was written
         sealed = memory.sealed is job.request and memory.generation == job.generation
+        waits = mine and stream is not None and stream.is_ring and not stream.full and stream.trainer.alive
+        if waits and (job.slot, job.generation) not in self.cut and self.luck(0.98):
+            self.jobs.append(job)  # as long as its trainer fills cells
+            return None
+        self.standing.discard(job.key)
         # It may fail at any time, and that is heard of before the seal or after it.
         if (sealed or (mine and stream is not None and stream.full)) and not self.luck(0.2):
             self.counts["written first"] += not sealed
             self.written.setdefault(job.key[0], set()).add(job.key[1])
             return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
         self.counts["failed early" if not sealed else "failed, sealed"] += 1
+        if job.request.ring_segments:  # else it is no reason for a save not to be committed
+            self.injected.add(job.key[0])
         return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
 
     def check_end(self) -> None:

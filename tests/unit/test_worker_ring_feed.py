@@ -14,7 +14,7 @@ from worker_bench import FIRST, REQUEST
 
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId, index_name, shard_name
-from asyncckpt.memory.ring import Counters
+from asyncckpt.memory.ring import Counters, Ledger
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.protocol.request import RING_UNIT_NBYTES, PartRange
 from asyncckpt.storage.files import Files
@@ -33,11 +33,11 @@ class Trainer:
 
     def __init__(self, commit_timeout_s: float = 60.0) -> None:
         self.slots = SlotStore()
-        self.memory = self.slots.create(SLOT, 3 * PAGE_NBYTES + 2 * RING_UNIT_NBYTES)
+        self.memory = self.slots.create(SLOT, 4 * PAGE_NBYTES + 2 * RING_UNIT_NBYTES)
         self.counters = Counters(self.memory, GENERATION)
         self.memory.control.open(GENERATION)
         self.counters.reset()
-        self.memory.control.stream(b"request", PAGE_NBYTES + 2 * RING_UNIT_NBYTES)
+        self.memory.control.stream(b"request", 2 * PAGE_NBYTES + 2 * RING_UNIT_NBYTES)
         request = replace(
             REQUEST,
             save_id=FIRST,
@@ -134,7 +134,29 @@ def test_a_sealed_ring_is_fed_to_its_end(trainer: Trainer) -> None:
     trainer.feed.check()
 
 
-def test_of_a_ring_that_a_dead_worker_had_not_finished_the_files_are_removed(trainer: Trainer, tmp_path: Any) -> None:
+def test_a_segment_s_checksums_are_in_the_ledger_for_whoever_comes_next(trainer: Trainer) -> None:
+    trainer.feed.wrote(1, b"checksum")
+    assert Ledger(trainer.memory, trainer.feed.ring).digests_of(1) == b"checksum"
+
+
+def test_a_writing_that_ends_late_leaves_the_ledger_to_the_next_save(trainer: Trainer) -> None:
+    trainer.feed.wrote(1, b"of first")
+    trainer.memory.control.open(GENERATION + 1)
+    trainer.feed.wrote(1, b"too late")
+    assert trainer.feed.ledger.digests_of(1) == b"of first"
+
+
+def test_more_segments_freed_than_filled_are_refused(trainer: Trainer) -> None:
+    trainer.counters.filled, trainer.counters.freed = 2, 3
+    with pytest.raises(SaveFailedError, match="3 segments"):
+        trainer.feed.freed_before()
+    trainer.counters.filled = 3
+    assert trainer.feed.freed_before() == 3
+
+
+def test_of_a_ring_whose_freed_segments_are_not_in_a_dead_worker_s_files_these_are_removed(
+    trainer: Trainer, tmp_path: Any
+) -> None:
     save_id = SaveId.parse(FIRST)
     job = RankJob(
         path=str(tmp_path),
@@ -147,11 +169,12 @@ def test_of_a_ring_that_a_dead_worker_had_not_finished_the_files_are_removed(tra
         n_tensors=0,
     )
     mine = [index_name(save_id, 0), *(shard_name(save_id, 0, part, "safetensors") for part in (0, 1))]
-    others = [shard_name(save_id, 1, 0, "safetensors"), "manifest.json"]
+    others = [shard_name(save_id, 1, 0, "safetensors"), "notes.txt"]
     for name in mine + others:
         (tmp_path / name).write_bytes(b"x")
     request = replace(trainer.feed._job.request, parts=tuple(PartRange(offset=o, nbytes=n) for o, n in job.parts))
     write = replace(trainer.feed._job, request=request, resumed=True)
+    trainer.counters.filled, trainer.counters.freed = 2, 1
     trainer.memory.control.finish()
     with ThreadPoolExecutor(1) as pool, pytest.raises(SaveFailedError) as caught:
         rings.write_ring(write, job, trainer.memory, trainer.slots, files=Files(), pool=pool)

@@ -152,32 +152,73 @@ def test_a_ring_that_its_dead_trainer_had_only_begun_to_fill_is_not_written(benc
     assert (bench.phase(), bench.of(ac.Write)) == ("abandoned", [])
 
 
-def test_a_slot_that_is_adopted_with_an_unfinished_ring_is_not_written(bench: Rings) -> None:
+def adopted(bench: Rings) -> int:
+    """Take over the slot of a ring whose worker has died; returns the slot."""
     bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
     (adopt,) = bench.of(ac.AdoptSlot)
     bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
-    bench.read_ring(streamed=True, slot=adopt.slot)
+    return adopt.slot
+
+
+def test_a_slot_that_is_adopted_with_an_unfinished_ring_is_written_once_its_trainer_has_begun_it_here(
+    bench: Rings,
+) -> None:
+    slot = adopted(bench)
+    bench.read_ring(streamed=True, slot=slot)
     assert not bench.of(ac.Write)
     assert bench.phase() is None
+    bench.begin(slot)
+    (prepare,) = bench.of(ac.Prepare)
+    assert prepare.resumed
+    bench.submit(slot)
+    bench.read_ring(streamed=True, slot=slot)
+    assert not bench.of(ac.Write)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    (write,) = bench.of(ac.Write)
+    assert (write.slot, write.resumed, write.early) == (slot, True, True)
+    bench.submit(slot)
+    bench.read_ring(streamed=False, slot=slot)
+    assert (bench.phase(), bench.of(ac.Write)) == ("writing", [])
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    assert len(bench.of(ac.Commit)) == 1
 
 
-def test_a_sealed_ring_of_a_dead_worker_is_written_as_resumed_which_says_that_it_is_lost(bench: Rings) -> None:
-    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
-    (adopt,) = bench.of(ac.AdoptSlot)
-    bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
-    bench.read_ring(streamed=False, slot=adopt.slot)
+def test_a_ring_that_is_adopted_and_whose_trainer_dies_before_its_seal_ends_and_its_files_go(bench: Rings) -> None:
+    slot = adopted(bench)
+    bench.read_ring(streamed=True, slot=slot)
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot)
+    bench.read_ring(streamed=True, slot=slot)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read_ring(streamed=True, slot=slot)
+    assert bench.phase() == "abandoned"
+    assert [a.slot for a in bench.of(ac.CutOff)] == [slot]
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert len(bench.of(ac.Remove)) == 1
+
+
+def test_an_adopted_ring_that_nobody_has_begun_here_ends_with_its_trainer(bench: Rings) -> None:
+    slot = adopted(bench)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.read_ring(streamed=True, slot=slot)
+    bench.read_ring(streamed=True, slot=slot)
+    assert (bench.phase(), bench.of(ac.Write)) == (None, [])
+    assert slot in [free.slot for free in bench.of(ac.FreeSlot)]
+
+
+def test_a_sealed_ring_of_a_dead_worker_is_written_as_resumed(bench: Rings) -> None:
+    slot = adopted(bench)
+    bench.read_ring(streamed=False, slot=slot)
     (prepare,) = bench.of(ac.Prepare)
     assert prepare.resumed
     bench.feed(ev.Prepared, key=(FIRST, 0))
     (write,) = bench.of(ac.Write)
-    assert write.resumed
+    assert (write.resumed, write.early) == (True, False)
 
 
 def test_a_sealed_ring_of_a_dead_worker_that_has_committed_it_is_committed(bench: Rings) -> None:
-    bench.say(m.Adopt, fd=9, nbytes=12_288, token=b"t" * 16, generation=1, ended=0, committed="")
-    (adopt,) = bench.of(ac.AdoptSlot)
-    bench.feed(ev.SlotCreated, slot=adopt.slot, fd=9, token=b"t" * 16)
-    bench.read_ring(streamed=False, slot=adopt.slot)
+    bench.read_ring(streamed=False, slot=adopted(bench))
     bench.feed(ev.Prepared, key=(FIRST, 0), committed=True)
     assert bench.phase() == "committed"
 

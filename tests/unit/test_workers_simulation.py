@@ -1,4 +1,7 @@
-"""Two and three workers' brains under thousands of random schedules: a lossy network, partitions, deaths."""
+"""Two and three workers' brains under thousands of random schedules: a lossy network, partitions, deaths.
+
+Where workers are only killed, and others take over in time, every save that was staged everywhere must be committed.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,29 @@ def test_workers_keep_every_promise(
                 f"schedule {schedule}: Workers({seed}, n_nodes={n_nodes}, chaos={chaos}, deaths={deaths}).run({STEPS})"
             )
             raise
+
+
+@pytest.mark.parametrize("n_nodes", [2, 3])
+@pytest.mark.parametrize("chaos", [0.0, 0.3])
+@pytest.mark.parametrize("deaths", [False, True])
+def test_workers_that_take_over_from_dead_ones_keep_every_promise(
+    n_nodes: int, chaos: float, deaths: bool, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    resumed = 0
+    for schedule in range(100 * SCHEDULES):
+        if schedule >= SCHEDULES and resumed:
+            break  # two of three schedules commit what was handed over
+        record_property("count", schedule + 1)
+        seed, kills = rng.getrandbits(32), rng.choice((0.003, 0.01, 0.02))
+        world = Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=deaths, kills=kills)
+        try:
+            world.run(STEPS)
+        except BaseException:
+            about = f"{seed}, n_nodes={n_nodes}, chaos={chaos}, deaths={deaths}, kills={kills}"
+            print(f"schedule {schedule}: Workers({about}).run({STEPS})")
+            raise
+        resumed += len(world.resumed & set(world.commits))
+    assert resumed
 
 
 def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:

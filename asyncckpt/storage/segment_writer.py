@@ -1,0 +1,184 @@
+"""Writes one rank's files segment by segment, as these are filled: by helpers of a pool, and the calling thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Protocol
+
+from asyncckpt.failpoints import reach
+from asyncckpt.format.layout import round_up
+from asyncckpt.memory.ring import Ring
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.image import Image
+from asyncckpt.storage.rank_files import RankWriter
+from asyncckpt.storage.rank_job import RankJob
+from asyncckpt.storage.shard_writer import ShardWriter
+
+LINGER_S = 0.05
+"""A helper waits so long for another segment before it gives its thread back. Chosen, not measured."""
+
+PATIENCE_S = 0.002
+"""So long a segment waits for a helper, then the calling thread takes it. Chosen: one of a pool begins in 0.1 ms."""
+
+
+class Feed(Protocol):
+    """Where the segments come from."""
+
+    ring: Ring
+
+    def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
+        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
+
+        Raises:
+            Exception: There will be none.
+
+        Blocks: as the feed says.
+        """
+
+    def filled(self) -> int:
+        """Return how many segments are filled. Does not wait."""
+
+    def wrote(self, number: int, digests: bytes) -> None:
+        """A segment has been given to the system, and these are its blocks' checksums; before it counts as freed."""
+
+    def freed(self, count: int) -> None:
+        """So many segments, from the first on, are needed no more."""
+
+
+class SegmentWriter(RankWriter):
+    """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
+
+    `_at_work`: threads that write. `_over`: nothing is to be written any more.
+    """
+
+    def __init__(self, job: RankJob, image: Image, feed: Feed, files: Files, check: Callable[[], None]) -> None:
+        self._feed, self._ring = feed, feed.ring
+        super().__init__(job, image, files, check)
+        self._changed = threading.Condition(self._lock)
+        self._ready: deque[int] = deque()
+        self._written = [False] * len(self._ring.segments)
+        self._filled = self._helpers = self._at_work = 0
+        self._over = False
+
+    def _plan(self) -> list[tuple[int, int, int]]:
+        for segment in self._ring.segments:
+            self._remaining[segment.part] = self._remaining.get(segment.part, 0) + 1
+        return []  # nothing is there yet
+
+    def _write_shards(self, pool: Executor) -> None:
+        futures: list[Future[None]] = []
+        try:
+            while self._error is None and self._filled < len(self._written):
+                # IMPORTANT: not beyond an error of a helper's: the trainer waits for that very segment to be freed.
+                self._note(self._feed.await_filled(self._filled, lambda: self._error is None))
+                self._call_helpers(pool, futures)
+                while self._is_left_over():
+                    self._take_one()
+            while self._take_one():
+                pass
+        except BaseException as error:
+            self._stop(error)
+        finally:
+            # IMPORTANT: as in `RankWriter`: no thread may still use the slot when this returns.
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            for future in futures:
+                if not future.cancel():
+                    future.result()
+            for shard in self.shards:
+                shard.abandon()
+        if self._error is not None:
+            raise self._error
+        if not all(self._written):
+            raise AssertionError("segments were left unwritten without an error")
+
+    def _note(self, filled: int) -> None:
+        with self._changed:
+            if not self._over:
+                self._ready.extend(range(self._filled, filled))
+                self._filled = max(self._filled, filled)
+                self._changed.notify_all()
+
+    def _call_helpers(self, pool: Executor, futures: list[Future[None]]) -> None:
+        futures[:] = [future for future in futures if not future.done()]
+        with self._lock:
+            wanted = min(self._threads - 1, len(self._ready) + self._at_work) - self._helpers
+            self._helpers += max(0, wanted)
+        for _ in range(wanted):
+            futures.append(pool.submit(self._help))
+
+    def _is_left_over(self) -> bool:
+        """Whether a segment is ready that no helper gets to: all are at work, or the pool has no thread to spare."""
+        with self._changed:
+            if self._ready and self._at_work < self._threads - 1:
+                self._changed.wait_for(lambda: not self._ready, PATIENCE_S)
+            return bool(self._ready)
+
+    def _help(self) -> None:
+        """Write what is ready, until nothing comes any more: the pool's threads are all saves' together."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._over, LINGER_S)
+                if not self._ready or self._over:
+                    self._helpers -= 1
+                    return
+            self._take_one()
+            try:
+                self._note(self._feed.filled())  # the calling thread may be writing
+            except BaseException as error:
+                self._stop(error)
+
+    def _take_one(self) -> bool:
+        """Write a segment that is ready; False: none is. Errors are kept, not raised."""
+        with self._changed:
+            if not self._ready:
+                return False
+            number = self._ready.popleft()
+            self._at_work += 1
+            self._changed.notify_all()
+        try:
+            self._write_segment(number)
+        except BaseException as error:
+            self._stop(error)
+        finally:
+            with self._lock:
+                self._at_work -= 1
+        return True
+
+    def _stop(self, error: BaseException | None) -> None:
+        super()._stop(error)
+        with self._changed:
+            self._over = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def _write_segment(self, number: int) -> None:
+        segment = self._ring.segments[number]
+        shard = self.shards[segment.part]
+        self.check()
+        if segment.start == 0:
+            self._check_image(segment.part)
+        end = min(round_up(segment.end), shard.extent_nbytes_total)
+        shard.write_extent(segment.start, end)
+        self.job.progress(end - segment.start)
+        self._let_go(number, shard)
+        reach("segment: written")
+        self.check()
+        with self._lock:
+            self._remaining[segment.part] -= 1
+            last = self._remaining[segment.part] == 0
+        if last:
+            shard.finish()
+        with self._lock:
+            self._written[number] = True
+            self._note_written()
+
+    def _let_go(self, number: int, shard: ShardWriter) -> None:
+        """A segment of `shard` has been given to the system, and nobody is told of it yet."""
+
+    def _note_written(self) -> None:
+        """Another segment is written. Under the lock."""

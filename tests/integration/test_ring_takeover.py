@@ -1,0 +1,329 @@
+"""SIGKILL of the worker while a state goes through a ring: another one goes on, and the same futures complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import overlapping
+import pytest
+import rank_processes
+import states
+import torch
+from own_worker import own_worker, worker_of
+from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, stop_whoever_serves, wait_until, written
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer, PerRank
+from asyncckpt.errors import (
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    SaveFailedError,
+    WorkerUnavailableError,
+)
+from asyncckpt.memory.ring import Counters
+from asyncckpt.memory.slot import STATE_SEALED
+from asyncckpt.protocol.endpoint import default_endpoint, make_directory
+from asyncckpt.staging.ring_copy import RingCopy
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import verify_checkpoint
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+LIMIT = 4_000_000
+N_CELLS = 14
+SOAK = pytest.mark.soak
+NOT_THERE = (CheckpointNotFoundError, CheckpointNotCommittedError)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return a state of 17 MB, 67 segments."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "large": torch.randn(3_000_000, generator=generator),
+        "columns": torch.randn(900, 700, generator=generator).t(),
+        "double": torch.randn(500, 700, generator=generator, dtype=torch.float64),
+        "small": [torch.randn(5, generator=generator) for _ in range(40)],
+        "step": step,
+    }
+
+
+def assert_saved(path: pathlib.Path, step: int) -> None:
+    assert verify_checkpoint(str(path), Files()).state == "ok"
+    states.assert_same(asyncckpt.load(path, source="disk"), state_of(step))
+
+
+def parts_at(path: pathlib.Path) -> list[str]:
+    return [n for n in (os.listdir(path) if path.exists() else []) if "-part-" in n]
+
+
+class Held:
+    """Holds the copies up before they fill the segments `stops`, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stops: list[int] = []
+        self.reached, self._open = threading.Semaphore(0), threading.Semaphore(0)
+        await_cell = RingCopy._await_cell
+
+        def held(copy: RingCopy, number: int) -> None:
+            if number in self.stops:
+                self.reached.release()
+                assert self._open.acquire(timeout=DEADLINE_S)
+            await_cell(copy, number)
+
+        monkeypatch.setattr(RingCopy, "_await_cell", held)
+
+    def wait(self) -> None:
+        assert self.reached.acquire(timeout=DEADLINE_S)
+
+    def go_on(self) -> None:
+        self._open.release()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    overlapping.copy_all_behind(monkeypatch.setattr)
+    return Held(monkeypatch)
+
+
+class Saving:
+    """A `save()` in a thread of its own: blocking, it returns when all is staged."""
+
+    def __init__(self, checkpointer: AsyncCheckpointer, path: pathlib.Path, step: int) -> None:
+        self._handles: list[Any] = []
+        self._thread = threading.Thread(
+            target=lambda: self._handles.append(checkpointer.save(state_of(step), path, step=step))
+        )
+        self._thread.start()
+
+    def handle(self) -> Any:
+        self._thread.join(DEADLINE_S)
+        return self._handles[0]
+
+
+def counters_of(checkpointer: AsyncCheckpointer) -> Counters:
+    (slot,) = slots_of(checkpointer)
+    return Counters(slot.memory, slot.generation)
+
+
+def kill_when_freed(checkpointer: AsyncCheckpointer, count: int) -> None:
+    """Kill the worker once it has written so many segments, and waits for more."""
+    worker = worker_of(checkpointer)
+    wait_until(lambda: counters_of(checkpointer).freed == count, f"{count} segments are written")
+    worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("staging", "stops", "fields"),
+    [
+        ("blocking", [1], {}),
+        ("overlap", [20, 50], {}),
+        ("blocking", [30], {"files_per_rank": 3, "layout": "dcp"}),
+        pytest.param("blocking", [10, 25, 66], {"files_per_rank": 2}, marks=SOAK),
+        pytest.param("overlap", [10, 25, 66], {"files_per_rank": 2}, marks=SOAK),
+        pytest.param("overlap", [1], {}, marks=SOAK),
+        pytest.param("overlap", [40], {"fsync": False}, marks=SOAK),
+    ],
+    ids=str,
+)
+def test_workers_that_die_one_after_the_other_while_a_ring_is_filled_cost_nothing(
+    default_dir: pathlib.Path,
+    tmp_path: pathlib.Path,
+    held: Held,
+    staging: str,
+    stops: list[int],
+    fields: dict[str, Any],
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging=staging, **fields) as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        held.stops = stops
+        saving = Saving(checkpointer, tmp_path / "1", 1)
+        for stop in stops:
+            held.wait()
+            kill_when_freed(checkpointer, stop)
+            held.go_on()
+        written(saving.handle())
+        held.stops = []
+        assert_saved(tmp_path / "1", 1)
+        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
+        assert [slot.handovers for slot in slots_of(checkpointer)] == [0]
+    assert_saved(tmp_path / "2", 2)
+
+
+@pytest.mark.parametrize("staging", [pytest.param("blocking", marks=SOAK), "overlap"])
+def test_a_worker_that_dies_after_the_seal_and_before_it_has_written_all_is_followed_by_one_that_does(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, staging: str
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging=staging) as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        held.stops = [60]
+        saving = Saving(checkpointer, tmp_path / "1", 1)
+        held.wait()
+        wait_until(lambda: counters_of(checkpointer).freed == 60, "what is filled is written")
+        worker, (slot,) = worker_of(checkpointer), slots_of(checkpointer)
+        with worker.frozen():
+            held.go_on()
+            wait_until(lambda: slot.memory.control.state == STATE_SEALED, "the rest fits, and is sealed")
+            assert counters_of(checkpointer).freed == 60
+            worker.kill()
+        report = written(saving.handle())
+        assert report.details["resubmitted"] in (0, 1)
+    assert_saved(tmp_path / "1", 1)
+
+
+def test_a_worker_that_dies_frozen_with_full_cells_is_followed_by_one_that_frees_them(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging="blocking") as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            saving = Saving(checkpointer, tmp_path / "1", 1)
+            (slot,) = slots_of(checkpointer)
+            wait_until(lambda: slot.memory.control.is_written(2), "the ring is being filled")
+            wait_until(lambda: Counters(slot.memory, 2).filled == N_CELLS, "no cell is free")
+            worker.signal(signal.SIGKILL)
+        written(saving.handle())
+    assert_saved(tmp_path / "1", 1)
+
+
+@pytest.mark.parametrize("staging", [pytest.param("blocking", marks=SOAK), "overlap"])
+def test_on_worker_loss_fail_fails_the_save_and_the_next_one_works(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, staging: str
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging=staging, on_worker_loss="fail") as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        held.stops = [20]
+        saving = Saving(checkpointer, tmp_path / "1", 1)
+        held.wait()
+        kill_when_freed(checkpointer, 20)
+        held.go_on()
+        handle = saving.handle()
+        error = handle.written.exception(DEADLINE_S)
+        assert isinstance(error, WorkerUnavailableError)
+        assert handle.staged.exception(DEADLINE_S) is error
+        held.stops = []
+        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
+    with pytest.raises(NOT_THERE):
+        asyncckpt.load(tmp_path / "1")
+    assert_saved(tmp_path / "2", 2)
+
+
+@pytest.mark.parametrize("staging", ["blocking", pytest.param("overlap", marks=SOAK)])
+def test_where_no_other_worker_can_be_started_the_save_fails_with_a_typed_error(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, monkeypatch: pytest.MonkeyPatch, staging: str
+) -> None:
+    def refuse(endpoint: str, **_: object) -> None:
+        raise WorkerUnavailableError("no more processes", endpoint=endpoint)
+
+    with own_worker(arena_limit_bytes=LIMIT, staging=staging) as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        held.stops = [20]
+        saving = Saving(checkpointer, tmp_path / "1", 1)
+        held.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("asyncckpt.launcher.start_worker", refuse)
+            kill_when_freed(checkpointer, 20)
+            held.go_on()
+            error = saving.handle().written.exception(DEADLINE_S)
+        assert isinstance(error, WorkerUnavailableError)
+        assert "no more processes" in str(error)
+    with pytest.raises(NOT_THERE):
+        asyncckpt.load(tmp_path / "1")
+
+
+@pytest.mark.parametrize("change", ["a byte", pytest.param("gone", marks=SOAK)])
+def test_what_the_dead_worker_has_written_and_is_not_there_is_found(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, change: str
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging="blocking") as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        held.stops = [20]
+        saving = Saving(checkpointer, tmp_path / "1", 1)
+        held.wait()
+        wait_until(lambda: counters_of(checkpointer).freed == 20, "it is written")
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            (name,) = parts_at(tmp_path / "1")
+            if change == "gone":
+                (tmp_path / "1" / name).unlink()
+            else:
+                with open(tmp_path / "1" / name, "r+b") as file:
+                    file.seek(1_000_000)
+                    file.write(b"lost")
+            worker.kill()
+        held.go_on()
+        error = saving.handle().written.exception(DEADLINE_S)
+        assert isinstance(error, SaveFailedError)
+        assert error.code == "ring_lost"
+        held.stops = []
+        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
+    assert not parts_at(tmp_path / "1")
+    with pytest.raises(NOT_THERE):
+        asyncckpt.load(tmp_path / "1")
+    assert_saved(tmp_path / "2", 2)
+
+
+# ---- at a call of its storage
+
+
+@contextlib.contextmanager
+def dying_worker(directory: pathlib.Path, kill: str) -> Iterator[dict[str, str]]:
+    """A worker at the ranks' default endpoint that dies at a call (`killing_worker`); yields the ranks' environment."""
+    environ = {"XDG_RUNTIME_DIR": str(directory), "ASYNCCKPT_JOB": "dies"}
+    package, interpreter = asyncckpt.__version__, sys.prefix
+    endpoint = default_endpoint(os.environ | environ, uid=os.geteuid(), package=package, interpreter=interpreter)
+    make_directory(endpoint)
+    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
+    try:
+        RealWorker(endpoint)
+        yield environ
+        assert process.wait(DEADLINE_S) == -9
+    finally:
+        process.kill()
+        process.wait()
+        stop_whoever_serves(endpoint)
+
+
+def ranked(rank: int, step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    own = torch.full((700_000,), float(100 * step + rank))
+    return {"large": torch.randn(2000, 1500, generator=generator), "own": PerRank(own), "step": step}
+
+
+def saves(rank: int, root: str) -> None:
+    limit = None if rank else 2_000_000
+    with AsyncCheckpointer(commit_timeout_s=DEADLINE_S, arena_limit_bytes=limit) as checkpointer:
+        for step in range(2):
+            checkpointer.save(ranked(rank, step), f"{root}/{step}").written.result(2 * DEADLINE_S)
+            state = ranked(rank, step)
+            found = checkpointer.load(f"{root}/{step}", source="disk")
+            states.assert_same(found, {**state, "own": state["own"].value})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kill"),
+    [
+        pytest.param(2, "pwrite:12:9:0", id="in the middle"),
+        pytest.param(1, "fsync:2:9:1", id="when a file is flushed"),
+        *(
+            pytest.param(world_size, kill, marks=SOAK)
+            for world_size in (1, 2)
+            for kill in ("open:2:9:1", "pwrite:20:9:1", "ftruncate:1:9:0", "fsync:1:9:1", "link:1:9:0", "link:1:9:1")
+        ),
+    ],
+)
+def test_ranks_with_rings_and_without_go_on_with_the_next_worker(
+    kill: str, world_size: int, endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with dying_worker(endpoint_dir, kill) as environ:
+        rank_processes.run(world_size, saves, str(tmp_path), environ=environ)
+    for step in range(2):
+        assert manifest_of(tmp_path / str(step))["world_size"] == world_size
+        assert verify_checkpoint(str(tmp_path / str(step)), Files()).state == "ok"

@@ -1,0 +1,158 @@
+"""What the trainer tells its workers of a ring, and what it tells the copy that fills it, when one dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.errors import SaveFailedError, WorkerUnavailableError
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.pending import PendingSaves
+from asyncckpt.protocol import messages
+from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.slot_pool import SlotPool
+from asyncckpt.submitting import Submitting
+
+SAVE = SaveId(1, 2, "0" * 12)
+DIED = WorkerUnavailableError("it has died", detail="died")
+
+
+class FakeSession:
+    def __init__(self, name: str) -> None:
+        self.name, self.error = name, None
+        self.said: list[Any] = []
+
+    def request(self, build: Any, timeout_s: float) -> Future[Any]:
+        self.said.append(build(len(self.said) + 1))
+        return Future()
+
+    @property
+    def kinds(self) -> list[type]:
+        return [type(message) for message in self.said]
+
+
+class Trainer(Submitting):
+    """With a ring in a slot, and a session; nobody is found unless the test says so."""
+
+    def __init__(self, *, is_ring: bool = True) -> None:
+        super().__init__()
+        self.config, self.endpoint = CheckpointerConfig(), "ipc:///e"
+        self.one: Any = FakeSession("a" * 16)
+        self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session=self.one.name, is_ring=is_ring)
+        self.pool = SlotPool(self.config, lambda nbytes, within_s: self.slot, lambda slot: None)
+        self._pending = PendingSaves(commit_timeout_s=60.0, free=self.pool.free)
+        self._connection: Any = SimpleNamespace(session=self.one, settled=True)
+        self.begun: list[Any] = []
+        self._takeover: Any = SimpleNamespace(begin=self.begun.append, is_under_way=False)
+        self._withdrawals: Any = SimpleNamespace(run_is_known=lambda run: None)
+        self.slot.generation = 1
+        self.begin(SAVE, self.slot, step=1, path="/x", nbytes=1, umask=0)
+        self.slot.memory.control.open(1)
+
+    def is_streamed(self) -> None:
+        self.slot.memory.control.stream(b"request", 4096)
+
+    def dies(self, *, is_handed_on: bool = True) -> None:
+        self.one.error = DIED
+        self._note_loss(self.one.name, is_handed_on=is_handed_on)
+
+    def is_found(self) -> Any:
+        """Another worker has got the slot."""
+        other: Any = FakeSession("b" * 16)
+        self._connection.session, self.slot.session = other, other.name
+        found = self._pending.unended(SAVE, told=True)
+        assert found is not None
+        self._say_again(other, found, self.slot)
+        return other
+
+    def close(self) -> None:
+        self.slot.close()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.close()
+
+
+def test_while_its_worker_lives_a_ring_is_only_filled(trainer: Trainer) -> None:
+    trainer.is_streamed()
+    check = trainer.stream(SAVE, trainer.slot)
+    assert trainer.one.kinds == [messages.Begin, messages.Submit]
+    assert check() is False
+    assert not trainer.begun
+
+
+def test_when_its_worker_dies_another_is_looked_for_and_told_to_go_on(trainer: Trainer) -> None:
+    trainer.is_streamed()
+    check = trainer.stream(SAVE, trainer.slot)
+    trainer.dies()
+    assert check() is True
+    assert trainer.begun
+    trainer._takeover.is_under_way = True
+    assert check() is True
+    assert len(trainer.begun) == 1, "it is asked for once"
+    other = trainer.is_found()
+    assert other.kinds == [messages.Begin, messages.Submit]
+    assert [m.generation for m in other.said] == [1, 1]
+    assert check() is False
+
+
+def test_a_worker_that_dies_before_the_doorbell_is_followed_by_one_that_hears_it(trainer: Trainer) -> None:
+    trainer.is_streamed()
+    trainer.dies()
+    check = trainer.stream(SAVE, trainer.slot)
+    assert check() is True
+    assert trainer.is_found().kinds == [messages.Begin, messages.Submit]
+
+
+def test_a_worker_that_comes_before_the_request_stands_hears_the_doorbell_later(trainer: Trainer) -> None:
+    trainer.dies()
+    other = trainer.is_found()
+    assert other.kinds == [messages.Begin]
+    trainer.is_streamed()
+    trainer.stream(SAVE, trainer.slot)
+    assert other.kinds == [messages.Begin, messages.Submit]
+
+
+def test_of_a_whole_slot_that_is_being_filled_the_next_worker_hears_no_doorbell_before_the_seal() -> None:
+    trainer = Trainer(is_ring=False)
+    trainer.is_streamed()
+    trainer.dies()
+    assert trainer.is_found().kinds == [messages.Begin]
+    trainer.close()
+
+
+def test_a_ring_that_was_sealed_when_its_worker_died_is_announced_by_its_slot_alone(trainer: Trainer) -> None:
+    trainer.is_streamed()
+    trainer.slot.memory.control.finish()
+    trainer.dies()
+    assert trainer.is_found().kinds == []
+
+
+@pytest.mark.parametrize("how", ["handed to nobody", "given up"])
+def test_a_ring_that_nobody_takes_over_ends_the_copy(trainer: Trainer, how: str) -> None:
+    trainer.is_streamed()
+    check = trainer.stream(SAVE, trainer.slot)
+    trainer.dies(is_handed_on=how == "given up")
+    if how == "given up":
+        trainer.slot.orphaned = True
+    with pytest.raises(WorkerUnavailableError):
+        check()
+
+
+def test_what_the_worker_has_said_of_the_save_ends_the_copy(trainer: Trainer) -> None:
+    trainer.is_streamed()
+    check = trainer.stream(SAVE, trainer.slot)
+    refused = SaveFailedError("no room", code="ENOSPC")
+    trainer._pending.end(str(SAVE), refused, None)
+    with pytest.raises(SaveFailedError) as caught:
+        check()
+    assert caught.value is refused

@@ -1,0 +1,392 @@
+"""Two brains of which one is replaced by another that gets the same memory: what it is told again, and what stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulated_workers import KEY, SECRET, result_of
+from test_worker_links import ADDRESS, FOLLOW, LEAD, Pair, Worker
+from worker_bench import COMMIT_TIMEOUT_S, ERROR, FIRST, PATH, RUN, SECOND
+
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.relay import Unlinked
+from asyncckpt_worker import actions as ac
+from asyncckpt_worker import events as ev
+from asyncckpt_worker.streams import BEAT_S
+
+SEALED = {"rank": 1, "world_size": 2}
+
+
+class Next(Worker):
+    """A worker that has taken the place of a dead one: its rank says who leads, and hands its slot over."""
+
+    def __init__(self, rank: int, instance: str, now: float, attempt: int = 2) -> None:
+        super().__init__(rank, instance)
+        self.now = now
+        if rank:
+            self.say(m.Follow, **{**FOLLOW, "attempt": attempt})
+        else:
+            self.say(m.Lead, **{**LEAD, "server_secret": SECRET})
+            self.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
+
+    def adopts(self, *, sealed: bool = True, **changes: Any) -> int:
+        """Take the slot over in which FIRST lies, of generation 1; returns the slot's number."""
+        fields = {"fd": 9, "nbytes": 12288, "token": b"t" * 16, "generation": 1, "ended": 0, "committed": ""}
+        self.say(m.Adopt, **fields)
+        (job,) = self.of(ac.AdoptSlot)
+        self.feed(ev.SlotCreated, slot=job.slot, fd=31, token=b"t" * 16)
+        if sealed:
+            self.read(job.slot, rank=self.rank, world_size=2, **changes)
+        else:
+            self.feed(ev.SlotRead, slot=job.slot, reason="OPEN", opened=True)
+        return job.slot
+
+
+@pytest.fixture
+def pair() -> Pair:
+    """Linked workers, each of which has its rank's part of FIRST sealed."""
+    made = Pair()
+    made.link()
+    for worker in (made.leader, made.follower):
+        made.stages(worker)
+    return made
+
+
+def replace_follower(pair: Pair, **changes: Any) -> None:
+    pair.follower = Next(1, "c" * 16, pair.follower.now)
+    pair.follower.adopts(**changes)
+    pair.pump()
+
+
+def replace_leader(pair: Pair) -> None:
+    """Another leader comes to be; nobody has handed a slot to it yet."""
+    pair.leader.said.clear()
+    pair.leader = Next(0, "d" * 16, pair.leader.now)
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+
+
+def leader_writes(pair: Pair) -> list[ac.Commit]:
+    pair.leader.feed(ev.Prepared, key=(FIRST, 0))
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    return pair.leader.of(ac.Commit)
+
+
+def end_of(pair: Pair, rank: int) -> Any:
+    return (pair.leader, pair.follower)[rank].row()
+
+
+# ---- a follower is replaced
+
+
+def test_a_rank_whose_worker_died_as_it_wrote_goes_on_with_the_next_one(pair: Pair) -> None:
+    replace_follower(pair)
+    assert pair.leader.phase(rank=1) == "writing" and pair.leader.brain.tables.saves[FIRST].outcome is None
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    pair.writes(pair.follower)
+    (commit,) = leader_writes(pair)
+    assert commit.remote == (1,)
+    pair.leader.feed(ev.Published, save_id=FIRST)
+    pair.pump()
+    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
+
+
+def test_what_was_durable_stays_so_and_the_commit_does_not_wait_for_the_next_worker(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    replace_follower(pair)
+    assert pair.leader.phase(rank=1) == "durable" and pair.follower.phase(rank=1) == "submitted"
+    assert leader_writes(pair)
+
+
+def test_a_commit_under_way_is_not_disturbed_by_a_rank_that_comes_again(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    (commit,) = leader_writes(pair)
+    replace_follower(pair)
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
+    pair.pump()
+    assert not pair.leader.of(ac.Remove) and pair.leader.brain.tables.saves[FIRST].committing
+    pair.leader.feed(ev.Published, save_id=FIRST)
+    pair.pump()
+    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
+    assert commit.results[1] == result_of(FIRST, 1)
+
+
+def test_an_end_that_the_dead_worker_has_not_passed_on_is_told_again(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    assert leader_writes(pair)
+    pair.leader.feed(ev.Published, save_id=FIRST)
+    pair.leader.said.clear()
+    replace_follower(pair)
+    assert end_of(pair, 1)["phase"] == "committed"
+
+
+def test_a_failure_that_the_dead_worker_has_not_passed_on_is_told_again(pair: Pair) -> None:
+    pair.leader.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    pair.leader.said.clear()
+    replace_follower(pair)
+    assert end_of(pair, 1)["phase"] == "failed" and end_of(pair, 1)["error"]["text"] == ERROR["text"]
+
+
+def test_a_rank_that_was_still_staging_seals_with_the_next_worker() -> None:
+    pair = Pair()
+    pair.link()
+    pair.stages(pair.leader)
+    pair.follower.begin(1)
+    pair.pump()
+    pair.follower = Next(1, "c" * 16, 0.0)
+    slot = pair.follower.adopts(sealed=False)
+    pair.follower.begin(slot)
+    pair.pump()
+    assert pair.leader.phase(rank=1) == "begun"
+    pair.follower.submit(slot)
+    pair.follower.read(slot, **SEALED)
+    pair.pump()
+    assert pair.leader.phase(rank=1) == "writing"
+
+
+def test_nothing_is_told_of_a_slot_before_its_rank_has_said_whom_to_follow(pair: Pair) -> None:
+    pair.follower = Worker(1, "c" * 16)
+    pair.follower.brain.tables.runs.clear()
+    slot = Next.adopts(pair.follower)  # type: ignore[arg-type]
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    assert not pair.follower.said and slot
+    pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 2})
+    pair.pump()
+    pair.writes(pair.follower)
+    assert pair.leader.phase(rank=1) == "durable"
+
+
+def test_a_rank_that_nobody_goes_on_with_ends_its_save_when_it_says_so(pair: Pair) -> None:
+    pair.follower = Next(1, "c" * 16, 0.0)
+    pair.follower.say(m.Withdraw, save_id=FIRST, reason="the worker that had it was lost", skipped=False)
+    pair.pump()
+    assert end_of(pair, 0)["error"]["fields"]["code"] == "worker_lost"
+
+
+def test_a_durable_rank_whose_worker_is_not_replaced_in_its_save_costs_nothing(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    pair.follower = Next(1, "c" * 16, 0.0)
+    pair.follower.say(m.Withdraw, save_id=FIRST, reason="the worker that had it was lost", skipped=False)
+    pair.pump()
+    assert leader_writes(pair)
+
+
+def test_a_rank_that_comes_again_without_its_save_is_named_after_the_timeout(pair: Pair) -> None:
+    pair.follower = Next(1, "c" * 16, 0.0)
+    for _ in range(11):
+        pair.pump(0.1 * COMMIT_TIMEOUT_S)
+    error = end_of(pair, 0)["error"]
+    assert error["code"] == "commit_timeout" and list(error["fields"]["missing_ranks"]) == [1]
+
+
+def test_a_hook_that_had_not_spoken_is_heard_by_the_next_worker() -> None:
+    pair = Pair()
+    pair.link()
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    replace_follower(pair, hook_timeout_s=1000.0)
+    assert not leader_writes(pair)
+    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
+    pair.pump()
+    assert pair.leader.brain.tables.saves[FIRST].committing
+
+
+def test_nobody_knows_how_a_save_ends_that_was_taken_over_when_the_leader_is_silent(pair: Pair) -> None:
+    pair.follower = Next(1, "c" * 16, 0.0)
+    pair.follower.adopts()
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    pair.follower.now += 1.1 * COMMIT_TIMEOUT_S
+    pair.follower.feed(ev.Tick)
+    (row,) = pair.follower.pushed()
+    assert row["phase"] == "unknown", "the dead worker may have told the leader all that it needs"
+    assert not pair.follower.of(ac.Remove)
+
+
+# ---- the leader is replaced
+
+
+@pytest.mark.parametrize("first", ["leader", "follower"])
+def test_the_next_leader_hears_everything_again_and_commits(pair: Pair, first: str) -> None:
+    pair.writes(pair.follower)
+    pair.leader = Next(0, "d" * 16, 0.0)
+    if first == "leader":
+        pair.leader.adopts()
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    if first == "follower":
+        pair.leader.adopts()
+    assert pair.follower.phase(rank=1) == "durable"
+    pair.leader.feed(ev.Prepared, key=(FIRST, 1))
+    (commit,) = leader_writes(pair)
+    assert commit.remote == (1,) and commit.results == (result_of(FIRST, 0), result_of(FIRST, 1))
+    pair.leader.feed(ev.Published, save_id=FIRST)
+    pair.pump()
+    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
+
+
+def test_what_the_dead_leader_had_committed_is_found_before_anything_ends_it(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    replace_leader(pair)  # whose own rank has not come
+    entry = pair.leader.brain.tables.saves[FIRST].ranks[1]
+    assert entry.preparing and entry.resumed
+    pair.follower.feed(ev.Died, session=f"{1:016x}")
+    pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
+    pair.pump(1.1 * COMMIT_TIMEOUT_S)
+    assert pair.leader.brain.tables.saves[FIRST].outcome is None
+    pair.leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
+    pair.leader.adopts()
+    assert pair.leader.phase() == "committed"
+
+
+def test_what_is_given_up_while_it_may_be_committed_is_found_to_be_committed(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    pair.follower = Next(1, "c" * 16, 0.0)
+    pair.follower.adopts()
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
+    pair.leader = Next(0, "d" * 16, 0.0)
+    pair.pump(BEAT_S)
+    assert pair.leader.phase(rank=1) == "submitted"
+    pair.leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
+    pair.pump()
+    assert end_of(pair, 1)["phase"] == "committed"
+
+
+def test_a_rank_that_comes_to_a_save_that_was_found_committed_hears_that(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    pair.leader = Next(0, "d" * 16, 0.0)
+    pair.leader.adopts()
+    pair.leader.feed(ev.Prepared, key=(FIRST, 0), committed=True)
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
+
+
+def test_both_workers_are_replaced_and_a_rank_that_is_written_anew_hears_of_the_commit(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    pair.leader, pair.follower = Next(0, "d" * 16, 0.0), Next(1, "c" * 16, 0.0)
+    for worker in (pair.leader, pair.follower):
+        worker.adopts()
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    assert pair.follower.phase(rank=1) == "writing"
+    pair.leader.feed(ev.Prepared, key=(FIRST, 0), committed=True)
+    pair.pump(BEAT_S)
+    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
+
+
+def test_what_a_rank_had_given_up_is_given_up_with_the_next_leader(pair: Pair) -> None:
+    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
+    pair.follower.said.clear()
+    replace_leader(pair)
+    pair.leader.adopts()
+    pair.leader.feed(ev.Prepared, key=(FIRST, 1))
+    pair.pump()
+    assert [end_of(pair, rank)["error"]["text"] for rank in (0, 1)] == [ERROR["text"]] * 2
+
+
+def test_what_the_dead_leader_had_ended_ends_with_the_next_one(pair: Pair) -> None:
+    pair.leader.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    pair.pump()
+    assert pair.follower.phase(rank=1) == "failed"
+    pair.heard[0].clear()
+    replace_leader(pair)
+    pair.leader.adopts()
+    pair.leader.feed(ev.Prepared, key=(FIRST, 0))
+    assert pair.leader.pushed()[-1]["error"]["text"] == ERROR["text"]
+
+
+def test_consents_and_refusals_of_hooks_are_told_again(pair: Pair) -> None:
+    made = Pair()
+    made.link()
+    for worker in (made.leader, made.follower):
+        made.stages(worker, hook_timeout_s=1000.0 * worker.rank)
+    made.writes(made.follower)
+    made.follower.say(m.Consent, save_id=FIRST, granted=False, reason="the loss is NaN")
+    made.follower.said.clear()
+    replace_leader(made)
+    made.leader.feed(ev.Prepared, key=(FIRST, 1))
+    made.pump()
+    assert end_of(made, 1)["error"]["fields"]["code"] == "vetoed"
+
+
+def test_a_rank_that_has_left_or_declined_is_not_waited_for_by_the_next_leader(pair: Pair) -> None:
+    made = Pair()
+    made.link()
+    made.follower.say(m.Withdraw, save_id=FIRST, reason="out of luck", skipped=False)
+    made.pump()
+    replace_leader(made)
+    made.leader.begin(1)
+    assert made.leader.phase() == "abandoned"
+    pair.follower.feed(ev.Died, session=f"{1:016x}")
+    pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
+    pair.pump()
+    replace_leader(pair)
+    pair.leader.begin(1, SECOND)
+    assert pair.leader.phase(SECOND) == "abandoned" and pair.leader.phase(FIRST, 1) == "submitted"
+
+
+def test_the_epoch_is_asked_for_again() -> None:
+    pair = Pair()
+    pair.link()
+    pair.follower.say(m.Lineage, run=RUN, path=PATH)
+    pair.pump()
+    replace_leader(pair)
+    pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=PATH, epoch=7)
+    pair.pump()
+    assert [said.epoch for said in pair.heard[1] if isinstance(said, m.LineageFound)] == [7]
+
+
+def test_news_that_were_sealed_for_the_dead_leader_are_dropped(pair: Pair) -> None:
+    made = Pair()
+    made.link()
+    seals_with_news(made, made.follower)
+    replace_leader(made)
+    made.leader.feed(ev.Prepared, key=(FIRST, 1))
+    seals_with_news(made, made.leader)
+    assert made.leader.brain.tables.saves[FIRST].complete and not made.leader.brain.tables.runs[RUN].changes
+
+
+def test_an_unknown_stream_counts_for_silence(pair: Pair) -> None:
+    followed = pair.follower.brain._following._followed[RUN]
+    for _ in range(12):
+        pair.follower.now += 0.1 * COMMIT_TIMEOUT_S
+        over = Unlinked(stream=followed.stream.name, sender="d" * 16)
+        pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=over)
+        pair.follower.feed(ev.Tick)
+    assert end_of(pair, 1)["error"]["fields"]["code"] == "leader_lost"
+
+
+# ---- nobody leads
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_leader_that_is_lost_is_told_with_the_ranks_that_are_missing(said: bool) -> None:
+    pair = Pair()
+    pair.link()
+    pair.stages(pair.follower, commit_timeout_s=30.0)
+    if said:
+        pair.pump(BEAT_S)
+    pair.follower.now += 31.0
+    pair.follower.feed(ev.Tick)
+    (row,) = pair.follower.pushed()
+    assert row["error"]["fields"]["missing_ranks"] == [0]
+    assert ("it waited for ranks [0]" if said else "nothing was heard of ranks [0]") in row["error"]["text"]
+
+
+def test_nobody_is_missing_of_whom_the_lost_leader_had_said_that_it_waits_for_none(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    pair.pump(BEAT_S)
+    pair.follower.now += 1.1 * COMMIT_TIMEOUT_S
+    pair.follower.feed(ev.Tick)
+    (row,) = pair.follower.pushed()
+    assert row["phase"] == "unknown" and row["error"]["fields"]["missing_ranks"] == []
+
+
+def seals_with_news(pair: Pair, worker: Worker) -> None:
+    worker.begin(1)
+    worker.submit(1)
+    worker.read(1, rank=worker.rank, world_size=2, contribution=b"news")
+    pair.pump()
