@@ -20,12 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from asyncckpt.circles import MIN_TIMEOUT_S, Circle, RoundLostError, Rounds, connect_circles, gloo_group
 from asyncckpt.config import RankInfo, check_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import POLL_S, Exchange, Meeting, Patience, refused
-
-_MIN_TIMEOUT_S = 1.0
-"""gloo is given this much although the ranks came at the last moment."""
 
 SILENT_S = 5.0
 """How long ranks may say nothing, when a meeting has broken down, before they are named. Chosen: gloo tells at once."""
@@ -113,12 +111,16 @@ class GroupExchange(Exchange):
 
 
 class GroupMeeting(Meeting):
-    """A meeting by a store and a gloo group of its own, in which some of the ranks may form circles."""
+    """A meeting by a store and a gloo group of its own, in which some of the ranks may form circles.
+
+    Attributes:
+        has_broken_down: The ranks have lost each other: they cannot gather again.
+    """
 
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
-        self._one_machine = self._has_left = False
+        self._one_machine = self._has_left = self.has_broken_down = False
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
@@ -137,25 +139,35 @@ class GroupMeeting(Meeting):
         try:
             if self._group is None:
                 self._arrive(deadline)
-                self._group = _gloo(self._store, self._rank.rank, self._rank.world_size, deadline, self._one_machine)
+                self._group = gloo_group(self._store, self._rank.rank, self._rank.world_size, deadline, self._one_machine)
             return _all_gather(self._group, self._rank, payload, deadline)
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
-            lost: list[int] = []
-            # IMPORTANT: first: ranks that wait for this one learn of it by its connections, which end with the group.
-            self._group = None
-            traceback.clear_frames(error.__traceback__)
-            with contextlib.suppress(RuntimeError):
+            raise self._broken_down(error) from error
+
+    def _broken_down(self, error: Exception) -> SaveFailedError:
+        """Return the error of a meeting that has lost ranks, or that one of them has refused."""
+        lost: list[int] = []
+        # IMPORTANT: first: ranks that wait for this one learn of it by its connections, which end with the group.
+        self._group, self.has_broken_down = None, True
+        seen: BaseException | None = error
+        while seen is not None:
+            traceback.clear_frames(seen.__traceback__)
+            seen = seen.__cause__
+        with contextlib.suppress(RuntimeError):
+            try:
                 self._look_for_refusal()  # it says why
-                lost = self._lost()
-            who = f"ranks {lost[:20]} have ended, or hang," if lost else f"rank {self._rank.rank} lost the others"
-            raise SaveFailedError(
-                f"{who} while the ranks agreed on the save: {error}",
-                code="exchange",
-                rank=lost[0] if len(lost) == 1 else None,
-                detail=str(error)[:1000],
-            ) from error
+            except SaveFailedError as refusal:
+                return refusal
+            lost = self._lost()
+        who = f"ranks {lost[:20]} have ended, or hang," if lost else f"rank {self._rank.rank} lost the others"
+        return SaveFailedError(
+            f"{who} while the ranks agreed on the save: {error}",
+            code="exchange",
+            rank=lost[0] if len(lost) == 1 else None,
+            detail=str(error)[:1000],
+        )
 
     def _lost(self) -> list[int]:
         """Return the ranks that say nothing more, else those that left early; none when that cannot be told.
@@ -212,62 +224,34 @@ class GroupMeeting(Meeting):
             rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
             raise refused(int(rank), reason)
 
-    def circle(self, ranks: Sequence[int], deadline: float) -> Circle:
-        """Return a circle of `ranks`, of which this is one and which all ask for it.
+    def circles(self, wanted: Sequence[Sequence[int]], deadline: float) -> list[Circle]:
+        """Connect circles of ranks. All ranks that have gathered call it, with those circles that they are in.
+
+        Args:
+            wanted: The ranks of each, in one order on all ranks.
+            deadline: `time.monotonic()` by which all that is done in them must have ended.
+
+        Returns:
+            The circles; none where another rank has failed, and is about to say how.
 
         Raises:
-            RuntimeError: It does not come about, in time.
+            SaveFailedError: A rank's process has ended.
+            RuntimeError, OSError: This rank cannot be connected.
 
-        Blocks: until all of them have, at most until `deadline`.
+        Blocks: for the slowest rank, at most until `deadline`.
         """
-        store = PrefixStore("circle/" + "-".join(map(str, ranks)), self._store)
-        return Circle(_gloo(store, ranks.index(self._rank.rank), len(ranks), deadline, self._one_machine), deadline)
+        rounds = Rounds(self._group, self._rank.world_size, deadline)
+        try:
+            one_machine = self._one_machine
+            return connect_circles(self._store, self._rank.rank, wanted, rounds, deadline, one_machine=one_machine)
+        except RoundLostError as error:
+            raise self._broken_down(error) from error
 
     def close(self) -> None:
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._leave("closed")  # before the others lose the connections
         self._group = None
-
-
-class Circle:
-    """Some of the ranks, who pass bytes on to one another.
-
-    Args:
-        group: Of them.
-        deadline: `time.monotonic()` after which every call fails.
-    """
-
-    def __init__(self, group: Any, deadline: float) -> None:
-        self._group, self._deadline = group, deadline
-
-    def broadcast(self, message: torch.Tensor, root: int) -> None:
-        """Send `message` from the `root`-th of the circle to all others, who get it in theirs, of the same length.
-
-        Raises:
-            RuntimeError: One of them is gone, or too late.
-
-        Blocks: until this one's part is done, at most until the deadline.
-        """
-        options: Any = dist.distributed_c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), _MIN_TIMEOUT_S))
-        self._group.broadcast([message], options).wait()
-
-    def close(self) -> None:
-        """End its connections: whoever still waits for this rank fails. May be called twice."""
-        self._group = None
-
-
-def _gloo(store: Any, rank: int, world_size: int, deadline: float, one_machine: bool) -> Any:
-    gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
-    timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
-    if not one_machine:  # as the user's own groups: GLOO_SOCKET_IFNAME, else the host's name
-        return gloo(store, rank, world_size, timeout)
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    return gloo(store, rank, world_size, options)
 
 
 def machine() -> str:
@@ -280,7 +264,7 @@ def machine() -> str:
 def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> list[bytes]:
     """Gather bytes of different lengths. Without numpy, which `all_gather_object` needs."""
     options: Any = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
-    options.timeout = timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT_S))
+    options.timeout = timedelta(seconds=max(deadline - time.monotonic(), MIN_TIMEOUT_S))
     mine = torch.tensor([len(payload)], dtype=torch.int64)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(rank.world_size)]
     group.allgather([lengths], [mine], options).wait()

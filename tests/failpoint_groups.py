@@ -43,7 +43,7 @@ RECALLS: Group = {"memory": ("recall: held", "recall: mapped", "recall: read")}
 RANKS: Group = {
     "first save": ("ranks: exchanged",),
     "save without a worker": ("ranks: telling",),
-    "load that is shared": ("load: passing on",),
+    "load that is shared": ("load: connecting", "load: passing on"),
 }
 WORKERS: Group = {"two nodes": ("peers: sending", "peers: heard", "commit: others seen")}
 """tests/fault/test_failpoints_ranks.py."""

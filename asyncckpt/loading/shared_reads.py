@@ -54,7 +54,7 @@ class SharedReads:
                 value="broadcast",
             )
         self._rank = reader.rank
-        self._circles: list[Circle] = []
+        self._circles: dict[tuple[int, ...], Circle] = {}
         self._arrived = False
         self._path = ""
         try:
@@ -93,7 +93,9 @@ class SharedReads:
         plan = plan_sharing(wishes)
         mine = [p for box, found in wanted.items() if plan.readers.get(box, self._rank) == self._rank for p in found]
         self._together(lambda: read(mine))
-        self._together(lambda: self._pass_on(plan, wanted))
+        if plan.circles:
+            self._together(lambda: self._connect(plan))
+            self._together(lambda: self._pass_on(plan, wanted))
 
     def _together(self, step: Callable[[], None]) -> None:
         """Take a step, and go on if all ranks have."""
@@ -102,6 +104,8 @@ class SharedReads:
             step()
         except Exception as error:
             failure = error
+            if self._meeting.has_broken_down:
+                raise
         try:
             found = self._gather(b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:1000])
         except (SharedLoadError, PlanTimeoutError) as lost:
@@ -116,18 +120,27 @@ class SharedReads:
         for rank, text in sorted(texts.items(), key=lambda item: (item[1].startswith("SharedLoadError"), item[0])):
             raise self._failed(rank, text) from failure
 
+    def _connect(self, plan: SharePlan) -> None:
+        """Connect all circles before anything is passed on: whoever streams does not look after those that wait."""
+        mine = [ranks for ranks in plan.circles if self._rank in ranks]
+        try:
+            found = self._meeting.circles(mine, time.monotonic() + READ_TIMEOUT_S)
+        except SaveFailedError as error:
+            raise self._failed(error.rank, str(error.detail or error.message)) from error
+        except RuntimeError as error:
+            raise self._failed(None, f"rank {self._rank} cannot be connected: {error}") from error
+        self._circles = dict(zip(mine, found, strict=False))  # none: another rank has failed, which is heard next
+
     def _pass_on(self, plan: SharePlan, wanted: dict[Box, list[Placement]]) -> None:
-        deadline = time.monotonic() + READ_TIMEOUT_S
         buffer = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8)
         for ranks, by_reader in plan.circles.items():
             if self._rank not in ranks:
                 continue
             try:
-                self._circles.append(self._meeting.circle(ranks, deadline))
                 reach("load: passing on")
                 for reader, boxes in by_reader.items():
                     root = ranks.index(reader)
-                    self._stream(self._circles[-1], root, [wanted[box] for box in boxes], reader, buffer)
+                    self._stream(self._circles[ranks], root, [wanted[box] for box in boxes], reader, buffer)
             except BaseException as error:
                 self._part()  # else those that wait for this rank would not learn of it
                 if not isinstance(error, RuntimeError):
@@ -135,7 +148,7 @@ class SharedReads:
                 raise self._failed(None, f"a broadcast among ranks {list(ranks)[:20]} failed: {error}") from error
 
     def _part(self) -> None:
-        for circle in self._circles:
+        for circle in self._circles.values():
             circle.close()
         self._circles.clear()
 

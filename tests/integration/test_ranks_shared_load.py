@@ -16,8 +16,10 @@ from storage_samples import RecordingFiles, flip_byte, shard_paths
 import asyncckpt
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PlanTimeoutError, SharedLoadError
+from asyncckpt.failpoints import observed
 from asyncckpt.loading import shared_reads
 from asyncckpt.loading.reader import DefaultReader
+from tests.failing_process import ACTIONS, At
 
 MIB = 1 << 20
 
@@ -145,6 +147,38 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
     except Exception as error:
         return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - began
     return "loaded", None, "", 0.0
+
+
+def _meets(rank: int, path: str, bad: int, visit: int, action: str) -> tuple[int | None, str]:
+    observer = At("load: connecting", ACTIONS[action], visit) if rank == bad else lambda point: None
+    try:
+        with observed(observer):
+            asyncckpt.load(path, target_of(rank, 3), redundant_reads="broadcast")
+    except (SharedLoadError, OSError) as error:
+        return getattr(error, "rank", None), str(error)
+    return None, "loaded"
+
+
+@pytest.mark.parametrize("visit", [1, 2])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("action", ["kill", "raise", "sleep"])
+def test_a_rank_that_ends_or_fails_before_it_is_connected_is_named_by_the_others(
+    saved: str, bad: int, visit: int, action: str
+) -> None:
+    """Some of them are in no circle with it, or wait for it in another one than where it fails."""
+    visit = min(visit, 2 if bad != 1 else 1)  # ranks 0 and 2 want half the rows; all three the rest
+    with rank_processes.running(3, _meets, saved, bad, visit, action) as ranks:
+        if action == "kill":
+            found = [ranks.receive(rank) for rank in range(3) if rank != bad]
+            ranks.processes[bad].join(60)
+        else:
+            found = ranks.results()
+    if action == "sleep":
+        assert found == [(None, "loaded")] * 3
+        return
+    others = found if action == "kill" else [one for rank, one in enumerate(found) if rank != bad]
+    assert [rank for rank, _ in others] == [bad] * 2, found
+    assert action == "kill" or "Input/output error" in found[bad][1]
 
 
 def test_damage_that_one_rank_finds_ends_the_load_on_all(tmp_path: Path) -> None:
