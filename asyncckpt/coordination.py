@@ -19,13 +19,14 @@ import msgpack
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
+from asyncckpt.failpoints import reach
 from asyncckpt.introductions import check_equal, introduced, unpacked
 from asyncckpt.links import Links, Worker
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.settling import settled_together
-from asyncckpt.taken_changes import TakenChanges
+from asyncckpt.taken_changes import TakenChanges, say_per_rank
 
 _NUMBERS = itertools.count()
 """Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
@@ -132,15 +133,19 @@ class Coordination:
         mine = {**self.introduction(path, step), **self._known(), "contribution": contribution.encode()}
         meeting = self.meet(name, SAVE if step or path else "prepare()")
         try:
+            reach("ranks: meeting")
             everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
             self._waited_in_vain = False
+            reach("ranks: introduced")
             check_equal(everybody)
             self._begin_alike(everybody)
             self.run_id, self.knows_run = everybody[0]["run"], True
             workers = [found["worker"] for found in everybody]
             self.links.settle(self.run_id, workers, lambda data: meeting.gather(data, self._deadline()))
+            reach("ranks: linked")
             raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
             self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
+            reach("ranks: agreed")
             meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
         except BaseException as error:
             self.agreement = self._first = None
@@ -281,13 +286,7 @@ class Coordination:
                 # Known to all ranks: they meet until contradictions are settled, and shards covered again.
                 if shards.conflicts or not shards.names.isdisjoint(change.per_rank):
                     self.forget()
-                if change.per_rank:
-                    _log.warning(
-                        "from this save on each rank stores its own of %d tensors that were found to differ between "
-                        "ranks, or whose writer lost them: %s",
-                        len(change.per_rank),
-                        ", ".join(change.per_rank[:8]),
-                    )
+                say_per_rank(change.per_rank)
 
     def start_over(self) -> None:
         """Go back to what the last meeting agreed on: another worker knows nothing of the changes since.

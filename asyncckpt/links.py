@@ -123,6 +123,7 @@ class Links:
             self._keys = {run_id: (public.decode(), secret.decode())}
         client_public, client_secret = self._keys[run_id]
         build = partial(_lead, run_id, client_public, 0, "")
+        reach("ranks: leading")
         leading = self._worker.call(build, self._timeout_s)
         assert isinstance(leading, messages.Leading)
         port = int(leading.address.rpartition(":")[2])
@@ -141,6 +142,7 @@ class Links:
         except (ValueError, TypeError, AsyncCkptError) as error:
             raise _nonsense(error) from error
         self._again = lambda: partial(make, next(self._attempts))
+        reach("ranks: following")
         self._worker.call(self._again(), FOLLOW_TIMEOUT_S + self._timeout_s)
 
     def say_again(self, send: Callable[[Build], Future[messages.Message] | None]) -> None:

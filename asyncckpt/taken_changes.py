@@ -8,8 +8,9 @@ then are dropped by all: by those that have not heard of them yet, too, when the
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 EXPECT_S = 1.0
@@ -17,6 +18,8 @@ EXPECT_S = 1.0
 
 MAX_MISSED = 16
 """More saves than one rank begins while another one hears of a change. Chosen, not measured."""
+
+_log = logging.getLogger("asyncckpt")
 
 
 class _Taken(NamedTuple):
@@ -109,3 +112,14 @@ class TakenChanges:
 
     def _drop(self) -> None:
         self._waiting = [c for c in self._waiting if c.number > self._overtaken.get(c.leader, 0)]
+
+
+def say_per_rank(names: Sequence[str]) -> None:
+    """Warn of tensors that each rank stores its own of from now on, if there are any."""
+    if names:
+        _log.warning(
+            "from this save on each rank stores its own of %d tensors that were found to differ between ranks, or whose "
+            "writer lost them: %s",
+            len(names),
+            ", ".join(names[:8]),
+        )

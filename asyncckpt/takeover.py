@@ -163,6 +163,7 @@ class Takeover:
                     self._thread, after = None, self._after
                     break
             try:
+                reach("trainer: seeking a worker")
                 connection.connect()
             except CheckpointerClosedError:
                 continue

@@ -27,7 +27,7 @@ RESUMED: Group = {
     "ring, whole": ("resumed: whole", "resumed: shard kept", "small file: replacing", "small file: replaced"),
     "committed": ("resumed: committed",),
 }
-HANDED_OVER: Group = {"trainer": ("trainer: handing over",), "worker": ("worker: slot handed over",)}
+HANDED_OVER: Group = {"trainer": ("trainer: seeking a worker", "trainer: handing over"), "worker": ("worker: slot handed over",)}
 """tests/fault/test_failpoints_takeover.py."""
 
 LOADS: Group = {
@@ -40,16 +40,31 @@ LOADS: Group = {
 RECALLS: Group = {"memory": ("recall: held", "recall: mapped", "recall: read")}
 """tests/fault/test_failpoints_loads.py."""
 
+RINGS: Group = {
+    "ring, in part": (
+        "ring: taking over", "ring: clearing the way", "ring: file looked at", "ring: reading back",
+        "ring: kept file flushed", "ring: read back",
+    ),
+}  # fmt: skip
+"""tests/fault/test_failpoints_rings.py."""
+
+DEVICES: Group = {
+    "overlap": ("device: copying", "device: copies begun", "device: copied"),
+    "device": ("device: snapshot made", "device: copying", "device: copies begun", "device: copied"),
+}
+"""tests/unit/test_staging_device_points.py."""
+
 RANKS: Group = {
-    "first save": ("ranks: exchanged",),
+    "first save": ("ranks: meeting", "ranks: introduced", "ranks: exchanged", "ranks: linked", "ranks: agreed"),
+    "first save of two nodes": ("ranks: leading", "ranks: following"),
     "save without a worker": ("ranks: telling",),
     "load that is shared": ("load: connecting", "load: passing on"),
 }
-WORKERS: Group = {"two nodes": ("peers: sending", "peers: heard", "commit: others seen")}
+WORKERS: Group = {"two nodes": ("peers: sending", "peers: heard", "peers: listening", "peers: connecting", "commit: others seen")}
 """tests/fault/test_failpoints_ranks.py."""
 
 GROUPS: Sequence[Group] = (
-    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, HANDED_OVER, LOADS, RECALLS, RANKS, WORKERS,
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, HANDED_OVER, LOADS, RECALLS, RINGS, DEVICES, RANKS, WORKERS,
 )  # fmt: skip
 
 

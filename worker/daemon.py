@@ -263,15 +263,17 @@ class Daemon:
 
     def _listen(self, action: ac.Listen) -> ev.Listening:
         try:
+            reach("peers: listening")
             address, public, secret = self._peers.listen(action.port, action.secret)
-        except EndpointError as error:
+        except (EndpointError, OSError) as error:
             return ev.Listening(now=time.monotonic(), error=to_wire(error))
         return ev.Listening(now=time.monotonic(), address=address, public=public, secret=secret)
 
     def _connect(self, action: ac.Connect) -> ev.Unconnected | None:
         try:
+            reach("peers: connecting")
             self._peers.connect(action)
-        except WorkerUnavailableError as error:
+        except (WorkerUnavailableError, OSError) as error:
             return ev.Unconnected(now=time.monotonic(), run=action.run, error=to_wire(error))
         return None
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.errors import StagingError
+from asyncckpt.failpoints import reach
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.copy_cuda import DeviceBoxes
 from asyncckpt.staging.device import Device, Event
@@ -93,10 +94,12 @@ class Transfer:
                 if self._snapshot is not None and boxes is not None and boxes.rest:
                     buffers = self._snapshot.buffers[index]
                     self._kept[index] = boxes.rest.keep(self._image, self._tensors, buffers)
+                    reach("device: snapshot made")
                 # IMPORTANT: the values at `save()` may still be in the making, in a stream of their own.
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._touched[index] = None
+                reach("device: copying")
                 if boxes is not None and boxes.now:
                     boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
                 gathered = self._gather(index)
@@ -107,6 +110,7 @@ class Transfer:
                 if self._pinned and boxes is not None and boxes.rest:
                     boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=True)
                 self._touched[index] = self._device.record(side)
+                reach("device: copies begun")
 
     def _gather(self, index: int) -> bool:
         """Put the windows of a device side by side, there: they may be changed as soon as that has run.
@@ -176,6 +180,7 @@ class Transfer:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
         if not given_up():
+            reach("device: copied")
             self._let_go()
 
     def settle(self) -> bool:

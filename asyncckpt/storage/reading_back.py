@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.memory.mapping import Mapping
@@ -75,6 +76,8 @@ class ReadingBack:
                 raise OtherBytesError(f"{self._path} is {found.st_size} bytes long, expected {self._nbytes}")
             if flush:
                 fsync_file(files, fd, self._path)
+                reach("ring: kept file flushed")
+                reach("ring: kept file flushed")
             self._go_past_the_cache(fd)
             self._todo.extend(range(0, end, PIECE_NBYTES))
             futures: list[Future[None]] = []

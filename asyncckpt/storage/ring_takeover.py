@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+from asyncckpt.failpoints import reach
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.reading_back import OtherBytesError, ReadingBack
@@ -68,9 +69,11 @@ class _Successor(RingWriter):
             shard.go_on()
 
     def _write_shards(self, pool: Executor) -> None:
+        reach("ring: taking over")
         self._clear_the_way()
         for shard, end in self._ends.items():
             self._look_at(shard, end)
+            reach("ring: file looked at")
             self.job.progress(end)
         text = "goes on with what another worker has written of rank %d: %d of %d segments"
         facts = (self.job.rank, sum(self._written), len(self._written))
@@ -78,16 +81,19 @@ class _Successor(RingWriter):
         super()._write_shards(pool)
         # IMPORTANT: after the flush of each file. What can be read then is there, whatever the dead one was told.
         for shard, end in self._ends.items():
+            reach("ring: reading back")
             reading = ReadingBack(shard.path, shard.nbytes, bytes(shard.digests), self.files, self.check)
             try:
                 reading.run(end, pool, self._threads, flush=self.job.fsync and shard in self._whole)
             except FileNotFoundError as error:
                 raise OtherBytesError(f"{shard.path} has vanished") from error
             shard.first = reading.first
+            reach("ring: read back")
 
     def _clear_the_way(self) -> None:
         """Remove what is written anew; the index first, which would say of the others that they are whole."""
         for path in small_paths(self.job) + [s.path for s in self.shards if s not in self._ends]:
+            reach("ring: clearing the way")
             with contextlib.suppress(FileNotFoundError):
                 self.files.unlink(path)
 

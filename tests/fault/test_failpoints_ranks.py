@@ -74,6 +74,10 @@ def saves_first(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterat
         assert is_state(checkpointer.load(f"{root}/2"), rank, 2)
 
 
+def saves_first_of_two_nodes(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
+    return saves_first(rank, root, endpoint if rank == 0 else f"{endpoint}2", timeout_s)
+
+
 def saves_without_a_worker(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
     with SyncCheckpointer(plan_timeout_s=timeout_s, commit_timeout_s=timeout_s) as checkpointer:
         for n in (1, 2):
@@ -99,6 +103,7 @@ def loads_together(rank: int, root: str, endpoint: str, timeout_s: float) -> Ite
 
 WAYS = {
     "first save": saves_first,
+    "first save of two nodes": saves_first_of_two_nodes,
     "save without a worker": saves_without_a_worker,
     "load that is shared": loads_together,
 }
@@ -109,16 +114,20 @@ def is_waited_for(way: str, action: str) -> bool:
     return action == "kill" and way != "load that is shared"
 
 
+def who_meets(point: str) -> int:
+    return 0 if point == "ranks: leading" else 1
+
+
 def takes_part(rank: int, way: str, point: str, action: str, root: str, endpoint: str) -> list[str]:
-    """Do something twice; the last rank meets `action` the first time. Returns how both ended, "" if well."""
+    """Do something twice; one rank meets `action` the first time. Returns how both ended, "" if well."""
     ended = WAYS[way](rank, root, endpoint, SHORT_S if action == "kill" else PATIENT_S)
     observer = At(point, ACTIONS[action])
     torch.distributed.barrier()  # from here on nobody comes late
-    with observed(observer) if rank == 1 else contextlib.nullcontext():
+    with observed(observer) if rank == who_meets(point) else contextlib.nullcontext():
         found = [next(ended)]
     if action == "kill":
         return found
-    assert rank == 0 or observer.met
+    assert rank != who_meets(point) or observer.met
     return found + list(ended)
 
 
@@ -137,12 +146,15 @@ def test_what_meets_one_rank_ends_on_all_and_the_next_one_works(
         checkpointer.save({"w": torch.zeros(LENGTH), "n": 0}, tmp_path / "0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(Here(endpoint)))
+        if way == "first save of two nodes":
+            stack.enter_context(contextlib.closing(Here(f"{endpoint}2")))
+        bad = who_meets(point)
         arguments = (way, point, action, str(tmp_path), endpoint)
         ranks = stack.enter_context(rank_processes.running(2, takes_part, *arguments))
         if action == "kill":
-            (first,) = ranks.receive(0)
-            ranks.processes[1].join(DEADLINE_S)
-            assert ranks.processes[1].exitcode == -signal.SIGKILL and first
+            (first,) = ranks.receive(1 - bad)
+            ranks.processes[bad].join(DEADLINE_S)
+            assert ranks.processes[bad].exitcode == -signal.SIGKILL and first
             assert way != "load that is shared" or "rank 1 failed" in first, first
         else:
             results = ranks.results()
@@ -181,7 +193,7 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
     with contextlib.closing(Here(places[0])), contextlib.closing(Here(places[1])), observed(observer):
         results = rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2)
     assert observer.met
-    is_lost = action == "raise" and point == "commit: others seen"  # else it is said again until it is heard
+    is_lost = action == "raise" and not point.startswith(("peers: sending", "peers: heard"))  # those are said again until it is heard
     assert [bool(first) for first, _ in results] == [is_lost] * 2, results
     assert [second for _, second in results] == ["", ""]
     assert is_listed(tmp_path / "1") == (not is_lost)
@@ -192,6 +204,8 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
     [
         ("peers: heard", 1),
         ("peers: sending", 1),
+        ("peers: connecting", 1),
+        ("peers: listening", 0),
         pytest.param("commit: others seen", 0, marks=pytest.mark.soak),
         pytest.param("peers: heard", 0, marks=pytest.mark.soak),
         pytest.param("peers: sending", 0, marks=pytest.mark.soak),

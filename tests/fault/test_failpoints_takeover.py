@@ -192,7 +192,7 @@ class Successors:
 
 
 def test_all_points_of_a_handover_are_tried() -> None:
-    assert set(HANDED_OVER) == {"trainer", "worker"} and len(cases(HANDED_OVER)) == 2
+    assert set(HANDED_OVER) == {"trainer", "worker"} and len(cases(HANDED_OVER)) == 3
 
 
 @pytest.mark.parametrize("action", ["raise", pytest.param("sleep", marks=pytest.mark.soak)])
@@ -250,9 +250,8 @@ def test_a_worker_that_is_killed_while_it_takes_memory_over_leaves_it_to_the_nex
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
 
 
-def hands_over(rank: int, root: str) -> None:
+def hands_over(rank: int, root: str, point: str) -> None:
     """Be a trainer that is killed while it gives its memory to the next worker."""
-    (point,) = HANDED_OVER["trainer"]
     checkpointer = AsyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1), worker_start_timeout_s=DEADLINE_S)
     checkpointer.save(STATE, f"{root}/0").written.result(DEADLINE_S)
     worker = worker_of(checkpointer)
@@ -263,12 +262,13 @@ def hands_over(rank: int, root: str) -> None:
         checkpointer.wait(DEADLINE_S)
 
 
+@pytest.mark.parametrize("point", HANDED_OVER["trainer"])
 def test_a_trainer_that_is_killed_while_it_hands_memory_over_lists_nothing_of_that_save(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, point: str
 ) -> None:
     with own_worker() as checkpointer:
         endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
-        with rank_processes.running(1, hands_over, str(tmp_path), group=False, environ=dict(os.environ)) as ranks:
+        with rank_processes.running(1, hands_over, str(tmp_path), point, group=False, environ=dict(os.environ)) as ranks:
             ranks.processes[0].join(DEADLINE_S)
             assert ranks.processes[0].exitcode == -signal.SIGKILL
         assert torch.equal(asyncckpt.load(tmp_path / "0", source="disk")["w"], STATE["w"])
