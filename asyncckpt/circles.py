@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from asyncckpt.exchange import POLL_S
 from asyncckpt.failpoints import reach
@@ -136,7 +136,7 @@ class Rounds:
         return [int(one) for one in self._said]
 
 
-class _PatientStore(dist.Store):
+class _PatientStore(Store):
     """A store whose waiting is done here; gloo calls it."""
 
     def __init__(self, store: Any, rounds: Rounds, deadline: float) -> None:
@@ -160,7 +160,7 @@ class _PatientStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._store.delete_key(key))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         while not self._store.check(keys):
             if time.monotonic() >= self._deadline:
                 raise RuntimeError("the other ranks have not begun to connect in time")

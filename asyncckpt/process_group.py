@@ -139,7 +139,9 @@ class GroupMeeting(Meeting):
         try:
             if self._group is None:
                 self._arrive(deadline)
-                self._group = gloo_group(self._store, self._rank.rank, self._rank.world_size, deadline, self._one_machine)
+                self._group = gloo_group(
+                    self._store, self._rank.rank, self._rank.world_size, deadline, self._one_machine
+                )
             return _all_gather(self._group, self._rank, payload, deadline)
         except AsyncCkptError:
             raise

@@ -118,8 +118,8 @@ def say_per_rank(names: Sequence[str]) -> None:
     """Warn of tensors that each rank stores its own of from now on, if there are any."""
     if names:
         _log.warning(
-            "from this save on each rank stores its own of %d tensors that were found to differ between ranks, or whose "
-            "writer lost them: %s",
+            "from this save on each rank stores its own of %d tensors that were found to differ between ranks, or "
+            "whose writer lost them: %s",
             len(names),
             ", ".join(names[:8]),
         )

@@ -27,7 +27,10 @@ RESUMED: Group = {
     "ring, whole": ("resumed: whole", "resumed: shard kept", "small file: replacing", "small file: replaced"),
     "committed": ("resumed: committed",),
 }
-HANDED_OVER: Group = {"trainer": ("trainer: seeking a worker", "trainer: handing over"), "worker": ("worker: slot handed over",)}
+HANDED_OVER: Group = {
+    "trainer": ("trainer: seeking a worker", "trainer: handing over"),
+    "worker": ("worker: slot handed over",),
+}
 """tests/fault/test_failpoints_takeover.py."""
 
 LOADS: Group = {
@@ -60,7 +63,9 @@ RANKS: Group = {
     "save without a worker": ("ranks: telling",),
     "load that is shared": ("load: connecting", "load: passing on"),
 }
-WORKERS: Group = {"two nodes": ("peers: sending", "peers: heard", "peers: listening", "peers: connecting", "commit: others seen")}
+WORKERS: Group = {
+    "two nodes": ("peers: sending", "peers: heard", "peers: listening", "peers: connecting", "commit: others seen")
+}
 """tests/fault/test_failpoints_ranks.py."""
 
 GROUPS: Sequence[Group] = (

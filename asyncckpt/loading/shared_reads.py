@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncckpt.circles import Circle
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError, SharedLoadError
 from asyncckpt.failpoints import reach
@@ -21,7 +22,7 @@ from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
 from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.planning.torch_types import torch_dtype
-from asyncckpt.process_group import Circle, GroupMeeting, find_exchange
+from asyncckpt.process_group import GroupMeeting, find_exchange
 
 ARRIVE_TIMEOUT_S = 60.0
 """For the last rank to call `load`; as `plan_timeout_s` has it."""

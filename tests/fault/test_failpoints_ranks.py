@@ -194,7 +194,9 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
     with contextlib.closing(Here(places[0])), contextlib.closing(Here(places[1])), observed(observer):
         results = rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2)
     assert observer.met
-    is_lost = action == "raise" and not point.startswith(("peers: sending", "peers: heard"))  # those are said again until it is heard
+    is_lost = action == "raise" and not point.startswith(
+        ("peers: sending", "peers: heard")
+    )  # those are said again until it is heard
     assert [bool(first) for first, _ in results] == [is_lost] * 2, results
     assert [second for _, second in results] == ["", ""]
     assert is_listed(tmp_path / "1") == (not is_lost)

@@ -216,7 +216,8 @@ def test_an_error_or_a_wait_while_memory_is_handed_over_costs_its_save_at_most(
             worker.kill()
             error = handle.written.exception(DEADLINE_S)
             assert observer.met
-        assert here, "the next worker is in this process"
+        is_refused = action == "raise" and point == "trainer: seeking a worker"  # the next save finds it, then
+        assert bool(here) is not is_refused, "the next worker is in this process"
         assert error is None or (action == "raise" and isinstance(error, AsyncCkptError)), error
         if error is None:
             assert torch.equal(asyncckpt.load(tmp_path / "1", source="disk")["w"], STATE["w"])
@@ -268,7 +269,9 @@ def test_a_trainer_that_is_killed_while_it_hands_memory_over_lists_nothing_of_th
 ) -> None:
     with own_worker() as checkpointer:
         endpoint = checkpointer._process.endpoint  # type: ignore[attr-defined]
-        with rank_processes.running(1, hands_over, str(tmp_path), point, group=False, environ=dict(os.environ)) as ranks:
+        with rank_processes.running(
+            1, hands_over, str(tmp_path), point, group=False, environ=dict(os.environ)
+        ) as ranks:
             ranks.processes[0].join(DEADLINE_S)
             assert ranks.processes[0].exitcode == -signal.SIGKILL
         assert torch.equal(asyncckpt.load(tmp_path / "0", source="disk")["w"], STATE["w"])
