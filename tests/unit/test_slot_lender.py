@@ -32,7 +32,7 @@ class Session:
         self.memory = SlotMemory.create(NBYTES)
         self.answers = True
 
-    def request(self, build: Callable[[int], messages.Message], timeout_s: float) -> Future[messages.Message]:
+    def request(self, build: Callable[[int], messages.Message], timeout_s: float = 1.0) -> Future[messages.Message]:
         self.asked.append((build(len(self.asked) + 1), Future()))
         if self.answers:
             self.answer(len(self.asked) - 1)

@@ -330,6 +330,29 @@ def test_without_direct_reads_the_page_cache_is_dropped_before(make: Callable[..
     assert files.forgotten
 
 
+class Late(RecordingFiles):
+    """A write of the dead one ends only when the file is cut, out of a cell that was used again by then."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def before(self, name: str, args: Sequence[Any]) -> None:
+        if name == "ftruncate":
+            flip_byte(self.paths[args[0]], self._at)
+
+
+@pytest.mark.parametrize("cell", [0, 1, 2])
+def test_a_write_of_the_dead_one_that_ends_late_over_what_is_written_again_is_found(
+    make: Callable[..., Case], cell: int
+) -> None:
+    case = make(n_parts=1)
+    case.at_freed(3)
+    with pytest.raises(OtherBytesError, match=f"bytes {(3 + cell) * BLOCK_NBYTES} to"):
+        case.trainer.take_over(case.path, Late((3 + cell) * BLOCK_NBYTES + 4500))
+    assert list(case.path.iterdir()) == []
+
+
 class Reluctant(RecordingFiles):
     """Refuses to read by O_DIRECT, though it has taken the flag, and reads less than it is asked for."""
 
