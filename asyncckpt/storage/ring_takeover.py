@@ -3,7 +3,7 @@
 What it has freed is in memory no more. But the checksums are, each since before its segment was freed. So whatever it
 says that it has written is flushed and read back before anything is built on it: an error of its writes may have been
 told to nobody else. The rest comes from the ring, into the same files. What the dead one may have been writing when it
-was killed is read back too: over a network such a write may end after its process has, out of a cell that is used again.
+was killed is read back too: over a network a write can end after its process has, out of a cell that is used again.
 """
 
 from __future__ import annotations
