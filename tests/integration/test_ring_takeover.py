@@ -285,6 +285,24 @@ def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
         asyncckpt.load(tmp_path / "1")
 
 
+def test_a_worker_that_only_hangs_is_not_taken_over_and_commits_nothing_when_it_wakes_up(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging="blocking", worker_timeout_s=2.0, on_error="warn") as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            error = checkpointer.save(state_of(1), tmp_path / "1", step=1).written.exception(DEADLINE_S)
+            assert isinstance(error, WorkerUnavailableError)
+        wait_until(lambda: worker.status()["jobs"] == 0, "it has done what it was told")
+        wait_until(lambda: not parts_at(tmp_path / "1"), "it has removed what it had begun")
+        assert worker_of(checkpointer).status()["pid"] == worker.status()["pid"]
+        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
+    with pytest.raises(NOT_THERE):
+        asyncckpt.load(tmp_path / "1")
+    assert_saved(tmp_path / "2", 2)
+
+
 @pytest.mark.parametrize("change", ["a byte", pytest.param("gone", marks=SOAK)])
 def test_what_the_dead_worker_has_written_and_is_not_there_is_found(
     default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, change: str
