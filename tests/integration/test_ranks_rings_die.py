@@ -128,3 +128,30 @@ def test_workers_of_several_nodes_that_die_while_rings_are_filled_cost_nothing(
         for rank in (0, 1):
             ranks.send(rank, None)
         ranks.results()
+
+
+@pytest.mark.parametrize(
+    ("ends", "fields"),
+    [
+        pytest.param(0, {}, id="rank 0"),
+        pytest.param(1, {"files_per_rank": 2}, id="rank 1", marks=SOAK),
+    ],
+)
+def test_a_trainer_that_is_killed_after_its_ring_was_taken_over_ends_the_save_and_leaves_nothing(
+    ends: int, fields: dict[str, Any], places: tuple[str, str], workers: list[RealWorker], tmp_path: pathlib.Path
+) -> None:
+    with rank_processes.running(2, saves_when_told, places, str(tmp_path), fields) as ranks:
+        saves_undisturbed(ranks, tmp_path, 1)
+        for rank in (0, 1):
+            ranks.send(rank, (2, [5, 15]))
+        assert [ranks.receive(rank, 2 * DEADLINE_S) for rank in (0, 1)] == [5, 5]
+        workers[ends].kill()
+        for rank in (0, 1):
+            ranks.send(rank, "go on")
+        assert [ranks.receive(rank, 2 * DEADLINE_S) for rank in (0, 1)] == [15, 15]
+        ranks.kill(ends)
+        ranks.send(1 - ends, "go on")
+        assert "Error" in ranks.receive(1 - ends, 2 * DEADLINE_S)
+        wait_until(lambda: not list((tmp_path / "2").glob("rank-*")), "what was written is removed")
+        assert not (tmp_path / "2" / "manifest.json").exists()
+        ranks.kill(1 - ends)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from asyncckpt_worker import rings
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.rings import _RingFeed
 from asyncckpt_worker.slots import SlotStore
+from asyncckpt_worker.writer import Writer
 
 PARTS = (PartRange(offset=PAGE_NBYTES, nbytes=5 * RING_UNIT_NBYTES - 7),)
 SLOT, GENERATION = 1, 3
@@ -172,6 +174,21 @@ def test_a_snapshot_that_a_late_writing_has_written_to_is_refused_and_no_other(
             trainer.slots.check_unspoiled(SLOT, GENERATION + 1)
         assert not control.is_sealed(GENERATION + 1), "nor is it offered to anybody"
     trainer.slots.check_unspoiled(SLOT, GENERATION + 2)
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_no_file_is_made_of_a_snapshot_that_was_written_to(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ring: bool
+) -> None:
+    monkeypatch.setattr(Ledger, "note", lambda *_: trainer.memory.control.open(GENERATION + 1))
+    trainer.feed.wrote(1, b"checksum")
+    request = replace(REQUEST, save_id=FIRST, path=str(tmp_path), parts=PARTS)
+    if ring:
+        request = replace(request, ring_segments=2, ring_segment_nbytes=RING_UNIT_NBYTES)
+    job = Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION + 1, request=request)
+    with pytest.raises(SaveFailedError, match="earlier snapshot"):
+        Writer(Files(), trainer.slots, (), 2).write(job)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_late_writing_that_is_under_way_is_waited_for(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
