@@ -105,5 +105,6 @@ class _Successor(RingWriter):
         except FileNotFoundError as error:
             raise OtherBytesError(f"{os.path.basename(shard.path)} is not there") from error
         least, most = (shard.nbytes, shard.nbytes) if shard in self._whole else (end, shard.extent_nbytes_total)
-        if not stat.S_ISREG(found.st_mode) or not least <= found.st_size <= most:
+        # One with another name as well is not written to: it may be anybody's, and of anywhere.
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not least <= found.st_size <= most:
             raise OtherBytesError(f"{os.path.basename(shard.path)} is not what the worker before had begun to write")

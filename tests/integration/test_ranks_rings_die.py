@@ -96,7 +96,7 @@ def saves_undisturbed(ranks: rank_processes.Ranks, root: pathlib.Path, step: int
 @pytest.mark.parametrize(
     ("dies", "fields"),
     [
-        pytest.param([[1]], {}, id="a follower"),
+        pytest.param([[1]], {}, id="a follower", marks=SOAK),
         pytest.param([[0]], {}, id="the leader"),
         pytest.param([[0, 1]], {}, id="both", marks=SOAK),
         pytest.param([[1], [0]], {"files_per_rank": 2}, id="the follower, then the leader", marks=SOAK),
@@ -133,7 +133,7 @@ def test_workers_of_several_nodes_that_die_while_rings_are_filled_cost_nothing(
 @pytest.mark.parametrize(
     ("ends", "fields"),
     [
-        pytest.param(0, {}, id="rank 0"),
+        pytest.param(0, {}, id="rank 0", marks=SOAK),
         pytest.param(1, {"files_per_rank": 2}, id="rank 1", marks=SOAK),
     ],
 )
