@@ -22,6 +22,10 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 
 T = TypeVar("T")
 
+DYING_S = 1.0
+POLL_S = 0.005
+"""A process that is killed lets its memory go between its descriptors and its end: some milliseconds. Chosen."""
+
 LATEST_S = 1e6
 """A slot that nobody waits for any more is given back whenever it comes: nobody else knows of it."""
 
@@ -63,6 +67,19 @@ def is_granted_in_time(session: Session, asked: Future[messages.Message], timeou
     return False
 
 
+def _is_dying(worker: messages.Welcome) -> bool:
+    """Whether a worker, whose memory cannot be opened, is dead, or is within `DYING_S`.
+
+    A process that is killed has no descriptors any more before it is seen to have ended.
+    """
+    deadline = time.monotonic() + DYING_S
+    while start_ticks(worker.pid) == worker.pid_start:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
 class SlotLender:
     """See the module.
 
@@ -97,7 +114,8 @@ class SlotLender:
             within_s: The wait for the answer ends then, with None, and a slot that comes later is given back.
 
         Raises:
-            WorkerUnavailableError: It cannot be reached, or its memory cannot be opened.
+            WorkerUnavailableError: It cannot be reached, or its memory cannot be opened; that it lives is looked at
+                for `DYING_S`.
             InsufficientMemoryError: The machine has no room for it.
         """
         return while_workers_die(
@@ -119,7 +137,7 @@ class SlotLender:
             memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
         except (SlotError, OSError) as error:
             self.release(reply.slot)
-            lives = start_ticks(session.worker.pid) == session.worker.pid_start
+            lives = not _is_dying(session.worker)
             raise WorkerUnavailableError(
                 f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and "
                 "trainer must run as the same user, with the same capabilities, and share a PID namespace",

@@ -149,9 +149,8 @@ class _RingFeed(Waiting):
         return filled
 
     def wrote(self, number: int, digests: bytes) -> None:
-        """Leave the checksums to whoever comes after this process, unless the ledger is the next save's by now."""
-        if self._memory.control.is_written(self._job.generation):
-            self.ledger.note(number, digests)
+        """Leave the checksums to whoever comes after this process, unless the slot is the next save's by now."""
+        self._slots.note(self._job.slot, self._job.generation, lambda: self.ledger.note(number, digests))
 
     def freed(self, count: int) -> None:
         """So many segments are needed no more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
@@ -20,6 +20,8 @@ class _Held:
         self.users = 0
         self.doomed = False
         self.cut_off = -1
+        self.noting = threading.Lock()
+        self.spoiled = -1
 
 
 class SlotStore:
@@ -94,6 +96,40 @@ class SlotStore:
         with self._lock:
             held = self._held.get(number)
             return held is None or held.cut_off >= generation
+
+    def note(self, number: int, generation: int, write: Callable[[], None]) -> None:
+        """Call `write`, which writes to slot `number`, unless its trainer has given `generation` up. Inside `use` only.
+
+        IMPORTANT: between the look and the write the trainer may go on to a snapshot that has other bytes there. It
+        does not wait for this process; but that snapshot is not written to files: `check_unspoiled` refuses it.
+        """
+        with self._lock:
+            held = self._held[number]
+        with held.noting:
+            control = held.memory.control
+            if not control.is_written(generation):
+                return
+            try:
+                write()
+            finally:
+                if not control.is_written(generation):
+                    held.spoiled = max(held.spoiled, control.generation)
+
+    def check_unspoiled(self, number: int, generation: int) -> None:
+        """Prove, before `generation` is read, that no `note` of an earlier one has written to it, or will.
+
+        Inside `use` only.
+
+        Raises:
+            SlotError: One has; if it is sealed, it is so no more, and offered to nobody.
+        """
+        with self._lock:
+            held = self._held[number]
+        with held.noting:  # one that is under way ends first; those after it find that theirs is given up
+            if held.spoiled >= generation:
+                if held.memory.control.is_sealed(generation):
+                    held.memory.control.discard()
+                raise SlotError(f"slot {number} was written to for an earlier snapshot than generation {generation}")
 
     def free(self, number: int) -> None:
         """Close slot `number` now, or when its last user leaves; one that is not there is left alone.

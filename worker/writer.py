@@ -137,6 +137,7 @@ class Writer:
             pace = self._pace(request)
             threads = pace.threads if pace else request.write_threads or self._threads
             with self._slots.use(job.slot) as memory:
+                self._slots.check_unspoiled(job.slot, job.generation)
                 if request.ring_segments:
                     rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
                     found, kept = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)

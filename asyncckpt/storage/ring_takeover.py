@@ -2,7 +2,8 @@
 
 What it has freed is in memory no more. But the checksums are, each since before its segment was freed. So whatever it
 says that it has written is flushed and read back before anything is built on it: an error of its writes may have been
-told to nobody else. The rest comes from the ring, into the same files.
+told to nobody else. The rest comes from the ring, into the same files. What the dead one may have been writing when it
+was killed is read back too: over a network a write can end after its process has, out of a cell that is used again.
 """
 
 from __future__ import annotations
@@ -59,11 +60,16 @@ def take_over_ring_files(
 
 
 class _Successor(RingWriter):
-    """`_ends`: of each shard that the dead one has begun, where the last of its segments that was freed ends."""
+    """`_ends`: of each shard that the dead one has begun, where the last of its segments that was freed ends.
+
+    `_doubtful`: of each of these, where what it may have been writing ends: all that was in a cell.
+    """
 
     def skip(self, count: int, digests_of: Callable[[int], bytes]) -> None:
         super().skip(count, digests_of)
         self._ends = {self.shards[s.part]: s.end for s in self._ring.segments[:count]}
+        in_cells = self._ring.segments[: count + self._ring.n_cells]
+        self._doubtful = {self.shards[s.part]: s.end for s in in_cells if self.shards[s.part] in self._ends}
         self._whole = {shard for shard, end in self._ends.items() if end == shard.nbytes}
         for shard in self._ends:
             shard.go_on()
@@ -79,8 +85,9 @@ class _Successor(RingWriter):
         facts = (self.job.rank, sum(self._written), len(self._written))
         _logger.info(text, *facts, extra={"save_id": str(self.job.save_id)})
         super()._write_shards(pool)
-        # IMPORTANT: after the flush of each file. What can be read then is there, whatever the dead one was told.
-        for shard, end in self._ends.items():
+        # IMPORTANT: after the flush of each file. What can be read then is there, whatever the dead one was told; and
+        # after each was cut, which waits for writes that are still under way.
+        for shard, end in self._doubtful.items():
             reach("ring: reading back")
             reading = ReadingBack(shard.path, shard.nbytes, bytes(shard.digests), self.files, self.check)
             try:
@@ -104,5 +111,6 @@ class _Successor(RingWriter):
         except FileNotFoundError as error:
             raise OtherBytesError(f"{os.path.basename(shard.path)} is not there") from error
         least, most = (shard.nbytes, shard.nbytes) if shard in self._whole else (end, shard.extent_nbytes_total)
-        if not stat.S_ISREG(found.st_mode) or not least <= found.st_size <= most:
+        # One with another name as well is not written to: it may be anybody's, and of anywhere.
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not least <= found.st_size <= most:
             raise OtherBytesError(f"{os.path.basename(shard.path)} is not what the worker before had begun to write")

@@ -57,8 +57,8 @@ class ShardReader:
             if error.errno not in _NOT_A_FILE:
                 raise
             raise self._corrupt("it is missing" if error.errno == errno.ENOENT else str(error.strerror)) from error
-        self.copies = CachedCopies(files, self._fd)
         try:
+            self.copies = CachedCopies(files, self._fd)
             self._check(save_id, read_ahead)
         except BaseException:
             self.close()

@@ -21,8 +21,9 @@ from own_worker import own_worker, worker_of
 from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, stop_whoever_serves, wait_until, written
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, PerRank
+from asyncckpt import AsyncCheckpointer, PerRank, launcher
 from asyncckpt.errors import (
+    AsyncCkptError,
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
     SaveFailedError,
@@ -236,6 +237,70 @@ def test_where_no_other_worker_can_be_started_the_save_fails_with_a_typed_error(
         assert "no more processes" in str(error)
     with pytest.raises(NOT_THERE):
         asyncckpt.load(tmp_path / "1")
+
+
+@pytest.mark.parametrize("how", ["interrupted", "closed"])
+def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    start, opened = launcher.start_worker, threading.Event()
+
+    def waits(endpoint: str, **fields: Any) -> None:
+        assert opened.wait(DEADLINE_S)
+        start(endpoint, **fields)
+
+    with contextlib.ExitStack() as stack:
+        checkpointer = stack.enter_context(own_worker(arena_limit_bytes=LIMIT, staging="blocking"))
+        stack.callback(opened.set)
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        held.stops = [20]
+
+        def disturb() -> None:
+            held.wait()
+            monkeypatch.setattr("asyncckpt.launcher.start_worker", waits)
+            kill_when_freed(checkpointer, 20)
+            counters = counters_of(checkpointer)
+            held.go_on()
+            wait_until(lambda: counters.filled == 20 + N_CELLS, "no cell is free")
+            if how == "interrupted":
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                checkpointer.close(timeout_s=0.1)
+
+        other = threading.Thread(target=disturb)
+        other.start()
+        if how == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(state_of(1), tmp_path / "1", step=1)
+        else:
+            handle = checkpointer.save(state_of(1), tmp_path / "1", step=1)
+            assert isinstance(handle.written.exception(DEADLINE_S), AsyncCkptError)
+        opened.set()
+        other.join(DEADLINE_S)
+        held.stops = []
+        if how == "interrupted":
+            written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
+            assert_saved(tmp_path / "2", 2)
+    with pytest.raises(NOT_THERE):
+        asyncckpt.load(tmp_path / "1")
+
+
+def test_a_worker_that_only_hangs_is_not_taken_over_and_commits_nothing_when_it_wakes_up(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    with own_worker(arena_limit_bytes=LIMIT, staging="blocking", worker_timeout_s=2.0, on_error="warn") as checkpointer:
+        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        worker = worker_of(checkpointer)
+        with worker.frozen():
+            error = checkpointer.save(state_of(1), tmp_path / "1", step=1).written.exception(DEADLINE_S)
+            assert isinstance(error, WorkerUnavailableError)
+        wait_until(lambda: worker.status()["jobs"] == 0, "it has done what it was told")
+        wait_until(lambda: not parts_at(tmp_path / "1"), "it has removed what it had begun")
+        assert worker_of(checkpointer).status()["pid"] == worker.status()["pid"]
+        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
+    with pytest.raises(NOT_THERE):
+        asyncckpt.load(tmp_path / "1")
+    assert_saved(tmp_path / "2", 2)
 
 
 @pytest.mark.parametrize("change", ["a byte", pytest.param("gone", marks=SOAK)])

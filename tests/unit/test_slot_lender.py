@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from asyncckpt import slot_lender
 from asyncckpt.errors import AsyncCkptError, InsufficientMemoryError, WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.session_thread import DIED
 from asyncckpt.slot_lender import SlotLender
 
 NBYTES = 64 * 1024
@@ -29,7 +32,7 @@ class Session:
         self.memory = SlotMemory.create(NBYTES)
         self.answers = True
 
-    def request(self, build: Callable[[int], messages.Message], timeout_s: float) -> Future[messages.Message]:
+    def request(self, build: Callable[[int], messages.Message], timeout_s: float = 1.0) -> Future[messages.Message]:
         self.asked.append((build(len(self.asked) + 1), Future()))
         if self.answers:
             self.answer(len(self.asked) - 1)
@@ -105,4 +108,36 @@ def test_where_there_is_nothing_else_to_wait_for_no_answer_is_an_error(session: 
     with pytest.raises(WorkerUnavailableError, match="in time"):
         lender(session, 0.01).allocate(NBYTES)
     session.answer(0)
+    assert session.kinds == ["Allocate", "Release"]
+
+
+class Closed(SlotMemory):
+    """Cannot be opened any more."""
+
+    @classmethod
+    def attach(cls, *_: Any, **__: Any) -> SlotMemory:
+        raise FileNotFoundError("no such descriptor")
+
+
+@pytest.mark.parametrize(("looks", "detail"), [(1, DIED), (20, DIED), (None, "slot")])
+def test_a_worker_that_is_killed_has_no_descriptors_a_while_before_it_is_seen_to_be_dead(
+    session: Session, monkeypatch: pytest.MonkeyPatch, looks: int | None, detail: str
+) -> None:
+    """Else a save fails that another worker would have had: only who has died is followed by another one."""
+    session.worker.pid_start = start_ticks(os.getpid())
+    left = [looks]
+
+    def ticks(pid: int) -> int | None:
+        if left[0] is not None:
+            left[0] -= 1
+        return None if left[0] is not None and left[0] < 0 else start_ticks(pid)
+
+    monkeypatch.setattr(slot_lender, "SlotMemory", Closed)
+    monkeypatch.setattr(slot_lender, "start_ticks", ticks)
+    monkeypatch.setattr(slot_lender, "POLL_S", 0.0)
+    if looks is None:
+        monkeypatch.setattr(slot_lender, "DYING_S", 0.01)
+    with pytest.raises(WorkerUnavailableError) as caught:
+        lender(session).allocate(NBYTES)
+    assert caught.value.facts()["detail"] == detail
     assert session.kinds == ["Allocate", "Release"]

@@ -259,11 +259,16 @@ def _directory(path: str) -> None:
     os.mkdir(path)
 
 
+def _linked_hard(path: str) -> None:
+    os.link(path, f"{path}.elsewhere")
+
+
 CHANGES: dict[str, Callable[[str], Any]] = {
     "missing": os.unlink,
     "shorter": lambda path: os.truncate(path, 5000),
     "longer": lambda path: os.truncate(path, 99 << 20),
     "a link": _linked,
+    "a file with another name": _linked_hard,
     "a pipe": _fifo,
     "a directory": _directory,
     "another's": lambda path: Path(path).write_bytes(b"x" * os.stat(path).st_size),
@@ -279,10 +284,13 @@ def test_a_file_that_is_not_what_the_worker_before_had_begun_is_not_gone_on_with
     n_first = sum(s.part == 0 for s in case.trainer.ring.segments)
     case.at_freed(n_first + 2)
     path = shard_paths(str(case.path))[which]
+    before = Path(path).read_bytes()
     CHANGES[change](path)
     with pytest.raises(OtherBytesError):
         case.trainer.take_over(case.path)
     left = {p for p in os.listdir(case.path) if not p.endswith("elsewhere")}
+    if change == "a file with another name":
+        assert Path(f"{path}.elsewhere").read_bytes() == before, "nothing is written to it"
     assert left == ({os.path.basename(path)} if change == "a directory" else set())
 
 
@@ -328,6 +336,29 @@ def test_without_direct_reads_the_page_cache_is_dropped_before(make: Callable[..
             case.trainer.take_over(case.path, files)
         assert list(case.path.iterdir()) == []
     assert files.forgotten
+
+
+class Late(RecordingFiles):
+    """A write of the dead one ends only when the file is cut, out of a cell that was used again by then."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def before(self, name: str, args: Sequence[Any]) -> None:
+        if name == "ftruncate":
+            flip_byte(self.paths[args[0]], self._at)
+
+
+@pytest.mark.parametrize("cell", [0, 1, 2])
+def test_a_write_of_the_dead_one_that_ends_late_over_what_is_written_again_is_found(
+    make: Callable[..., Case], cell: int
+) -> None:
+    case = make(n_parts=1)
+    case.at_freed(3)
+    with pytest.raises(OtherBytesError, match=f"bytes {(3 + cell) * BLOCK_NBYTES} to"):
+        case.trainer.take_over(case.path, Late((3 + cell) * BLOCK_NBYTES + 4500))
+    assert list(case.path.iterdir()) == []
 
 
 class Reluctant(RecordingFiles):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from worker_bench import FIRST, REQUEST
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId, index_name, shard_name
 from asyncckpt.memory.ring import Counters, Ledger
-from asyncckpt.memory.slot import PAGE_NBYTES
+from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import RING_UNIT_NBYTES, PartRange
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob
@@ -23,6 +24,7 @@ from asyncckpt_worker import rings
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.rings import _RingFeed
 from asyncckpt_worker.slots import SlotStore
+from asyncckpt_worker.writer import Writer
 
 PARTS = (PartRange(offset=PAGE_NBYTES, nbytes=5 * RING_UNIT_NBYTES - 7),)
 SLOT, GENERATION = 1, 3
@@ -144,6 +146,73 @@ def test_a_writing_that_ends_late_leaves_the_ledger_to_the_next_save(trainer: Tr
     trainer.memory.control.open(GENERATION + 1)
     trainer.feed.wrote(1, b"too late")
     assert trainer.feed.ledger.digests_of(1) == b"of first"
+
+
+@pytest.mark.parametrize("how", ["gives it up", "goes on", "goes on and seals"])
+def test_a_snapshot_that_a_late_writing_has_written_to_is_refused_and_no_other(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Of the next one other bytes lie where the ledger of the one before was, and their checksum would be taken."""
+    control, note = trainer.memory.control, Ledger.note
+
+    def late(ledger: Ledger, number: int, digests: bytes) -> None:
+        control.discard()
+        if how != "gives it up":
+            control.open(GENERATION + 1)
+        if how == "goes on and seals":
+            control.seal(b"request", 2 * PAGE_NBYTES + 2 * RING_UNIT_NBYTES)
+        note(ledger, number, digests)
+
+    trainer.slots.check_unspoiled(SLOT, GENERATION)
+    monkeypatch.setattr(Ledger, "note", late)
+    trainer.feed.wrote(1, b"checksum")
+    if how == "gives it up":
+        control.open(GENERATION + 1)
+        trainer.slots.check_unspoiled(SLOT, GENERATION + 1)
+    else:
+        with pytest.raises(SlotError, match="earlier snapshot"):
+            trainer.slots.check_unspoiled(SLOT, GENERATION + 1)
+        assert not control.is_sealed(GENERATION + 1), "nor is it offered to anybody"
+    trainer.slots.check_unspoiled(SLOT, GENERATION + 2)
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_no_file_is_made_of_a_snapshot_that_was_written_to(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ring: bool
+) -> None:
+    monkeypatch.setattr(Ledger, "note", lambda *_: trainer.memory.control.open(GENERATION + 1))
+    trainer.feed.wrote(1, b"checksum")
+    request = replace(REQUEST, save_id=FIRST, path=str(tmp_path), parts=PARTS)
+    if ring:
+        request = replace(request, ring_segments=2, ring_segment_nbytes=RING_UNIT_NBYTES)
+    job = Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION + 1, request=request)
+    with pytest.raises(SaveFailedError, match="earlier snapshot"):
+        Writer(Files(), trainer.slots, (), 2).write(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_late_writing_that_is_under_way_is_waited_for(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def late(ledger: Ledger, number: int, digests: bytes) -> None:
+        began.set()
+        assert goes_on.wait(60)
+
+    def check() -> None:
+        with pytest.raises(SlotError):
+            trainer.slots.check_unspoiled(SLOT, GENERATION + 1)
+        ended.set()
+
+    monkeypatch.setattr(Ledger, "note", late)
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(trainer.feed.wrote, 1, b"checksum")
+        assert began.wait(60)
+        trainer.memory.control.open(GENERATION + 1)
+        checking = pool.submit(check)
+        assert not ended.wait(0.01)
+        goes_on.set()
+        writing.result(60)
+        checking.result(60)
 
 
 def test_more_segments_freed_than_filled_are_refused(trainer: Trainer) -> None:
