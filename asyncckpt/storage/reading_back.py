@@ -77,7 +77,6 @@ class ReadingBack:
             if flush:
                 fsync_file(files, fd, self._path)
                 reach("ring: kept file flushed")
-                reach("ring: kept file flushed")
             self._go_past_the_cache(fd)
             self._todo.extend(range(0, end, PIECE_NBYTES))
             futures: list[Future[None]] = []
