@@ -50,6 +50,7 @@ POINTS: Mapping[str, str] = {
     "worker: slot handed over": "a slot of a dead worker is about to be opened",
     "worker: filling pages": "a slot is lent, its pages are about to be faulted in",
     "worker: request found": "the request in a slot was read and not looked into",
+    "worker: telling": "a message to a trainer is about to be sent: an answer, how far a save is, its end",
     "worker: preparing": "the job that makes the directory has begun",
     "worker: writing": "the job that writes a rank's files has begun",
     "early: begun": "the job that writes what is being copied has begun",

@@ -27,6 +27,7 @@ RESUMED: Group = {
     "ring, whole": ("resumed: whole", "resumed: shard kept", "small file: replacing", "small file: replaced"),
     "committed": ("resumed: committed",),
 }
+TOLD: Group = {"worker": ("worker: telling",)}
 HANDED_OVER: Group = {
     "trainer": ("trainer: seeking a worker", "trainer: handing over"),
     "worker": ("worker: slot handed over",),
@@ -69,7 +70,7 @@ WORKERS: Group = {
 """tests/fault/test_failpoints_ranks.py."""
 
 GROUPS: Sequence[Group] = (
-    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, HANDED_OVER, LOADS, RECALLS, RINGS, DEVICES, RANKS, WORKERS,
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RECALLS, RINGS, DEVICES, RANKS, WORKERS,
 )  # fmt: skip
 
 

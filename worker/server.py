@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import zmq
 
 from asyncckpt.errors import AsyncCkptError, EndpointError, ProtocolError, to_wire
+from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode, request_id
 from asyncckpt.protocol.messages import REQUESTS, Message, Refused
 from asyncckpt_worker.claim import claim
@@ -119,8 +120,9 @@ class Server:
     def send(self, peer: bytes, message: Message) -> None:
         """Send without waiting; a peer that is gone, or does not read, loses the message."""
         try:
+            reach("worker: telling")
             self._socket.send_multipart([peer, *encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, OSError):
             self._count("messages_lost")
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from asyncckpt.storage.files import Files, read_small_file
 from asyncckpt.storage.resuming import is_committed, keep_ring_files, resume_rank_files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.failing_process import ACTIONS, At, fail, kill
-from tests.failpoint_groups import HANDED_OVER, RESUMED, cases
+from tests.failpoint_groups import HANDED_OVER, RESUMED, TOLD, cases
 from tests.saving import ENVIRONMENT, ROOT
 from tests.storage_samples import SAVE_ID, RecordingFiles, Snapshot, manifest_of, shard_paths
 
@@ -249,6 +249,36 @@ def test_a_worker_that_is_killed_while_it_takes_memory_over_leaves_it_to_the_nex
         assert processes.pop().wait(DEADLINE_S) == -signal.SIGKILL
         assert torch.equal(asyncckpt.load(tmp_path / "1", source="disk")["w"], STATE["w"])
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("action", ["kill", "sleep"])
+@pytest.mark.parametrize("point", TOLD["worker"])
+def test_a_worker_that_is_killed_before_any_of_its_messages_costs_no_save_or_says_so(
+    endpoint: str, tmp_path: pathlib.Path, point: str, action: str
+) -> None:
+    """A kernel loses none of them: so each is followed by the next, or by the worker's end."""
+    for visit in range(1, 100):
+        path = tmp_path / str(visit)
+        command = [sys.executable, "-m", "tests.failing_process", "worker", endpoint, action, str(visit), point]
+        with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            wait_until(lambda: os.path.exists(endpoint.removeprefix("ipc://")), "the worker listens")
+            error: BaseException | None = None
+            try:
+                with AsyncCheckpointer(endpoint=endpoint, on_worker_loss="fail") as checkpointer:
+                    error = checkpointer.save(STATE, path).written.exception(DEADLINE_S)
+            except AsyncCkptError as caught:
+                error = caught
+            assert error is None or (action == "kill" and isinstance(error, AsyncCkptError)), error
+            is_listed = (path / "manifest.json").exists()
+            assert is_listed or error is not None
+            assert not is_listed or torch.equal(asyncckpt.load(path, source="disk")["w"], STATE["w"])
+            process.terminate()
+            code = process.wait(DEADLINE_S)
+        pathlib.Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        if error is None or action == "sleep":
+            break
+        assert code == -signal.SIGKILL
+    assert visit > 3 or action == "sleep"
 
 
 def hands_over(rank: int, root: str, point: str) -> None:
