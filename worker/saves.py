@@ -63,7 +63,7 @@ class SaveBook:
         save.looked = save.looked or (entry.resumed and event.error is None and not event.committed)
         refusal = late_refusal(self._t, self._runs, save, entry) if entry.resumed else None
         if event.error is not None:
-            self.end(save, FAILED, event.error)
+            self.end(save, *(save.objection or (FAILED, event.error)))
         elif event.committed and not save.committing:
             self.was_committed(save, {})
         elif save.objection is not None and not save.given_up:

@@ -445,11 +445,12 @@ def test_a_leader_that_comes_back_does_not_wait_for_a_rank_that_has_ended_as_unk
     pair.follower = Next(1, "c" * 16, 0.0)
     pair.follower.adopts()
     pair.pump()
-    pair.follower.now = pair.leader.now = 1.1 * COMMIT_TIMEOUT_S
+    pair.follower.now = 1.1 * COMMIT_TIMEOUT_S
     pair.follower.feed(ev.Tick)  # the leader was silent, but for what is on its way
     assert pair.follower.pushed()[-1]["phase"] == "unknown"
-    pair.pump()
     leader_writes(pair)
+    for _ in range(11):
+        pair.pump(0.1 * COMMIT_TIMEOUT_S)
     assert pair.leader.brain.tables.saves[FIRST].outcome == "failed"
 
 
@@ -464,7 +465,9 @@ def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken
     pair.follower = Next(1, "c" * 16, 0.0)
     slot = pair.follower.adopts(hook_timeout_s=1000.0)
     pair.follower.feed(ev.Died, session=f"{1:016x}")
+    pair.follower.feed(ev.SlotRead, slot=1, reason="OPEN")
     pair.follower.read(slot, **SEALED, hook_timeout_s=1000.0)
+    assert pair.follower.brain.tables.runs[RUN].gone
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     pair.pump()
     assert leader_writes(pair)
