@@ -1,4 +1,4 @@
-"""Saves of which another worker may know more: one that is dead may have committed them, one that leads may commit them.
+"""Saves of which another worker may know more: a dead one may have committed them, one that leads may commit them.
 
 What a save ends by that was not committed after all: it could not be taken up but for that doubt.
 """
