@@ -10,6 +10,7 @@ import msgpack
 
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
 from asyncckpt.exchange import Meeting
+from asyncckpt.failpoints import reach
 
 
 class Conference:
@@ -38,6 +39,7 @@ class Conference:
         outcome: dict[str, Any] = {}
         try:
             outcome = {"value": work()}
+            reach("ranks: telling")
         except Exception as error:
             failure, outcome = error, {"error": dict(to_wire(error))}
         try:

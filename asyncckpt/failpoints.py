@@ -3,10 +3,11 @@
 Each step of those ends in a call `reach("its point")`, so that a point is the instant between two steps: after the one
 and before the next. Nothing happens there, unless code of this very process has called `observed`: no variable, file
 or message can switch it on, and a test sees to it that only tests do. Off, a point costs a call and a comparison
-(40 ns; a save of one rank reaches some 20, and one more for each extent).
+(40 ns; a save of one rank reaches some 25, and one more for each extent, or of a ring for each segment three).
 
 A new step gets a line in `POINTS` and a call of `reach` where an OSError may be raised; then
-tests/fault/test_failpoints.py kills, fails and holds it too, once a scenario there comes by.
+tests/fault/test_failpoints.py kills, fails and holds it too, once a scenario there comes by. What only some saves and
+loads come by has scenarios of its own: `tests/failpoint_groups.py` lists them.
 """
 
 from __future__ import annotations
@@ -18,28 +19,60 @@ POINTS: Mapping[str, str] = {
     # ---- the trainer
     "trainer: slot taken": "a slot is lent, nothing is announced",
     "trainer: announced": "Begin is sent, nothing is copied",
+    "slot: opened": "what the slot held before is void, nothing of the new snapshot is in it",
+    "slot: streamed": "the request of a slot that is written while it is filled stands, and nobody has been told",
+    "early: more filled": "the worker may write some more of what is being copied",
+    "ring: segment filled": "the worker may write one more segment of a ring",
     "slot: filled": "every byte is in the slot, the request is not",
     "slot: request written": "all but the seal is in the slot",
     "slot: sealed": "the snapshot outlives the trainer, nobody has been told",
+    "trainer: withdrawing": "a copy has failed, the worker does not know",
+    "trainer: handing over": "a worker is dead, the next one is about to be given one of its slots",
+    "hook: called before the commit": "all files of this rank are durable, its hook is about to be asked",
+    "sync: copied": "without a worker: every byte is in this process's own memory",
+    # ---- several ranks, among themselves
+    "ranks: exchanged": "a first save: this rank knows everybody's structure, and has not said that it does",
+    "ranks: telling": "without a worker: a step is done, and the other ranks are about to be told",
     # ---- the worker, before storage
+    "worker: lineage asked for": "a run's first save is about to learn its epoch",
     "worker: slot asked for": "a slot is about to be made",
+    "worker: slot handed over": "a slot of a dead worker is about to be opened",
+    "worker: filling pages": "a slot is lent, its pages are about to be faulted in",
+    "worker: request found": "the request in a slot was read and not looked into",
     "worker: preparing": "the job that makes the directory has begun",
     "worker: writing": "the job that writes a rank's files has begun",
+    "early: begun": "the job that writes what is being copied has begun",
+    "ring: begun": "the job that writes a ring, or looks what a dead worker has written of it, has begun",
+    "ring: segments freed": "the trainer may fill segments again that are written",
     "worker: committing": "the job that commits has begun: all ranks are durable",
     # ---- a rank's files
     "directory: made": "the checkpoint's directory is there and its name flushed",
     "shard: created": "a shard file is there, empty",
     "shard: reserved": "its room is reserved",
     "shard: extent written": "one more extent is written, not flushed",
+    "segment: written": "one more segment is given to the system, which nobody has been told",
     "shard: cut": "all bytes are written and the length is right, not flushed",
     "shard: flushed": "the file is durable and open",
     "shard: closed": "the file is durable and closed",
+    "rank: items written": "layout dcp: the items are written and flushed, there are no objects",
     "rank: objects written": "the objects are written and flushed, there is no index",
     "rank: index written": "the index is written and flushed, its name is not",
     "rank: durable": "everything of this rank is durable",
     "failed: removing": "a save has failed, one of its files is about to be removed",
+    "failed: removing directory": "a save has failed, a directory that it made is about to be removed",
+    # ---- a save that a dead worker had begun
+    "resumed: committed": "it had committed the save; whether that is flushed is not known",
+    "resumed: whole": "a rank's shards are found whole, and are about to be flushed again",
+    "resumed: shard kept": "one more of them is flushed",
+    "resumed: removing": "a rank's files are not whole, one of them is about to be removed",
+    "small file: replacing": "an index, or what is beside it, is durable under its temporary name, the old one stands",
+    "small file: replaced": "it has taken the old one's place, which is not flushed",
+    # ---- several workers
+    "peers: sending": "a message to another worker is about to be sent",
+    "peers: heard": "a message of another worker has come, nothing was done with it",
     # ---- the commit
     "commit: begun": "nothing of the commit is done",
+    "commit: others seen": "the indexes that other nodes' workers wrote are seen from this one",
     "lock: taken": "the lock of who replaces is held",
     "lock: removed": "the lock's file is gone, the lock is held",
     "commit: files checked": "every file that the manifest names was found in full",
@@ -58,14 +91,25 @@ POINTS: Mapping[str, str] = {
     "retention: delisted": "a tombstone stands for the committed save that goes, and all its files are there",
     "retention: removing": "one more of its files is about to be removed",
     "retention: emptied": "none of its files is left, the tombstone stands",
+    "retention: removing directory": "nothing of it is left, its directory is about to be removed",
     "quarantine: renaming": "another checkpoint is loaded, the broken one is about to be put aside",
     "quarantine: renamed": "it has its other name, which is not flushed",
     # ---- a load
     "load: manifest read": "the manifest was read and is one",
     "load: index read": "one more rank's index was read and checked",
+    "load: foreign structure read": "what another library says of its files was read and checked",
     "load: shard opened": "one more shard is open",
+    "load: reading ahead": "more of a shard is about to be read into the page cache",
     "load: bytes read": "bytes are in memory, not verified",
+    "load: ranges read": "short ranges, of which no checksum is looked at, are where they go",
+    "load: bytes copied": "bytes, of which there is no checksum, were copied out of the page cache to where they go",
+    "load: passing on": "what is read for others is verified, and those who want the same are connected",
+    "load: copies verified": "everything is verified, no target that was there has changed",
+    "load: tensors filled": "all tensors are filled, no object is replaced",
     "load: objects read": "one rank's objects were read and checked",
+    "recall: held": "the worker holds a snapshot for this process, nothing of it is mapped",
+    "recall: mapped": "all of it is mapped, nothing was read",
+    "recall: read": "something was read from it, which may have been written to meanwhile",
 }
 """Name -> what is true at that instant."""
 

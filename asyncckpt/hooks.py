@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.errors import ConfigError
+from asyncckpt.failpoints import reach
 from asyncckpt.parts import CommitHook
 
 _log = logging.getLogger("asyncckpt")
@@ -43,6 +44,7 @@ class HookRunner:
         if self._pre is None:
             return None
         try:
+            reach("hook: called before the commit")
             self._pre(path, **extra)
         except BaseException as error:
             _log.warning("pre_commit vetoes the commit of %s: %r", path, error)

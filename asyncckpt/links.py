@@ -16,6 +16,7 @@ import msgpack
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, WorkerUnavailableError
+from asyncckpt.failpoints import reach
 from asyncckpt.protocol import messages
 
 FOLLOW_TIMEOUT_S = 15.0
@@ -98,6 +99,7 @@ class Links:
 
         Blocks: until the worker beside rank 0 has answered, at most `FOLLOW_TIMEOUT_S` and `timeout_s`.
         """
+        reach("ranks: exchanged")
         mine = workers[self._rank.rank]
         several = len({w for w in workers if w}) > 1
         # At once, since the session's thread looks at them: it takes another leader for news.

@@ -20,6 +20,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     StagingError,
 )
+from asyncckpt.failpoints import reach
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
@@ -130,6 +131,7 @@ class SyncSteps:
                     path=path,
                 ) from error
             copied = time.perf_counter() - began
+            reach("sync: copied")
             result = self._write(self._job(plan, path, save_id, encode_objects(save_id, leaves), umask))
         return replace(result, seconds={"copy": copied, **result.seconds})
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from asyncckpt.connection import Connection
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
+from asyncckpt.failpoints import reach
 from asyncckpt.pending import PendingSaves, Unended
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session
@@ -99,6 +100,7 @@ class Takeover:
             committed=committed,
         )
         try:
+            reach("trainer: handing over")
             asked = session.request(build, LATEST_S)
             if not is_granted_in_time(session, asked, self._timeout_s):
                 raise WorkerUnavailableError(

@@ -2,7 +2,7 @@
 
 As a program: `worker ENDPOINT ACTION VISIT POINT` is a worker whose fsync does nothing; ACTION is `kill`, `raise`,
 `sleep` or `none`, and meets the VISIT-th time that POINT is reached. `trainers` forks one trainer per line of stdin, a
-JSON object with the same words, which saves once; how it ended is one JSON line.
+JSON object with the same words, which saves once, or loads what `load` says; how it ended is one JSON line.
 """
 
 from __future__ import annotations
@@ -76,6 +76,18 @@ def serve(endpoint: str, action: str, visit: int, point: str) -> None:
         daemon.run()
 
 
+def streamed(way: str, put: Callable[[object, str, Any], None] = setattr) -> dict[str, Any]:
+    """Return the fields of a checkpointer whose states are written while they are staged: "early", or by a "ring"."""
+    from asyncckpt.staging import copy_cpu, early, overlap
+
+    if way == "ring":
+        return {"arena_limit_bytes": 1_500_000}
+    put(early, "EARLY_FROM_NBYTES", 1)
+    put(copy_cpu, "DEFERRED_FROM_NBYTES", 0)
+    put(overlap, "cores_to_spare", lambda: True)
+    return {"staging": "overlap"}
+
+
 def train(order: dict[str, Any]) -> None:
     """Be a trainer that saves once; ends with 0 when the save is written, 3 when it failed with a typed error."""
     import torch
@@ -83,13 +95,23 @@ def train(order: dict[str, Any]) -> None:
     from asyncckpt import AsyncCheckpointer
     from asyncckpt.errors import AsyncCkptError
 
-    state = {"w": torch.full((1000,), float(order["seed"])), "seed": order["seed"]}
-    with AsyncCheckpointer(endpoint=order["endpoint"], on_worker_loss="fail") as checkpointer:
+    state = {"w": torch.full((order.get("length", 1000),), float(order["seed"])), "seed": order["seed"]}
+    fields = streamed(order["way"]) if "way" in order else {}
+    with AsyncCheckpointer(endpoint=order["endpoint"], on_worker_loss="fail", **fields) as checkpointer:
         with observed(At(order["point"], ACTIONS[order["action"]], order["visit"])):
             handle = checkpointer.save(state, order["path"], step=order["seed"])
             error = handle.written.exception(60)
         assert error is None or isinstance(error, AsyncCkptError), error
     os._exit(0 if error is None else 3)
+
+
+def recall(order: dict[str, Any]) -> None:
+    """Be a process that loads once, out of a worker's memory."""
+    import asyncckpt
+
+    with observed(At(order["point"], ACTIONS[order["action"]])):
+        asyncckpt.load(order["load"], source="memory")
+    os._exit(0)
 
 
 def nursery() -> None:
@@ -102,7 +124,8 @@ def nursery() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                train(json.loads(line))
+                order = json.loads(line)
+                (recall if "load" in order else train)(order)
             finally:
                 os._exit(1)
         print(json.dumps({"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}), flush=True)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from concurrent.futures import Executor
 from itertools import accumulate
 
+from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
@@ -36,6 +37,7 @@ def write_early(
     feed = EarlyFeed(job, memory, slots)
     view = memory.mapping.view()
     try:
+        reach("early: begun")
         return write_staged_files(rank_job, view, feed, files=files, pool=pool, check=feed.check)
     finally:
         view.release()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
+from asyncckpt.failpoints import reach
 from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN, STATE_STREAMED
 from asyncckpt.protocol.request import decode_request
 from asyncckpt_worker import actions as ac
@@ -76,6 +77,7 @@ class Jobs:
             with self._slots.use(number) as memory:
                 opened = memory.control.state in (STATE_OPEN, STATE_STREAMED)
                 (generation, data), streamed = memory.control.read_streamed()
+                reach("worker: request found")
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
         except Exception as error:
             return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
@@ -87,6 +89,7 @@ class Jobs:
 
     def _adopt(self, action: ac.AdoptSlot) -> ev.SlotCreated:
         try:
+            reach("worker: slot handed over")
             memory = self._slots.adopt(action.slot, action.nbytes, action.pid, action.fd, action.token)
         except Exception as error:
             text = f"the worker cannot open fd {action.fd} of process {action.pid}: {error}"
@@ -104,6 +107,7 @@ class Jobs:
 
     def _populate(self, number: int) -> None:
         try:
+            reach("worker: filling pages")
             self._slots.populate(number)
         except OSError as error:  # the trainer's own first touch then pays, or fails, for the pages
             logs.write("warning", f"cannot fault in the pages of slot {number}: {error}")

@@ -16,6 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncckpt.errors import AsyncCkptError, EndpointError, WorkerUnavailableError
+from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.relay import PEER_MESSAGES
@@ -177,7 +178,8 @@ class Peers:
         for _ in range(BATCH):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:
+                reach("peers: heard")
+            except (zmq.ZMQError, OSError):
                 return
             self._count("relays_received")
             yield frames
@@ -196,8 +198,9 @@ class Peers:
         frames = [route, *encode(message)] if route else encode(message)
         try:
             if socket is not None:
+                reach("peers: sending")
                 socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, OSError):
             self._count("relays_lost")
 
     def _guard(self) -> None:

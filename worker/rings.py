@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from asyncckpt.errors import SaveFailedError
+from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.ring import Counters, Ledger, Ring
 from asyncckpt.protocol.request import SaveRequest
@@ -46,6 +47,7 @@ def write_ring(
     feed = _RingFeed(job, memory, slots)
     view = memory.mapping.view()
     try:
+        reach("ring: begun")
         if not job.resumed:
             return write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check), False
         # IMPORTANT: never removed where they are whole: a leader on another node may be committing them right now.
@@ -154,6 +156,7 @@ class _RingFeed(Waiting):
     def freed(self, count: int) -> None:
         """So many segments are needed no more."""
         self._counters.freed = count
+        reach("ring: segments freed")
 
     def freed_before(self) -> int:
         """Return how many segments a worker that is dead has freed.

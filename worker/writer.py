@@ -215,6 +215,7 @@ class Writer:
             dcp_metadata = dcp_metadata_of(save_id, results, [r.structure for r in job.requests])
             if job.remote:
                 await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
+                reach("commit: others seen")
             manifest = build_manifest(
                 save_id,
                 results,
@@ -254,6 +255,7 @@ class Writer:
 
         def run() -> int:
             check_root(path, self._roots)
+            reach("worker: lineage asked for")
             return next_epoch_beside(path, self._files)
 
         return self._wrapped(run, None, None, None, path)

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from asyncckpt.conversion.replaceable import Standing, standing_at
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from asyncckpt.format.names import converting_name, set_aside_name
+from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import Files, fsync_directory
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MARGIN_NBYTES = 1 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
 _logger = logging.getLogger("asyncckpt.conversion")
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from asyncckpt.errors import DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.planning.sharding.recognising import describer
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named
+from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
 
 Paths = dict[str, tuple[Any, ...]]
 
@@ -104,5 +104,5 @@ def _described(fqn: str, value: Any) -> Any:
         raise named(error, fqn) from None
     except UnsupportedLeafError as error:
         text = f"state dict leaf {fqn!r}: {error}"
-        raise UnsupportedLeafError(text, leaf=fqn, type_name=error.type_name) from error.__cause__
+        raise refused_by_name(error, fqn, text) from error.__cause__
     return found if isinstance(found, torch.Tensor) else ShardsOf(value, found)

@@ -4,6 +4,7 @@
     |   the caller's arguments
     +-- ConfigError                  (ValueError)         a field or argument has no such value
     +-- UnsupportedLeafError         (TypeError)          the state dict holds something that cannot be stored
+    |   +-- ShardOutOfRangeError     (ValueError)         a shard does not lie in its tensor: fqn, boxes
     +-- DuplicateNameError           (ValueError)         two paths of the state dict join to one FQN
     +-- OverlappingShardsError       (ValueError)         two shards of a tensor share elements: fqn, boxes
     +-- UnsupportedPathError         (ValueError)         the path is a URL or otherwise no directory path
@@ -57,6 +58,10 @@ An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is
 
 from __future__ import annotations
 
+from asyncckpt.errors.leaves import DuplicateNameError as DuplicateNameError
+from asyncckpt.errors.leaves import OverlappingShardsError as OverlappingShardsError
+from asyncckpt.errors.leaves import ShardOutOfRangeError as ShardOutOfRangeError
+from asyncckpt.errors.leaves import UnsupportedLeafError as UnsupportedLeafError
 from asyncckpt.errors.root import ERRORS_BY_CODE as ERRORS_BY_CODE
 from asyncckpt.errors.root import AsyncCkptError as AsyncCkptError
 from asyncckpt.errors.root import from_wire as from_wire
@@ -65,18 +70,6 @@ from asyncckpt.errors.root import to_wire as to_wire
 
 class ConfigError(AsyncCkptError, ValueError, code="config", fields=("field", "value")):
     """A configuration field, argument or environment variable has an impossible value."""
-
-
-class UnsupportedLeafError(AsyncCkptError, TypeError, code="unsupported_leaf", fields=("leaf", "type_name")):
-    """The state dict holds something that cannot be stored; `leaf` is the path to it."""
-
-
-class DuplicateNameError(AsyncCkptError, ValueError, code="duplicate_name", fields=("fqn",)):
-    """Two different paths of the state dict join to the same FQN."""
-
-
-class OverlappingShardsError(AsyncCkptError, ValueError, code="overlapping_shards", fields=("fqn", "boxes")):
-    """Two shards of one tensor hold the same elements and are not the same box; `boxes` says which."""
 
 
 class UnsupportedPathError(AsyncCkptError, ValueError, code="unsupported_path", fields=("path",)):

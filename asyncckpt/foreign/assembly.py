@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, DuplicateNameError, UnsupportedFormatError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
 from asyncckpt.format.manifest import Manifest
@@ -191,6 +192,7 @@ class Assembly:
             objects=ObjectsRecord(name=objects_name(NO_SAVE, 0), nbytes=0, checksum=file_checksum(b"")),
             structure=b"",
         )
+        reach("load: foreign structure read")
         created = datetime.fromtimestamp(self._modified, timezone.utc).isoformat(timespec="seconds")
         manifest = Manifest(
             save_id=NO_SAVE,

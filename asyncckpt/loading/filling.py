@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncckpt.errors import InsufficientMemoryError
+from asyncckpt.failpoints import reach
 from asyncckpt.loading.fetching import read_files
 from asyncckpt.loading.placements import Placement, ranges_by_file
 from asyncckpt.loading.shared_reads import SharedReads
@@ -76,9 +77,11 @@ class Filler:
             copied = changed + [p for p in fresh if p.target.device.type != "cpu"]
             staged = _copies(copied)
             self._read(staged + [p for p in fresh if p.target.device.type == "cpu"])
+            reach("load: copies verified")
             tell_of_change(watched)
             _copy_over(staged, copied)
         tell_of_change(watched)
+        reach("load: tensors filled")
         tell_types([*existing, *new], self._contents.path)
 
     def _read(self, placements: Sequence[Placement]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError, SharedLoadError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
@@ -123,6 +124,7 @@ class SharedReads:
                 continue
             try:
                 self._circles.append(self._meeting.circle(ranks, deadline))
+                reach("load: passing on")
                 for reader, boxes in by_reader.items():
                     root = ranks.index(reader)
                     self._stream(self._circles[-1], root, [wanted[box] for box in boxes], reader, buffer)

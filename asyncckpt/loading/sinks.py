@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.libc import libc as _libc
 from asyncckpt.loading.spreading import runs_of
 from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.storage.read_plan import Runs
@@ -27,8 +28,6 @@ those that were saved as such."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _MADE_AS = {torch.complex32: torch.int32} if hasattr(torch, "complex32") else {}
 """torch warns of a whole class of operators whenever it makes a tensor of such a dtype; a view of integers is quiet."""

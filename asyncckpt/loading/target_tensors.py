@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import AsyncCkptError, ConfigError, StateLoadError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError, ConfigError, OverlappingShardsError, StateLoadError, UnsupportedLeafError
 from asyncckpt.loading.placements import Placement
 from asyncckpt.planning.sharding.recognising import committed, sharded
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded
+from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
 from asyncckpt.planning.state_dict import PLAIN_TENSORS
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import SavedTensor
@@ -61,9 +61,9 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
     try:
         found = sharded(value)
     except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(
-            f"target {fqn!r} cannot be filled: {error.message}", leaf=fqn, type_name=type(value).__name__
-        ) from error
+        raise refused_by_name(error, fqn, f"target {fqn!r} cannot be filled: {error.message}") from error
+    except OverlappingShardsError as error:
+        raise named(error, fqn) from None
     if isinstance(found, Sharded):
         return TargetTensor(value, found.dtype, tuple(found.global_shape), tuple(found.shards))
     return _whole(value, value if found is None else found)

@@ -12,13 +12,9 @@ import mmap
 import os
 from types import TracebackType
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
+from asyncckpt.libc import libc as _libc
 
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14

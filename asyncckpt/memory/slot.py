@@ -152,6 +152,7 @@ class SlotControl:
         # after its last read cannot miss a writer.
         self._store(self._tail + TAIL_GENERATION_OFFSET, generation)
         self._store(self._address + GENERATION_OFFSET, generation)
+        reach("slot: opened")
 
     def seal(self, request: bytes, offset: int) -> None:
         """Write the request at `offset` and publish the snapshot.
@@ -172,6 +173,7 @@ class SlotControl:
         """
         self._write_request(request, offset)
         self._store(self._address + STATE_OFFSET, STATE_STREAMED)
+        reach("slot: streamed")
 
     def finish(self) -> None:
         """Publish the snapshot of a slot that was streamed, once all of it is filled."""

@@ -19,7 +19,7 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.numpy_values import is_array, is_scalar, tensor_of
 from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, sources_of
 from asyncckpt.planning.sharding.recognising import Describe, describer
-from asyncckpt.planning.sharding.shards import Sharded, named, refused
+from asyncckpt.planning.sharding.shards import Sharded, named, refused, refused_by_name
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
 from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, SHRUNK, address_of, dtype_name, is_whole
 
@@ -141,7 +141,7 @@ class _Walk:
         except UnsupportedLeafError as error:
             leaf = fqn_of(tuple(self.keys))
             text = f"state dict leaf {leaf!r}: {error}"
-            raise UnsupportedLeafError(text, leaf=leaf, type_name=error.type_name) from error.__cause__
+            raise refused_by_name(error, leaf, text) from error.__cause__
         number = self._seen.setdefault(identity_of(found, value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(sources[0])

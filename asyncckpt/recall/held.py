@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from asyncckpt.errors import CorruptCheckpointError, ProtocolError, SnapshotUnavailableError
+from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request
@@ -33,8 +34,10 @@ class MappedSnapshot:
         self.snapshot = snapshot
         self._mapped: list[tuple[Part, SlotMemory]] = []
         try:
+            reach("recall: held")
             requests = [self._map(snapshot.parts[rank], pid) for rank in snapshot.ranks]
             self.staged = self._staged(requests)
+            reach("recall: mapped")
         except (SlotError, ProtocolError, OSError) as error:
             self.close()
             raise self._unavailable(str(error)) from error
@@ -93,6 +96,7 @@ class MappedSnapshot:
         except CorruptCheckpointError:
             self._check()  # it only looks damaged: it is another save's
             raise
+        reach("recall: read")
         # IMPORTANT: after the last read. A block that was verified may have been overwritten before it was copied.
         self._check()
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.ring import Counters
 from asyncckpt.memory.slot import PAGE_NBYTES
@@ -44,6 +45,7 @@ class EarlyCopy:
 
         def tell(nbytes: int) -> None:
             counters.filled = nbytes
+            reach("early: more filled")
             image.progress.come_to(nbytes)
 
         self._mark = Watermark(address + PAGE_NBYTES, address + image.body_end, tell)

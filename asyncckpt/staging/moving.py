@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from asyncckpt.libc import libc
+
 PIECE_NBYTES = 4 << 20
 """One move: long enough to amortise the call, short enough to share the work. 1 to 8 MiB measured alike."""
 
@@ -84,14 +86,7 @@ class _Range(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_read = _libc.process_vm_readv
-_read.restype = ctypes.c_ssize_t
-_read.argtypes = [
-    ctypes.c_int,
-    *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2,
-    ctypes.c_ulong,
-]
+_read = libc.process_vm_readv
 
 _REFUSALS = (errno.ENOSYS, errno.EPERM)
 """Of sandboxes that filter the call; a process may always read itself otherwise (process_vm_readv(2))."""

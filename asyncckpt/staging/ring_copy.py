@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncckpt.errors import SlotTimeoutError, StagingError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.ring import Counters
 from asyncckpt.staging.copy_cpu import Share
@@ -95,6 +96,7 @@ class RingCopy:
                 self._engine.copy_here(index, targets, sources)
             # IMPORTANT: after every byte of it. The worker writes, and never looks again.
             self._counters.filled = number + 1
+            reach("ring: segment filled")
             done_nbytes += segment.end - segment.start
             self._counters.note_staged(done_nbytes)
 

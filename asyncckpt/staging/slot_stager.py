@@ -162,6 +162,7 @@ class SlotStager(CheckpointStager):
 
     def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
         """Take a save back whose copy has failed and moves no more; returns the error for its futures."""
+        reach("trainer: withdrawing")
         skipped = isinstance(error, SaveSkippedError)
         self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
         if isinstance(error, AsyncCkptError):

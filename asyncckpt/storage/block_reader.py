@@ -18,10 +18,10 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.copying import copy_bytes, view_at
+from asyncckpt.memory.copying import view_at
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.damage import is_sound
-from asyncckpt.storage.extents import Extent, Source, are_at_hand
+from asyncckpt.storage.extents import Extent, Source, are_at_hand, deliver
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
@@ -213,6 +213,7 @@ class _Reader:
 
     def _read_batch(self, source: Source, batch: Batch, buffer: memoryview, address: int) -> None:
         self._open(source).read_batch(batch, buffer, address)
+        reach("load: ranges read")
         self._release(source, cached_nbytes=batch.nbytes)
 
     def _read_through(self, source: Source, steps: list[Step], buffer: memoryview, address: int) -> None:
@@ -225,6 +226,7 @@ class _Reader:
             runs = spread(start - wanted.offset, end - start) if spread is not None else None
             room = address, len(buffer)
             if runs is not None and reader.copies.copy(start, end - start, runs, room, is_there=self._at_hand):
+                reach("load: bytes copied")
                 continue
             for step in together:
                 with buffer[: step.end - step.start] as view:
@@ -290,11 +292,4 @@ class _Reader:
         reach("load: bytes read")
         if self._verify and not is_sound(self._path, source.request, step, view, self._on_corrupt):
             return
-        start, end, wanted = step
-        for offset, nbytes, _, sink, _, _, _ in wanted:
-            low = offset if offset > start else start
-            high = min(offset + nbytes, end)
-            if type(sink) is int:
-                copy_bytes(sink + low - offset, address + low - start, high - low)
-            elif sink is not None:
-                sink.deliver(low - offset, address + low - start, high - low)  # type: ignore[union-attr]
+        deliver(step, address)

@@ -8,21 +8,16 @@ wrong, where an access would be a SIGBUS. ADR 0034 has what it gives.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
+
+from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
+from asyncckpt.libc import libc as _libc
 
 UNIT_NBYTES = 2 << 20
 """A huge page where small ones have 4 KiB. With others this is only how far apart pages are touched."""
 
 _POPULATE_READ = 22
 """Kernel 5.14, include/uapi/asm-generic/mman-common.h."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def bring(fd: int, offset: int, nbytes: int) -> bool:

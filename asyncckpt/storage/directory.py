@@ -57,6 +57,7 @@ def remove_made(made: Sequence[str], files: Files) -> None:
     """Remove directories that `prepare_directory` has made, as far as they are empty."""
     with contextlib.suppress(OSError):
         for directory in reversed(made):
+            reach("failed: removing directory")
             files.rmdir(directory)
 
 

@@ -1,4 +1,4 @@
-"""What one thread reads at a time of a shard file, and the file that it is of."""
+"""What one thread reads at a time of a shard file, the file that it is of, and who gets it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.storage.read_plan import Batch, ShardRequest, Step, is_through, pages_of
 from asyncckpt.storage.shard_reader import ShardReader
 
@@ -58,3 +59,15 @@ def _is_at_hand(extent: Extent, reader: ShardReader) -> bool:
     # Of a file that the process may not write, the kernel says yes. What is read through is not brought in then.
     seems = reader.is_cached(*pages_of(start, end, reader.nbytes))
     return seems and (not is_through(extent.steps) or reader.copies.is_there(end - 1))
+
+
+def deliver(step: Step, address: int) -> None:
+    """Give each range of a step its part of the step's bytes, which lie at `address`."""
+    start, end, wanted = step
+    for offset, nbytes, _, sink, _, _, _ in wanted:
+        low = offset if offset > start else start
+        high = min(offset + nbytes, end)
+        if type(sink) is int:
+            copy_bytes(sink + low - offset, address + low - start, high - low)
+        elif sink is not None:
+            sink.deliver(low - offset, address + low - start, high - low)  # type: ignore[union-attr]

@@ -15,17 +15,10 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
+from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
+from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.bringing import bring
 from asyncckpt.storage.gathering import gather_from_file
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1

@@ -7,25 +7,17 @@ mapped file that are gone, because the file was cut short, are an error and no S
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import os
 import struct
 
+from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
+from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.bringing import UNIT_NBYTES
 
 MAX_RANGES = 1024
 """Of one call: IOV_MAX, limits.h of Linux."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_readv.argtypes = [ctypes.c_int, *(ctypes.c_char_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def gather(target: int, source: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:

@@ -11,9 +11,9 @@ import os
 import struct
 from typing import NamedTuple
 
+from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import Files
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _STATX_BTIME = 0x800
 _STATX_NBYTES = 256

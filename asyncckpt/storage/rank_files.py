@@ -261,6 +261,7 @@ class RankWriter:
         job, index = self.job, self.index()
         if job.layout == DCP:
             self._small.write(items_name(job.save_id, job.rank), self._items)
+            reach("rank: items written")
         self._small.write(objects_name(job.save_id, job.rank), job.objects)
         reach("rank: objects written")
         self._small.write(index_name(job.save_id, job.rank), index)

@@ -7,6 +7,7 @@ import threading
 from types import TracebackType
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.index import RankIndex
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files
@@ -80,4 +81,5 @@ class ReadAhead:
                 return
             nbytes = min(_CALL_NBYTES, reader.nbytes - start)
             if not reader.is_cached(start, nbytes):
+                reach("load: reading ahead")
                 reader.fetch([view] * -(-nbytes // _BUFFER_NBYTES), start)

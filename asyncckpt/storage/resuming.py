@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.names import SaveId, index_name, temporary_dcp_metadata_name, temporary_manifest_name
@@ -40,6 +41,7 @@ def is_committed(path: str, save_id: SaveId, *, files: Files) -> bool:
     standing = standing_at(path, files)
     if standing is None or standing.save_id != save_id or not is_finished(path, standing, files):
         return False
+    reach("resumed: committed")
     if standing.fsync:
         # IMPORTANT: who put the manifest may have died before the directory was flushed.
         fsync_directory(files, path)
@@ -92,6 +94,7 @@ def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable
 
 def _keep(writer: RankWriter) -> RankResult:
     job = writer.job
+    reach("resumed: whole")
     _logger.info("files of rank %d stand already, and are kept", job.rank, extra={"save_id": str(job.save_id)})
     writer.keep_shards(lambda shard: _flush(shard, job, writer.files))
     return writer.finish(job)
@@ -152,11 +155,13 @@ def _flush(shard: ShardWriter, job: RankJob, files: Files) -> None:
     if job.fsync:
         with opened(files, shard.path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
             fsync_file(files, fd, shard.path)
+    reach("resumed: shard kept")
 
 
 def _remove(paths: list[str], files: Files) -> None:
     """Remove what a dead process left under these names; a name of the save's own that resists fails it."""
     for path in paths:
+        reach("resumed: removing")
         try:
             files.unlink(path)
         except FileNotFoundError:

@@ -117,6 +117,7 @@ def _remove_rest(path: str, save_id: SaveId, files: Files) -> None:
 def _remove_directory(path: str, files: Files) -> None:
     """At worst an empty directory stays, or one with a lock's file: whoever removes it may die."""
     with contextlib.suppress(OSError):  # somebody else's files are in it, or a later save's
+        reach("retention: removing directory")
         files.rmdir(path)
 
 

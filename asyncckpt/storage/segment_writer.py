@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.ring import Ring
 from asyncckpt.storage.files import Files
@@ -165,6 +166,7 @@ class SegmentWriter(RankWriter):
         shard.write_extent(segment.start, end)
         self.job.progress(end - segment.start)
         self._let_go(number, shard)
+        reach("segment: written")
         self.check()
         with self._lock:
             self._remaining[segment.part] -= 1

@@ -57,8 +57,8 @@ class ShardReader:
             if error.errno not in _NOT_A_FILE:
                 raise
             raise self._corrupt("it is missing" if error.errno == errno.ENOENT else str(error.strerror)) from error
-        self.copies = CachedCopies(files, self._fd)
         try:
+            self.copies = CachedCopies(files, self._fd)
             self._check(save_id, read_ahead)
         except BaseException:
             self.close()
@@ -259,10 +259,14 @@ class ShardReader:
                 if error.errno in (errno.EINVAL, errno.ENOENT):
                     return -1
                 raise
+            try:
+                if not os.path.samestat(self._files.fstat(self._fd), self._files.fstat(fd)):
+                    raise self._corrupt("it was replaced while it was read")
+            except BaseException:  # else another thread would read on there
+                with contextlib.suppress(OSError):
+                    self._files.close(fd)
+                raise
             self._direct_fd = fd
-            ours, theirs = self._files.fstat(self._fd), self._files.fstat(fd)
-            if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
-                raise self._corrupt("it was replaced while it was read")
             return fd
 
     def close(self) -> None:

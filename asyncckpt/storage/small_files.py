@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from asyncckpt.failpoints import reach
 from asyncckpt.format.names import DCP, index_name, items_name, objects_name, replacing_name
 from asyncckpt.storage.files import Files, write_new_file
 from asyncckpt.storage.rank_job import RankJob
@@ -69,7 +70,9 @@ class SmallFiles:
             self._files.unlink(temporary)  # of a worker that died here
         try:
             self._write(temporary, data)
+            reach("small file: replacing")
             self._files.rename(temporary, path)
+            reach("small file: replaced")
         except BaseException:
             with contextlib.suppress(OSError):
                 self._files.unlink(temporary)

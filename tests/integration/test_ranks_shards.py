@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pathlib
 import subprocess
 import sys
@@ -270,6 +271,40 @@ def test_slices_that_come_to_overlap_fail_by_name_until_they_are_corrected(
         assert texts[9].startswith("OverlappingShardsError") and "offsets [2, 0]" in texts[9] and "rank 1" in texts[9]
         assert texts[10:] == [""] * 4
     assert torch.equal(asyncckpt.load(tmp_path / "step-13")["s"], torch.arange(12.0).view(6, 2))
+
+
+def lies_outside(rank: int, root: str, sync: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Rank 1's slice lies outside of its tensor in the first save, and in the third."""
+    whole, found = torch.arange(12.0).view(6, 2), []
+    with SyncCheckpointer() if sync else AsyncCheckpointer() as checkpointer:
+        for step in range(4):
+            first = 3 * rank + (rank if step % 2 == 0 else 0)
+            state = {"model": {"s": ShardedSlice(whole[3 * rank : 3 * rank + 3], (6, 2), (first, 0))}}
+            try:
+                handle = checkpointer.save(state, f"{root}/step-{step}")
+                if handle is not None:
+                    handle.written.result(DEADLINE_S)
+                found.append(("", {}))
+            except AsyncCkptError as error:
+                found.append((f"{error.wire_code} {error}", error.facts()))
+    return found
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_slice_outside_of_its_tensor_is_named_with_both_boxes_and_ends_the_save_on_all_ranks(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker, sync: bool
+) -> None:
+    others, own = run(shared_worker, 2, lies_outside, str(tmp_path), sync)
+    boxes = ["offsets [4, 0] sizes [3, 2]", "offsets [0, 0] sizes [6, 2]"]
+    for step in (0, 2):
+        text, facts = own[step]
+        assert text.startswith("shard_out_of_range") and (facts["fqn"], facts["boxes"]) == ("model.s", boxes)
+        text, facts = others[step]
+        assert facts["rank"] == 1 and "model.s" in text and "[4, 0]" in text, text
+        assert not (tmp_path / f"step-{step}").exists() or not os.listdir(tmp_path / f"step-{step}")
+    for step in (1, 3):
+        assert own[step][0] == others[step][0] == ""
+        assert torch.equal(asyncckpt.load(tmp_path / f"step-{step}")["model"]["s"], torch.arange(12.0).view(6, 2))
 
 
 def moving(rank: int, kind: str, step: int) -> dict[str, Any]:

@@ -29,13 +29,14 @@ MAY_IMPORT = {
     "errors": set(),
     "dtypes": set(),
     "failpoints": set(),
+    "libc": set(),
     "msgpacked": set(),
     "format": {"errors", "dtypes", "msgpacked"},
-    "memory": {"errors", "dtypes", "failpoints"},
+    "memory": {"errors", "dtypes", "failpoints", "libc"},
     "protocol": {"errors", "dtypes", "msgpacked"},
-    "storage": {"errors", "dtypes", "failpoints", "format", "memory"},
+    "storage": {"errors", "dtypes", "failpoints", "libc", "format", "memory"},
     "retention": {"errors", "format", "storage"},
-    "foreign": {"errors", "dtypes", "format", "storage"},
+    "foreign": {"errors", "dtypes", "failpoints", "format", "storage"},
     "per_rank": set(),
     "planning": {"errors", "dtypes", "msgpacked", "format", "protocol", "per_rank"},
 }
@@ -43,7 +44,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("msgpacked", "failpoints"),
+    *("msgpacked", "failpoints", "libc"),
     *("protocol", "format", "memory", "storage", "retention", "foreign", "recall", "cli", "doctor", "reporting"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
@@ -226,6 +227,16 @@ def test_module_is_short_and_says_what_it_is(name: str) -> None:
     assert len(source.splitlines()) <= MAX_LINES, f"{path} has more than {MAX_LINES} lines: split it"
     assert not FORBIDDEN_NAMES & {part.lstrip("_") for part in name.split(".")}
     assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
+
+
+def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
+    declared = [
+        name
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "argtypes"
+    ]
+    assert set(declared) == {"asyncckpt.libc", "asyncckpt.memory.copying"}  # the latter's function keeps the GIL
 
 
 def test_listed_packages_are_the_ones_in_the_tree() -> None:

@@ -276,7 +276,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
         asyncckpt.ShardedSlice,
         {
             "tensor": "unit/test_shard_planning.py::test_slices_are_stored_once_each_and_equal_ones_are_split",
-            "global_shape": f"{SHARDING}test_shards_outside_of_their_tensor_are_refused_when_they_are_made",
+            "global_shape": f"{SHARDING}test_a_shard_outside_of_its_tensor_is_refused_by_name_with_both_boxes",
             "offsets": "unit/test_shard_planning.py::test_slices_that_overlap_on_two_ranks_are_refused_with_both_boxes",
             "replica_id": "unit/test_shard_planning.py::test_slices_that_are_new_are_written_by_the_first_replica",
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from xla_stand_in import XLAShardedTensor, from_shards, to_shards
 
 import asyncckpt
 from asyncckpt import FlatShard, ShardedSlice, describe_tp, register_shard_type
-from asyncckpt.errors import ConfigError, OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.dcp.sharded_leaves import described
+from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
 from asyncckpt.planning.sharding import Sharded, committed, recognising, sharded
 from asyncckpt.planning.sharding.grid import Grid, overlapping
 from asyncckpt.planning.state_dict import flatten
@@ -105,7 +107,6 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: ShardedSlice(torch.ones(2, 3), (4, 3), (3, 0)), r"offsets \[3, 0\] and sizes \[2, 3\].*\[4, 3\]"),
         (lambda: ShardedSlice(torch.ones(2, 3), (4, 3), (-1, 0)), "does not lie"),
         (lambda: ShardedSlice(torch.ones(2, 3), (4,), (0, 0)), "does not lie"),
         (lambda: ShardedSlice(torch.ones(2), (4.0,), (0,)), "global shape"),  # type: ignore[arg-type]
@@ -114,13 +115,60 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
         (lambda: ShardedSlice([1, 2], (4,), (0,)), "list"),  # type: ignore[arg-type]
         (lambda: ShardedSlice(torch.ones(2), (4,), (0,), replica_id=-1), "replica_id"),
         (lambda: FlatShard(torch.ones(2, 3), (6,), 0), "one dimension"),
-        (lambda: FlatShard(torch.ones(3), (2, 2), 2), r"elements \[2, 5\).*which has 4"),
         (lambda: FlatShard(torch.ones(3), (2, 2), -1), "elements"),
+        (lambda: FlatShard(torch.ones(3), (2, 2), 0.0), "elements"),  # type: ignore[arg-type]
+        (lambda: FlatShard(torch.ones(3), (2, -2), 0), "global shape"),
     ],
 )
-def test_shards_outside_of_their_tensor_are_refused_when_they_are_made(make: Any, word: str) -> None:
+def test_what_is_no_shard_of_any_tensor_is_refused_when_it_is_made(make: Any, word: str) -> None:
     with pytest.raises(UnsupportedLeafError, match=word):
         make()
+
+
+WHOLE = "offsets [0, 0] sizes [4, 3]"
+OUTSIDE: list[tuple[Any, list[str]]] = [
+    (lambda: ShardedSlice(torch.ones(2, 3), (4, 3), (3, 0)), ["offsets [3, 0] sizes [2, 3]", WHOLE]),
+    (lambda: ShardedSlice(torch.ones(0, 3), (4, 3), (5, 0)), ["offsets [5, 0] sizes [0, 3]", WHOLE]),
+    (lambda: FlatShard(torch.ones(3), (2, 2), 2), ["elements [2, 5)", "elements [0, 4)"]),
+    (Framework, ["offsets [3] sizes [2]", "offsets [0] sizes [4]"]),
+]
+
+
+@pytest.mark.parametrize(("make", "boxes"), OUTSIDE)
+def test_a_shard_outside_of_its_tensor_is_refused_by_name_with_both_boxes(
+    make: Any, boxes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recognising, "_registered", {})
+    register_shard_type(Framework, lambda v: ((4,), [(torch.ones(2), (3,))]), lambda value, parts: None)
+    alone = asyncckpt.RankInfo(0, 1)
+    with asyncckpt.SyncCheckpointer(rank_info=alone) as checkpointer:
+        checkpointer.save({"a": {"w": torch.zeros(4, 3)}}, tmp_path / "there")
+        ways = [
+            lambda: flatten({"a": {"w": make()}}),
+            lambda: checkpointer.save({"a": {"w": make()}}, tmp_path / "new"),
+            lambda: asyncckpt.load(tmp_path / "there", {"a": {"w": make()}}, source="disk"),
+            lambda: asyncckpt.plan_load(tmp_path / "there", {"a": {"w": make()}}),
+            lambda: described({"a.w": make()}),
+        ]
+        for way in ways:
+            with pytest.raises(ShardOutOfRangeError) as caught:
+                way()
+            error = caught.value
+            assert (error.fqn, error.leaf, error.boxes) == ("a.w", "a.w", boxes)
+            assert "'a.w'" in error.message and isinstance(error, UnsupportedLeafError)
+            for box in boxes:
+                assert box.replace("] sizes", "] and sizes") in error.message
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_shard_that_is_moved_out_of_its_tensor_after_a_save_is_refused_by_name(tmp_path: Path) -> None:
+    part = ShardedSlice(torch.ones(2, 3), (2, 3), (0, 0))
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({"w": part}, tmp_path / "1")
+        part.offsets = (1, 0)
+        with pytest.raises(ShardOutOfRangeError) as caught:
+            checkpointer.save({"w": part}, tmp_path / "2")
+    assert caught.value.fqn == "w" and not (tmp_path / "2").exists()
 
 
 def test_tensor_parallel_slices_are_found_by_their_shapes() -> None:
@@ -200,7 +248,7 @@ def test_a_registered_type_is_told_once_when_all_its_parts_are_in() -> None:
             OverlappingShardsError,
             "'a.w'.*sizes.*sizes",
         ),
-        (lambda v: ((4,), [(torch.ones(2), (3,))]), UnsupportedLeafError, "'a.w'.*does not lie"),
+        (lambda v: ((4,), [(torch.ones(2), (3,))]), ShardOutOfRangeError, "'a.w'.*does not lie"),
         (lambda v: ((4,), [(torch.ones(2), (0,), (3,))]), UnsupportedLeafError, "'a.w'.*box of sizes"),
         (lambda v: ((4,), [(torch.ones(2), (0,)), (torch.ones(2).half(), (2,))]), UnsupportedLeafError, "dtypes"),
         (lambda v: ((4,), []), UnsupportedLeafError, "no part"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -27,6 +28,7 @@ from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.contents import Contents, read_contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import EXTENT_NBYTES, ShardRequest, Wanted, plan_extents
+from asyncckpt.storage.shard_reader import ShardReader
 
 MIB = 1 << 20
 LENGTHS = {f"t{i:02d}": 150_000 + 1000 * i for i in range(30)}
@@ -271,6 +273,32 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(own: str) -> None:
 
     with pytest.raises(CorruptCheckpointError):
         read(own, files=CutMeanwhile(), threads=1)
+
+
+def test_a_file_that_is_replaced_while_it_is_open_is_an_error_and_stays_open_nowhere(own: str) -> None:
+    class Buffered(Files):  # whatever the file system says to O_DIRECT
+        opened = 0
+
+        def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+            self.opened += 1
+            return super().open(path, flags & ~os.O_DIRECT, mode)
+
+        def close(self, fd: int) -> None:
+            self.opened -= 1
+            super().close(fd)
+
+    files, index = Buffered(), read_contents(own, Files()).ranks[0].index
+    shard = index.shards[0]
+    with contextlib.closing(ShardReader(own, shard, index.save_id, files)) as reader:
+        before = Path(own, shard.name).read_bytes()
+        Path(own, "new").write_bytes(bytes(len(before)))
+        os.replace(Path(own, "new"), Path(own, shard.name))
+        found = bytearray(4096)
+        with pytest.raises(CorruptCheckpointError, match="replaced while it was read"):
+            reader.read(memoryview(found), 0, 4096)
+        assert files.opened == 1
+        reader.read(memoryview(found), 0, 4096)  # another thread that has not heard of it
+        assert bytes(found) == before[:4096]
 
 
 def test_a_read_error_names_file_tensor_and_range(saved: tuple[str, dict[str, bytes]]) -> None:

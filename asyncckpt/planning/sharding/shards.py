@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.errors import OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT
 from asyncckpt.planning.sharding.flat_range import boxes_of_range
 from asyncckpt.planning.sharding.grid import Grid, overlapping
@@ -61,8 +61,10 @@ class ShardedSlice:
             state does; else the saves until then fail (`coverage`). From then on equal boxes are written once,
             whatever it is.
 
+    A box that reaches beyond the shape is refused by whoever saves or loads it, by its name: `ShardOutOfRangeError`.
+
     Raises:
-        UnsupportedLeafError: The box does not lie in the shape.
+        UnsupportedLeafError: No box of any tensor: other numbers of dimensions, a negative offset, no tensor.
     """
 
     __slots__ = ("global_shape", "offsets", "replica_id", "tensor")
@@ -76,7 +78,7 @@ class ShardedSlice:
             raise refused("ShardedSlice", f"its tensor is a {type(tensor).__name__}")
         if type(replica_id) is not int or replica_id < 0:
             raise refused("ShardedSlice", f"its replica_id is {replica_id!r}, expected an integer from 0 on")
-        check_box("ShardedSlice", self.global_shape, self.offsets, tuple(tensor.shape))
+        check_form("ShardedSlice", self.global_shape, self.offsets, tuple(tensor.shape))
 
     def __repr__(self) -> str:
         return f"ShardedSlice({list(self.tensor.shape)} at {list(self.offsets)} of {list(self.global_shape)})"
@@ -90,8 +92,10 @@ class FlatShard:
         global_shape: Of the whole tensor, in elements.
         start: Which element of the whole the range begins at.
 
+    A range that reaches beyond the shape is refused by whoever saves or loads it, by its name: `ShardOutOfRangeError`.
+
     Raises:
-        UnsupportedLeafError: The range does not lie in the shape, or the tensor has not one dimension.
+        UnsupportedLeafError: No range of any tensor: a negative start, or the tensor has not one dimension.
     """
 
     __slots__ = ("global_shape", "start", "tensor")
@@ -101,27 +105,35 @@ class FlatShard:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
             raise refused("FlatShard", "expected a tensor of one dimension")
         check_shape("FlatShard", self.global_shape)
-        n_elements = math.prod(self.global_shape)
-        if type(start) is not int or not 0 <= start <= n_elements - tensor.numel():
-            raise refused(
-                "FlatShard",
-                f"elements [{start}, {start + tensor.numel() if type(start) is int else '?'}) of a tensor of shape "
-                f"{list(self.global_shape)}, which has {n_elements}",
-            )
+        if type(start) is not int or start < 0:
+            raise refused("FlatShard", f"its elements begin at {start!r}, expected an integer from 0 on")
 
     def __repr__(self) -> str:
         return f"FlatShard([{self.start}, {self.start + self.tensor.numel()}) of {list(self.global_shape)})"
 
 
 def of_slice(value: ShardedSlice) -> Sharded:
-    """Return what a `ShardedSlice` describes."""
+    """Return what a `ShardedSlice` describes.
+
+    Raises:
+        ShardOutOfRangeError: Its box does not lie in its shape.
+    """
     check_box("ShardedSlice", value.global_shape, value.offsets, tuple(value.tensor.shape))
     shard = LocalShard(value.tensor, value.offsets)
     return Sharded(value.tensor.dtype, value.global_shape, (shard,), None, "ShardedSlice", value.replica_id == 0)
 
 
 def of_flat(value: FlatShard) -> Sharded:
-    """Return what a `FlatShard` describes: boxes that are views of its tensor."""
+    """Return what a `FlatShard` describes: boxes that are views of its tensor.
+
+    Raises:
+        ShardOutOfRangeError: Its range does not lie in its shape.
+    """
+    stop, n_elements = value.start + value.tensor.numel(), math.prod(value.global_shape)
+    if stop > n_elements:
+        one, whole = f"elements [{value.start}, {stop})", f"elements [0, {n_elements})"
+        shape = f"{whole} of shape {list(value.global_shape)}; correct start or global shape"
+        raise _out_of_range("FlatShard", f"{one} do not lie in the tensor's, {shape}", [one, whole])
     boxes = boxes_of_range(value.global_shape, value.start, value.tensor.numel())
     shards = tuple(
         LocalShard(value.tensor.narrow(0, at, math.prod(sizes)).view(sizes), offsets) for (offsets, sizes), at in boxes
@@ -133,7 +145,8 @@ def of_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[Sequen
     """Return what is described by (tensor, offsets), or (tensor, offsets, sizes) where the tensor is padded.
 
     Raises:
-        UnsupportedLeafError: A box lies outside, a tensor is smaller than its box, or dtypes differ.
+        ShardOutOfRangeError: A box lies outside.
+        UnsupportedLeafError: A tensor is smaller than its box, or dtypes differ.
         OverlappingShardsError: Two boxes share elements.
     """
     shape = tuple(global_shape)
@@ -201,21 +214,45 @@ def check_shape(type_name: str, global_shape: tuple[int, ...]) -> None:
         raise refused(type_name, f"its global shape is {global_shape!r}")
 
 
+def check_form(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Check that offsets and sizes may be a box of a tensor of such a shape, wherever it ends.
+
+    Raises:
+        UnsupportedLeafError: They may not.
+    """
+    check_shape(type_name, global_shape)
+    is_one = len(offsets) == len(sizes) == len(global_shape) and all(type(o) is int and o >= 0 for o in offsets)
+    if not is_one:
+        text = f"the box with offsets {list(offsets)} and sizes {list(sizes)} does not lie in {list(global_shape)}"
+        raise refused(type_name, text)
+
+
 def check_box(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     """Check that a box lies in a shape.
 
     Raises:
-        UnsupportedLeafError: It does not.
+        ShardOutOfRangeError: It does not.
+        UnsupportedLeafError: As `check_form`.
     """
-    check_shape(type_name, global_shape)
-    fits = len(offsets) == len(sizes) == len(global_shape) and all(
-        type(o) is int and o >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, global_shape, strict=True)
-    )
-    if not fits:
-        text = f"the box with offsets {list(offsets)} and sizes {list(sizes)} does not lie in {list(global_shape)}"
-        raise refused(type_name, text)
+    check_form(type_name, global_shape, offsets, sizes)
+    if any(o + s > n for o, s, n in zip(offsets, sizes, global_shape, strict=True)):
+        box, whole = (list(offsets), list(sizes)), ([0] * len(global_shape), list(global_shape))
+        one, other = (f"offsets {o} and sizes {s}" for o, s in (box, whole))
+        text = f"the box with {one} does not lie in the tensor's, with {other}; correct offsets or global shape"
+        raise _out_of_range(type_name, text, [f"offsets {o} sizes {s}" for o, s in (box, whole)])
+
+
+def _out_of_range(type_name: str, why: str, boxes: list[str]) -> ShardOutOfRangeError:
+    text = f"a {type_name} cannot be stored: {why}"
+    return ShardOutOfRangeError(text, leaf="", type_name=type_name, boxes=boxes)
 
 
 def refused(type_name: str, why: str) -> UnsupportedLeafError:
     """Return the error for a shard that cannot be; whoever knows its name adds it."""
     return UnsupportedLeafError(f"a {type_name} cannot be stored: {why}", leaf="", type_name=type_name)
+
+
+def refused_by_name(error: UnsupportedLeafError, fqn: str, text: str) -> UnsupportedLeafError:
+    """Return an error that was raised where the FQN was not known, with it, and with `text` for its message."""
+    facts = {**error.facts(), "leaf": fqn, "fqn": fqn}
+    return type(error)(text, **{name: fact for name, fact in facts.items() if name in error.fields})

@@ -1,0 +1,213 @@
+"""SIGKILL, an error, a long wait at the named instants of saves and loads of several ranks, and of several workers.
+
+Promises P3, P9, P13 and P14: all ranks or none; every rank hears of the end, and none waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from real_worker import DEADLINE_S, wait_until
+from worker_here import Here
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer, PerRank, RankInfo, SyncCheckpointer
+from asyncckpt.errors import AsyncCkptError
+from asyncckpt.failpoints import observed
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import verify_checkpoint
+from tests.failing_process import ACTIONS, At
+from tests.failpoint_groups import RANKS, WORKERS, cases
+from tests.saving import ENVIRONMENT, ROOT
+
+pytestmark = pytest.mark.fault
+
+LENGTH = 700_000
+PATIENT_S, SHORT_S = 60.0, 10.0
+"""Timeouts of saves that are to work, and of those that have to end by them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_server() -> None:
+    rank_processes.start_server()
+
+
+def state_of(rank: int, n: int) -> dict[str, Any]:
+    return {"w": torch.full((LENGTH,), float(n)), "own": PerRank(torch.full((5,), float(rank + n))), "n": n}
+
+
+def is_state(found: Any, rank: int, n: int) -> bool:
+    wanted = state_of(rank, n)
+    is_own = "own" not in found or torch.equal(found["own"], wanted["own"].value)
+    return bool(torch.equal(found["w"], wanted["w"]) and is_own and found["n"] == n)
+
+
+def is_listed(path: pathlib.Path) -> bool:
+    """Whether there is a checkpoint; then it is whole."""
+    if not (path / "manifest.json").exists():
+        return False
+    assert verify_checkpoint(str(path), Files()).faults == []
+    return is_state(asyncckpt.load(path, keys=["w", "n"], source="disk"), 0, 1)
+
+
+def error_of(error: BaseException | None) -> str:
+    assert error is None or isinstance(error, (AsyncCkptError, OSError)), error
+    return "" if error is None else repr(error)
+
+
+def saves_first(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
+    with AsyncCheckpointer(endpoint=endpoint, plan_timeout_s=timeout_s, commit_timeout_s=timeout_s) as checkpointer:
+        for n in (1, 2):
+            yield error_of(checkpointer.save(state_of(rank, n), f"{root}/{n}").written.exception(DEADLINE_S))
+        assert is_state(checkpointer.load(f"{root}/2"), rank, 2)
+
+
+def saves_without_a_worker(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
+    with SyncCheckpointer(plan_timeout_s=timeout_s, commit_timeout_s=timeout_s) as checkpointer:
+        for n in (1, 2):
+            try:
+                checkpointer.save(state_of(rank, n), f"{root}/{n}")
+            except (AsyncCkptError, OSError) as error:
+                yield error_of(error)
+            else:
+                yield ""
+        assert is_state(checkpointer.load(f"{root}/2"), rank, 2)
+
+
+def loads_together(rank: int, root: str, endpoint: str, timeout_s: float) -> Iterator[str]:
+    for _ in (1, 2):
+        try:
+            found = asyncckpt.load(f"{root}/0", keys=["w", "n"], redundant_reads="broadcast")
+        except (AsyncCkptError, OSError) as error:
+            yield error_of(error)
+        else:
+            assert is_state(found, rank, 0)
+            yield ""
+
+
+WAYS = {
+    "first save": saves_first,
+    "save without a worker": saves_without_a_worker,
+    "load that is shared": loads_together,
+}
+
+
+def is_waited_for(way: str, action: str) -> bool:
+    """Whether the others learn of it by a timeout only."""
+    return action == "kill" and way != "load that is shared"
+
+
+def takes_part(rank: int, way: str, point: str, action: str, root: str, endpoint: str) -> list[str]:
+    """Do something twice; the last rank meets `action` the first time. Returns how both ended, "" if well."""
+    ended = WAYS[way](rank, root, endpoint, SHORT_S if action == "kill" else PATIENT_S)
+    observer = At(point, ACTIONS[action])
+    torch.distributed.barrier()  # from here on nobody comes late
+    with observed(observer) if rank == 1 else contextlib.nullcontext():
+        found = [next(ended)]
+    if action == "kill":
+        return found
+    assert rank == 0 or observer.met
+    return found + list(ended)
+
+
+@pytest.mark.parametrize(
+    ("way", "point", "action"),
+    [
+        pytest.param(way, point, action, marks=pytest.mark.soak if is_waited_for(way, action) else ())
+        for way, point in cases(RANKS)
+        for action in ("kill", "raise", "sleep")
+    ],
+)
+def test_what_meets_one_rank_ends_on_all_and_the_next_one_works(
+    endpoint: str, tmp_path: pathlib.Path, way: str, point: str, action: str
+) -> None:
+    with SyncCheckpointer(rank_info=RankInfo(0, 1)) as checkpointer:
+        checkpointer.save({"w": torch.zeros(LENGTH), "n": 0}, tmp_path / "0")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(Here(endpoint)))
+        arguments = (way, point, action, str(tmp_path), endpoint)
+        ranks = stack.enter_context(rank_processes.running(2, takes_part, *arguments))
+        if action == "kill":
+            (first,) = ranks.receive(0)
+            ranks.processes[1].join(DEADLINE_S)
+            assert ranks.processes[1].exitcode == -signal.SIGKILL and first
+        else:
+            results = ranks.results()
+            assert all(bool(first) == (action == "raise") for first, _ in results), results
+            assert [second for _, second in results] == ["", ""], results
+    assert is_listed(tmp_path / "1") == (action == "sleep" and way != "load that is shared")
+
+
+# ---- several workers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def places() -> Iterator[tuple[str, str]]:
+    """Endpoints of two workers, each as if it were a node's."""
+    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
+    yield f"ipc://{directory}/a.sock", f"ipc://{directory}/b.sock"
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def saves_at(rank: int, places: tuple[str, str], root: str, timeout_s: float, *numbers: int) -> list[str]:
+    fields: dict[str, Any] = {"commit_timeout_s": timeout_s, "on_worker_loss": "fail", "plan_timeout_s": PATIENT_S}
+    with AsyncCheckpointer(endpoint=places[rank], **fields) as checkpointer:
+        handles = []
+        for n in numbers:
+            handles.append(checkpointer.save(state_of(rank, n), f"{root}/{n}"))
+            handles[-1].written.exception(DEADLINE_S)
+        return [error_of(handle.written.exception(0)) for handle in handles]
+
+
+@pytest.mark.parametrize("action", ["raise", "sleep"])
+@pytest.mark.parametrize("point", WORKERS["two nodes"])
+def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
+    places: tuple[str, str], tmp_path: pathlib.Path, point: str, action: str
+) -> None:
+    observer = At(point, ACTIONS[action])
+    with contextlib.closing(Here(places[0])), contextlib.closing(Here(places[1])), observed(observer):
+        results = rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2)
+    assert observer.met
+    is_lost = action == "raise" and point == "commit: others seen"  # else it is said again until it is heard
+    assert [bool(first) for first, _ in results] == [is_lost] * 2, results
+    assert [second for _, second in results] == ["", ""]
+    assert is_listed(tmp_path / "1") == (not is_lost)
+
+
+@pytest.mark.parametrize(
+    ("point", "which"),
+    [
+        ("peers: heard", 1),
+        ("peers: sending", 1),
+        pytest.param("commit: others seen", 0, marks=pytest.mark.soak),
+        pytest.param("peers: heard", 0, marks=pytest.mark.soak),
+        pytest.param("peers: sending", 0, marks=pytest.mark.soak),
+    ],
+)
+def test_a_worker_that_is_killed_among_several_lists_nothing_in_part(
+    places: tuple[str, str], tmp_path: pathlib.Path, point: str, which: int
+) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(Here(places[1 - which])))
+        command = [sys.executable, "-m", "tests.failing_process", "worker", places[which], "kill", "1", point]
+        process = stack.enter_context(subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL))
+        wait_until(lambda: os.path.exists(places[which].removeprefix("ipc://")), "it listens")
+        results = rank_processes.run(2, saves_at, places, str(tmp_path), SHORT_S, 1)
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+        assert all(first for (first,) in results), results
+        assert not is_listed(tmp_path / "1")
+        stack.enter_context(contextlib.closing(Here(places[which])))
+        assert rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1) == [[""], [""]]
+    assert is_listed(tmp_path / "1")
