@@ -215,6 +215,7 @@ class WorkerProcess(Submitting):
         self._takeover.hand_over(session)
         failed, self._failed = self._failed, deque(maxlen=MAX_FAILED)
         if not self.run.alone and self._last_instance not in ("", session.worker.instance):
+            self._withdrawals.again()
             self._withdrawals.lost(list(failed))
         self._last_instance = session.worker.instance
 

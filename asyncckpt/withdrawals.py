@@ -1,4 +1,7 @@
-"""Tells the worker which saves this rank will not stage, until it has heard: other ranks wait for each of them."""
+"""Tells the worker which saves this rank will not stage, until it has heard: other ranks wait for each of them.
+
+A worker that follows a dead one is told of the latest again.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,9 @@ class Withdrawals:
         self._send, self._alone = send, alone
         self._lock = threading.RLock()  # a signal handler may save in the middle of a save
         self._open: OrderedDict[str, tuple[str, bool]] = OrderedDict()
+        self._told: OrderedDict[str, tuple[str, bool]] = OrderedDict()
+        """Those that a worker has answered, the latest: it may die before the other ranks hear of them."""
+
         self._without_run: list[tuple[int, str]] = []
 
     def add(self, save: str, reason: str, *, skipped: bool = False) -> None:
@@ -52,6 +58,13 @@ class Withdrawals:
         for save, (reason, skipped) in still:
             self._tell(save, reason, skipped)
 
+    def again(self) -> None:
+        """There is another worker: what the one before has answered may have died with it."""
+        with self._lock:
+            told, self._told = self._told, OrderedDict()
+        for save, (reason, skipped) in told.items():
+            self.add(save, reason, skipped=skipped)
+
     def before_the_run(self, sequence: int, reason: str) -> None:
         """A save was declined before this rank knew its run."""
         with self._lock:
@@ -75,4 +88,8 @@ class Withdrawals:
     def _answered(self, save: str, done: Future[messages.Message]) -> None:
         if not isinstance(done.exception(), WorkerUnavailableError):
             with self._lock:
-                self._open.pop(save, None)
+                told = self._open.pop(save, None)
+                if told is not None:
+                    self._told[save] = told
+                while len(self._told) > MAX_OPEN:
+                    self._told.popitem(last=False)

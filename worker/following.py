@@ -64,10 +64,10 @@ class FollowBook:
         """Connect, unless that is done, and answer once the leader has spoken."""
         run = self._runs.join(session, m.run)
         if run is None:
-            world_size = self._t.runs[m.run].world_size
-            error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
-            return self._lending.refuse(session.peer, m.id, error)
+            error = other_world(m.run, self._t.runs[m.run].world_size, session.rank, session.world_size)
+            return self._lending.refuse(session.peer, m.id, from_wire(error))
         refusal = self._refusal(m)
+        run.estranged = refusal is not None
         if refusal is not None:
             return self._lending.refuse(session.peer, m.id, refusal)
         connect = Connect(
@@ -122,8 +122,8 @@ class FollowBook:
         if known is not None:
             for peer, id in known.follows:
                 self._lending.refuse(peer, id, from_wire(event.error))
-            known.follows.clear()
             self._drop(known)
+            known.run.estranged = True
 
     def received(self, event: Relayed) -> None:
         """Take a message of the leader's."""

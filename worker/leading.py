@@ -87,6 +87,7 @@ class LeadBook:
             return self._lending.refuse(session.peer, m.id, leads_not(m.run))
         if not self._make_room(m.run):
             return self._lending.refuse(session.peer, m.id, busy())
+        run.inherited = run.inherited or (bool(m.server_secret) and m.run not in self._admitted)
         self._admitted[m.run] = m.client_public
         if self._listener.address:
             return self._answer(session.peer, m.id)

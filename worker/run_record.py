@@ -52,6 +52,12 @@ class Run:
     followed: bool = False
     """Another worker leads it."""
 
+    inherited: bool = False
+    """Another worker may have led it before this one, which leads it."""
+
+    estranged: bool = False
+    """Another worker leads it, and cannot be followed from here."""
+
     leader: str = ""
     """Followed: the leader's instance, once it has spoken."""
 

@@ -29,7 +29,7 @@ from asyncckpt_worker.actions import Commit
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.comparing import compare
 from asyncckpt_worker.deadlines import deadline
-from asyncckpt_worker.doubt import late_refusal
+from asyncckpt_worker.doubt import estranged, late_refusal, look_first
 from asyncckpt_worker.entries import prepare_of, steps_to_durable
 from asyncckpt_worker.events import Broken, Prepared, Published, Removed, Wire, Written
 from asyncckpt_worker.keeping import speaks_against
@@ -63,7 +63,7 @@ class SaveBook:
         save.looked = save.looked or (entry.resumed and event.error is None and not event.committed)
         refusal = late_refusal(self._t, self._runs, save, entry) if entry.resumed else None
         if event.error is not None:
-            self.end(save, FAILED, event.error)
+            self.end(save, *(save.objection or (FAILED, event.error)))
         elif event.committed and not save.committing:
             self.was_committed(save, {})
         elif save.objection is not None and not save.given_up:
@@ -193,8 +193,8 @@ class SaveBook:
         """End a save on all of its ranks, without a commit; one that another worker leads is given up."""
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
         if not self._t.is_followed(save.save_id):
-            if not save.doubtful:
-                return self.end_here(save, outcome, error)
+            if not look_first(self._t, save):
+                return self.end_here(save, *estranged(self._t, save, outcome, error))
             # IMPORTANT: it may be committed. The look that is under way says so, or ends it by this.
             save.objection = save.objection or (outcome, error)
             return None
@@ -271,7 +271,7 @@ class SaveBook:
         # IMPORTANT: every rank of the world, each durable: a manifest that names one that is not would list a torn
         # checkpoint.
         entries = [save.ranks[r] for r in sorted(save.ranks)]
-        if self._t.is_followed(save.save_id):
+        if self._t.is_followed(save.save_id) or save.objection is not None:
             return False
         if len(entries) != save.world_size or any(e.phase != DURABLE for e in entries):
             return False

@@ -16,6 +16,7 @@ def give_up(saves: SaveBook, save: Save, why: str) -> None:
     ranks = save.ranks.values()
     resumed = any(e.resumed for e in ranks)
     unknown = all(e.phase == DURABLE or e.resumed for e in ranks) and (resumed or not save.given_up)
-    if not unknown or any(e.needs_consent for e in ranks):  # should it come back, it must not wait
+    # Should it come back, it must not wait for what is never told, or never consented.
+    if not unknown or any(e.phase != DURABLE or e.needs_consent for e in ranks):
         saves.end(save, FAILED, leader_lost(save, why, unknown=False))
     saves.end_here(save, UNKNOWN if unknown else FAILED, leader_lost(save, why, unknown=unknown))

@@ -60,6 +60,28 @@ def test_what_was_answered_is_not_said_again(answer: messages.Message | Exceptio
     assert worker.saves == [SAVE]
 
 
+def test_what_a_dead_worker_had_answered_is_said_to_the_next_one() -> None:
+    worker = Worker()
+    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals.add(SAVE, "no slot", skipped=True)
+    for times in (2, 3):
+        worker.answers[-1].set_result(messages.Ok(id=1))
+        withdrawals.again()
+        assert worker.told == times * worker.told[:1]
+    withdrawals.again()
+    assert len(worker.told) == 3, "it is under way"
+
+
+def test_of_what_was_answered_the_latest_is_said_again() -> None:
+    worker = Worker()
+    withdrawals = Withdrawals(worker.send, alone=False)
+    for n in range(2 * MAX_OPEN):
+        withdrawals.add(f"000001-{n:08d}-0123456789ab", "x")
+        worker.answers[-1].set_result(messages.Ok(id=1))
+    withdrawals.again()
+    assert worker.saves[2 * MAX_OPEN :] == worker.saves[MAX_OPEN : 2 * MAX_OPEN]
+
+
 def test_a_session_that_was_lost_before_the_answer_is_no_answer() -> None:
     worker = Worker()
     withdrawals = Withdrawals(worker.send, alone=False)

@@ -10,10 +10,11 @@ from test_worker_links import ADDRESS, FOLLOW, LEAD, Pair, Worker
 from worker_bench import COMMIT_TIMEOUT_S, ERROR, FIRST, PATH, RUN, SECOND
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.relay import Unlinked
+from asyncckpt.protocol.relay import Begun, Joined, Unlinked
 from asyncckpt_worker import actions as ac
 from asyncckpt_worker import events as ev
-from asyncckpt_worker.streams import BEAT_S
+from asyncckpt_worker.progress import packed
+from asyncckpt_worker.streams import BEAT_S, Stream
 
 SEALED = {"rank": 1, "world_size": 2}
 
@@ -390,3 +391,99 @@ def seals_with_news(pair: Pair, worker: Worker) -> None:
     worker.submit(1)
     worker.read(1, rank=worker.rank, world_size=2, contribution=b"news")
     pair.pump()
+
+
+# ---- what another worker may know
+
+
+def late_begun(pair: Pair, leader: Worker) -> None:
+    """Let another leader take the first pieces of a stream with the dead one, which come late."""
+    stream = Stream("5" * 16, "b" * 16, opened=1)
+    joined = Joined(rank=1, world_size=2, attempt=1, opened=1)
+    about = {"step": 7, "path": PATH, "nbytes": 1, "umask": 0, "overwrite": False, "commit_timeout_s": COMMIT_TIMEOUT_S}
+    begun = Begun(save_id=FIRST, rank=1, resumed=False, **about)
+    for record in (joined, begun):
+        stream.post(packed(record))
+    for piece in stream.due(leader.now):
+        leader.feed(ev.Relayed, run=RUN, route=b"late", message=piece)
+
+
+def test_a_save_that_another_leader_knows_by_late_pieces_only_is_looked_for_before_it_ends(pair: Pair) -> None:
+    leader = Next(0, "d" * 16, pair.leader.now)
+    late_begun(pair, leader)
+    assert not leader.brain.tables.saves[FIRST].ranks[1].resumed
+    leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
+    assert leader.brain.tables.saves[FIRST].outcome is None and leader.of(ac.Prepare)[-1].resumed
+    leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
+    assert leader.brain.tables.saves[FIRST].outcome == "committed" and not leader.of(ac.Remove)
+
+
+@pytest.mark.parametrize("error", [None, ERROR])
+def test_a_save_that_was_looked_for_in_vain_ends_by_what_was_kept(pair: Pair, error: Any) -> None:
+    leader = Next(0, "d" * 16, pair.leader.now)
+    late_begun(pair, leader)
+    leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
+    leader.feed(ev.Prepared, key=(FIRST, 1), error=error)
+    assert leader.brain.tables.saves[FIRST].outcome is not None
+
+
+def test_a_save_that_is_looked_for_before_it_ends_is_not_committed_meanwhile(pair: Pair) -> None:
+    leader = Next(0, "d" * 16, pair.leader.now)
+    late_begun(pair, leader)
+    save = leader.brain.tables.saves[FIRST]
+    leader.brain._saves.end(save, "failed", ERROR)
+    assert save.objection is not None and not leader.brain._saves.commit_when_complete(save)
+
+
+def test_the_first_leader_of_a_run_ends_a_save_without_a_look(pair: Pair) -> None:
+    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
+    pair.pump()
+    assert [end_of(pair, rank)["error"]["text"] for rank in (0, 1)] == [ERROR["text"]] * 2
+
+
+def test_a_leader_that_comes_back_does_not_wait_for_a_rank_that_has_ended_as_unknown(pair: Pair) -> None:
+    pair.follower = Next(1, "c" * 16, 0.0)
+    pair.follower.adopts()
+    pair.pump()
+    pair.follower.now = 1.1 * COMMIT_TIMEOUT_S
+    pair.follower.feed(ev.Tick)  # the leader was silent, but for what is on its way
+    assert pair.follower.pushed()[-1]["phase"] == "unknown"
+    leader_writes(pair)
+    for _ in range(11):
+        pair.pump(0.1 * COMMIT_TIMEOUT_S)
+    assert pair.leader.brain.tables.saves[FIRST].outcome == "failed"
+
+
+def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken() -> None:
+    pair = Pair()
+    pair.link()
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
+    pair.pump()
+    pair.follower = Next(1, "c" * 16, 0.0)
+    slot = pair.follower.adopts(hook_timeout_s=1000.0)
+    pair.follower.feed(ev.Died, session=f"{1:016x}")
+    pair.follower.feed(ev.SlotRead, slot=1, reason="OPEN")
+    pair.follower.read(slot, **SEALED, hook_timeout_s=1000.0)
+    assert pair.follower.brain.tables.runs[RUN].gone
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    pair.pump()
+    assert leader_writes(pair)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_worker_that_cannot_follow_does_not_end_as_failed_what_its_leader_may_commit(refused: bool) -> None:
+    worker = Worker(1, "c" * 16)
+    worker.brain.tables.runs.clear()
+    if refused:
+        worker.say(m.Follow, **{**FOLLOW, "attempt": 2})
+        worker.feed(ev.Unconnected, run=RUN, error=ERROR)
+    Next.adopts(worker)  # type: ignore[arg-type]
+    worker.feed(ev.Prepared, key=(FIRST, 1))
+    worker.feed(ev.Written, key=(FIRST, 1), result=result_of(FIRST, 1))
+    worker.now += 1.1 * COMMIT_TIMEOUT_S
+    worker.feed(ev.Tick)
+    assert worker.phase(rank=1) == ("unknown" if refused else "failed")
+    assert bool(worker.of(ac.Remove)) != refused
