@@ -58,7 +58,7 @@ POINTS: Mapping[str, str] = {
     "ring: taking over": "a dead worker has written some of a ring, its files are about to be gone on with",
     "ring: clearing the way": "what of them is written anew is about to be removed, one file each time",
     "ring: file looked at": "one more of them can be what the dead one had begun, nothing is written to it",
-    "ring: reading back": "all is written and flushed, a file is about to be read back as far as the dead one went",
+    "ring: reading back": "all is written and flushed, nothing of what the dead one had written was read back",
     "ring: kept file flushed": "a file that the dead one had written to its end is flushed, and not read",
     "ring: read back": "one more file holds what the dead one had said",
     "ring: segments freed": "the trainer may fill segments again that are written",

@@ -85,10 +85,10 @@ class _Successor(RingWriter):
         facts = (self.job.rank, sum(self._written), len(self._written))
         _logger.info(text, *facts, extra={"save_id": str(self.job.save_id)})
         super()._write_shards(pool)
+        reach("ring: reading back")
         # IMPORTANT: after the flush of each file. What can be read then is there, whatever the dead one was told; and
         # after each was cut, which waits for writes that are still under way.
         for shard, end in self._doubtful.items():
-            reach("ring: reading back")
             reading = ReadingBack(shard.path, shard.nbytes, bytes(shard.digests), self.files, self.check)
             try:
                 reading.run(end, pool, self._threads, flush=self.job.fsync and shard in self._whole)
