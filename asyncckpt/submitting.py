@@ -73,9 +73,11 @@ class Submitting(CheckpointProcess):
         lives = session is not None and session.error is None
         if session is not None and lives and session.name == slot.session and not slot.orphaned:
             return session
-        given_up = self._losses.get(slot.session) is False or (lives and self._connection.settled)
+        handed_on = self._losses.get(slot.session)
+        # One that joined the pool after its lender's slots had been handed on is handed on now.
+        given_up = handed_on is False or (lives and self._connection.settled and not handed_on)
         if slot.orphaned or given_up or session is None:
-            slot.orphaned = True  # it may have been lent by a session that was lost before the pool knew of it
+            slot.orphaned = True
             raise (session.error if session is not None else None) or WorkerUnavailableError(
                 f"the worker at {self.endpoint} was lost while the state was being staged", endpoint=self.endpoint
             )

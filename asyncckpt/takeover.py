@@ -162,13 +162,16 @@ class Takeover:
                 if not wanted:
                     self._thread, after = None, self._after
                     break
+            session: Session | None = None
             try:
                 reach("trainer: seeking a worker")
-                connection.connect()
+                session = connection.connect()
+                self.hand_over(session)  # also what has joined the pool since that session got the others
             except CheckpointerClosedError:
                 continue
             except Exception as error:
-                self._nobody(connection, error)
+                if session is None or session.error is None:  # else its loss, of which somebody is told, sees to that
+                    self._nobody(connection, error)
         if after is not None:
             after()
 

@@ -49,7 +49,9 @@ def train(order: dict[str, Any]) -> None:
 
     def written(step: int, found: Any) -> None:
         error = found.exception()
-        say("W", step) if error is None else say("F", step, type(error).__name__, getattr(error, "code", ""))
+        say("W", step) if error is None else say(
+            "F", step, repr(error).replace("\n", " "), getattr(error, "detail", "")
+        )
 
     waits = {"commit_timeout_s": DEADLINE_S, "worker_start_timeout_s": DEADLINE_S}
     steps = range(order["first"], order["first"] + order["saves"])

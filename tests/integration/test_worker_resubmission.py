@@ -24,6 +24,7 @@ import asyncckpt
 from asyncckpt import AsyncCheckpointer, launcher
 from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
+from asyncckpt.slot_lender import SlotLender
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.takeover import MAX_HANDOVERS
 
@@ -358,3 +359,25 @@ def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_nex
             second = checkpointer.save(STATE, tmp_path / "2")
         for handle in (first, second):
             handle.written.result(DEADLINE_S)
+
+
+def test_a_slot_that_joins_the_pool_after_the_takeover_goes_to_the_next_worker_as_well(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with own_worker(keep_in_memory="latest") as checkpointer:  # so another worker is found at once, for the first slot
+        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+        connection = checkpointer._process._connection  # type: ignore[attr-defined]
+        lent = SlotLender._allocate
+
+        def lent_late(lender: SlotLender, session: Any, nbytes: int, within_s: float | None) -> Any:
+            monkeypatch.setattr(SlotLender, "_allocate", lent)
+            slot = lent(lender, session, nbytes, within_s)
+            worker_of(checkpointer).kill()
+            wait_until(lambda: connection.session is not session and connection.settled, "another worker has the rest")
+            return slot
+
+        monkeypatch.setattr(SlotLender, "_allocate", lent_late)
+        checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
+        assert SlotLender._allocate is lent
+        states.assert_same(asyncckpt.load(tmp_path / "1"), STATE)
+        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)

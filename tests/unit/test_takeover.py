@@ -281,7 +281,12 @@ def test_saves_that_another_thread_has_handed_over_meanwhile_are_not_given_up(pa
 def test_what_comes_afterwards_waits_for_what_is_under_way(parts: Parts) -> None:
     go_on, called = threading.Event(), threading.Event()
     connection: Any = FakeConnection()
-    connection.connect = lambda: go_on.wait(60)
+
+    def connect() -> Any:
+        go_on.wait(60)
+        return SimpleNamespace(name=parts.slot.session, error=None)
+
+    connection.connect = connect
     assert not parts.takeover.afterwards(called.set)
     parts.takeover.begin(connection)
     assert parts.takeover.afterwards(called.set)
