@@ -97,7 +97,8 @@ test-fault: .venv/.dev
 		tests/unit/test_worker_early_simulation.py tests/unit/test_worker_ring_simulation.py \
 		tests/unit/test_worker_kept_simulation.py tests/unit/test_workers_simulation.py tests/unit/test_layout_dcp.py \
 		tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py \
-		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py
+		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py \
+		tests/integration/test_ring_takeover.py tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py
 
 test-nodes: .venv/.dev
 	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
