@@ -65,6 +65,9 @@ class Early(Snapshot):
     def freed(self, count: int) -> None:
         """They are needed no more."""
 
+    def wrote(self, number: int, digests: bytes) -> None:
+        """Their checksums are left to whoever goes on after this one's death."""
+
     def write(
         self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
     ) -> RankResult:

@@ -234,7 +234,8 @@ def use_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def bits(tensor: torch.Tensor) -> bytes:
     """Return the elements' bytes in row-major order."""
     with torch.no_grad():
-        plain = tensor.detach().contiguous()
+        found = tensor.detach()
+        plain = (found.view(torch.uint8) if found.element_size() == 1 else found).contiguous()  # torch copies no float4
     return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()) if plain.numel() else b""
 
 

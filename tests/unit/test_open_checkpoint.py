@@ -49,6 +49,12 @@ class CountingFiles(RecordingFiles):
                 self.shards.append((name, offset, count))
         return count
 
+    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
+        count = super().gather(fd, target, offset, nbytes, every, times, apart)
+        with self.lock:
+            self.shards += [(self.paths[fd], offset + n * every, nbytes) for n in range(count)]
+        return count
+
     @property
     def nbytes(self) -> int:
         """Bytes of shards that were read."""
