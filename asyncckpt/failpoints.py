@@ -3,7 +3,7 @@
 Each step of those ends in a call `reach("its point")`, so that a point is the instant between two steps: after the one
 and before the next. Nothing happens there, unless code of this very process has called `observed`: no variable, file
 or message can switch it on, and a test sees to it that only tests do. Off, a point costs a call and a comparison
-(40 ns; a save of one rank reaches some 25, and one more for each extent, or of a ring for each segment three).
+(21 ns; a save of one rank reaches some 25, and one more for each extent, or of a ring for each segment three).
 
 A new step gets a line in `POINTS` and a call of `reach` where an OSError may be raised; then
 tests/fault/test_failpoints.py kills, fails and holds it too, once a scenario there comes by. What only some saves and
