@@ -19,6 +19,16 @@ MAX_LINES = 300
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "core"}
 EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
+DISTRIBUTED = {
+    *("asyncckpt.process_group", "asyncckpt.circles"),  # the door of saves and loads
+    *("asyncckpt.dcp.broadcasting", "asyncckpt.dcp.courier"),  # over the group that a user of `dcp.load` names
+    "asyncckpt.integrations.told_to_stop",  # agrees as the framework's own ranks do
+}
+"""The modules that may ask torch.distributed itself."""
+
+PLUGS = {"dcp", "integrations"}
+"""Rooms that may import torch.distributed.checkpoint: they plug into it."""
+
 PICKLES = "asyncckpt.planning.pickles"
 """The one module that may, for users who say allow_pickle=True."""
 
@@ -218,6 +228,23 @@ def test_only_who_is_told_by_the_user_reaches_the_pickles() -> None:
         "asyncckpt.planning.leaves",
         "asyncckpt.staging.host_stager",
     }
+
+
+def _reaches(source: str, package: str) -> bool:
+    """Whether `package` is named in code by a chain of attributes, such as `torch.distributed.barrier()`."""
+    return any(isinstance(n, ast.Attribute) and ast.unparse(n) == package for n in ast.walk(ast.parse(source)))
+
+
+def test_torch_distributed_is_asked_by_few_modules() -> None:
+    whole = [i for i in imports() if (i.name + ".").startswith("torch.distributed.")]
+    whole = [i for i in whole if i.importer.partition(".")[0] == "asyncckpt" and room(i.importer) != "examples"]
+    plugging = [i for i in whole if (i.name + ".").startswith("torch.distributed.checkpoint.")]
+    assert {i.importer for i in whole if i not in plugging} == DISTRIBUTED
+    wrong = [i for i in plugging if room(i.importer) not in PLUGS]
+    assert not wrong, _listed(wrong)
+    sources = {name: path.read_text() for name, path in modules().items() if room(name) != "examples"}
+    assert not [name for name, source in sources.items() if _reaches(source, "torch.distributed")]
+    assert _reaches("torch.distributed.barrier()", "torch.distributed")
 
 
 @pytest.mark.parametrize("name", modules())
