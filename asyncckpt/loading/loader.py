@@ -54,7 +54,8 @@ def load(
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
         verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
-            checksum.
+            checksum. What is read is at most 1.1 times what is needed, counted in whole pages of 4 KiB: of rows that
+            are shorter than a page, the pages that they lie in.
         source: "auto" takes what this node's worker still holds of this very checkpoint from its memory, and the rest
             from disk; where nothing was committed yet, or could not be, the newest snapshot that all ranks have staged
             there. "memory": from memory only; the newest such snapshot, committed or not. "disk": asks no worker.

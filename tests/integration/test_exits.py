@@ -14,20 +14,14 @@ import sys
 import textwrap
 
 import torch
-from real_worker import RealWorker, wait_until
+from exit_times import EXIT_S, TRIES, interpreter_s
+from real_worker import RealWorker, running, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt.protocol import lifecycle
 
-EXIT_S = 5.0
 DEADLINE_S = 200.0
 """For a dozen interpreters that import torch's parts, and end, on a machine that others use too."""
-
-SLACK_S = 25.0
-"""For a dozen processes that end at the same time, and wait for a core with all else that runs. What they would wait
-for beyond the five seconds takes `NEVER_S`."""
-
-NEVER_S = 600
 
 STAGINGS = ("auto", "blocking", "overlap", "device")
 """With "device" the parameters lie on a simulated one."""
@@ -118,14 +112,13 @@ TRAINERS = """
 """
 
 
-def ends_of(
-    worker: RealWorker, root: pathlib.Path, cases: list[tuple[str, str]], number: int
-) -> list[tuple[float, int]]:
+def ends_of(worker: RealWorker, root: pathlib.Path, cases: list[tuple[str, str]], number: int) -> list[float]:
     """Let trainers end, after the worker has got a signal.
 
     Returns:
-        Of each: seconds until all that is ours had ended, the interpreter's own end not counted, and the exit code.
+        Of each: seconds until all that is ours had ended, the interpreter's own end not counted.
     """
+    root.mkdir()
     program = [sys.executable, "-c", textwrap.dedent(TRAINERS), worker.endpoint, str(root), json.dumps(cases)]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as trainers:
         try:
@@ -143,13 +136,21 @@ def ends_of(
             worker.signal(signal.SIGCONT)
     assert trainers.returncode == 0, err
     codes = json.loads(out)
-    took_s = [float((root / f"{n}.ended").read_text()) - float((root / f"{n}.left").read_text()) for n in names]
-    return [(took_s[n], codes[str(n)]) for n in names]
+    assert [codes[str(n)] for n in names] == [code_of(how) for _, how in cases]
+    return [float((root / f"{n}.ended").read_text()) - float((root / f"{n}.left").read_text()) for n in names]
 
 
 def code_of(how: str) -> int:
     """Return the exit code that a trainer of this kind must have: its own, whatever becomes of the save."""
     return {"within, raises": 1, "within, exits": 7}.get(how, 0)
+
+
+def late_ones(
+    worker: RealWorker, root: pathlib.Path, cases: list[tuple[str, str]], number: int
+) -> list[tuple[str, str]]:
+    """Return those of `cases` that took longer than promised: they get another try, alone, since others run here."""
+    own_s = interpreter_s()
+    return [case for case, s in zip(cases, ends_of(worker, root, cases, number), strict=True) if s > EXIT_S + own_s]
 
 
 HOWS = ("pending", "within, raises", "within, exits", "called back")
@@ -165,22 +166,27 @@ def test_no_exit_waits_longer_than_five_seconds_for_a_worker_that_is_frozen(
     worker: RealWorker, tmp_path: pathlib.Path
 ) -> None:
     cases = CASES + COPYING
-    for case, (took_s, code) in zip(cases, ends_of(worker, tmp_path, cases, signal.SIGSTOP), strict=True):
-        assert took_s < EXIT_S + SLACK_S, case
-        assert code == code_of(case[1]), case
+    late = late_ones(worker, tmp_path / "0", cases, signal.SIGSTOP)
+    for n in range(1, TRIES):
+        late = late and late_ones(worker, tmp_path / str(n), late, signal.SIGSTOP)
+    assert not late
     for number in range(len(CASES)):
-        path = tmp_path / str(number)
+        path = tmp_path / "0" / str(number)
         wait_until((path / "manifest.json").exists, f"what was staged is committed: {cases[number]}")
         model = asyncckpt.load(path)["model"]
         assert torch.equal(model["weight"], torch.full((100, 100), 1.0)), cases[number]
         assert torch.equal(model["bias"], torch.full((100,), 2.0)), cases[number]
     wait_until(lambda: not worker.status()["slots"], "all slots are freed")
     wait_until(lambda: {row["phase"] for row in worker.status()["saves"]} <= lifecycle.ENDED, "all saves have ended")
-    assert not [n for n in range(len(CASES), len(cases)) if (tmp_path / str(n) / "manifest.json").exists()]
+    assert not [n for n in range(len(CASES), len(cases)) if (tmp_path / "0" / str(n) / "manifest.json").exists()]
 
 
 def test_no_exit_waits_for_a_worker_that_is_gone(worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    for case, (took_s, code) in zip(CASES, ends_of(worker, tmp_path, CASES, signal.SIGKILL), strict=True):
-        assert took_s < EXIT_S + SLACK_S, case
-        assert code == code_of(case[1]), case
+    late = late_ones(worker, tmp_path / "0", CASES, signal.SIGKILL)
     assert not worker.alive
+    for n in range(1, TRIES):
+        if late:
+            stop_whoever_serves(worker.endpoint)  # a trainer may have started one
+            with running(worker.endpoint) as another:
+                late = late_ones(another, tmp_path / str(n), late, signal.SIGKILL)
+    assert not late

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from asyncckpt import CheckpointerConfig, ends
+
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "README.md").read_text()
 ROWS = {name: line for line in TEXT.splitlines() if (name := line.partition("|")[2].partition("|")[0].strip())}
@@ -31,6 +33,13 @@ def held_by(cell: str) -> str:
 def test_the_table_is_right(check: ModuleType) -> None:
     assert check.problems(TEXT) == []
     assert check.main() == 0
+
+
+def test_the_bounds_that_the_table_names_are_the_defaults() -> None:
+    assert CheckpointerConfig().worker_timeout_s == 10
+    assert "10 s if it hangs" in ROWS["P6"]
+    assert ends.EXIT_WAIT_S == 5
+    assert "an interpreter's exit longer than 5 s" in ROWS["P13"]
 
 
 def test_the_list_has_sixteen_promises(check: ModuleType) -> None:
