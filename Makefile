@@ -26,7 +26,7 @@ help:
 	@echo "make test-frameworks  training frameworks with our adapters, and what other libraries read of what is written here"
 	@echo "make test-matrix   every way to save, loaded in every other way"
 	@echo "make test-fault    the fault tests that take minutes, as root; results in tests/fault/results"
-	@echo "make test-nodes    workers in network namespaces, as root"
+	@echo "make test-nodes    workers in network namespaces, as root; results in tests/fault/results"
 	@echo "make fuzz          readers of strange bytes, for minutes; FUZZ_SECONDS for each"
 	@echo "make mutants       known bugs put in on purpose, and the tests that catch them"
 	@echo "make wheel-check   build a wheel and import from it"
@@ -101,7 +101,9 @@ test-fault: .venv/.dev
 		tests/integration/test_ring_takeover.py tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py
 
 test-nodes: .venv/.dev
-	.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
+	@test "$$(id -u)" = 0 || echo "not root: all of it will be skipped"
+	ASYNCCKPT_TEST_RESULTS=tests/fault/results ASYNCCKPT_TEST_RESULTS_NAME=nodes \
+		.venv/bin/python -m pytest -m nodes tests/fault/test_nodes.py
 
 # atheris has no wheels for some Pythons; without it a mutator that sees no coverage does the work.
 FUZZ_SECONDS ?= 15

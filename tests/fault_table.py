@@ -1,8 +1,9 @@
 """A table of what the fault tests did: kind, how often, violations, seconds, and the seed that replays all of it.
 
 A plugin of pytest that `conftest.py` registers where `ASYNCCKPT_TEST_RESULTS` is set to a directory, as `make
-test-fault` does. The table of all tests of that run, simulations and fuzzing among them, is printed and written there,
-as JSON and as text, with date and machine in words. A test says how often it did something with
+test-fault` and `make test-nodes` do. The table of all tests of that run, simulations and fuzzing among them, is printed
+and written there, as JSON and as text, with date and machine in words. Runs of one day that each name themselves, in
+`ASYNCCKPT_TEST_RESULTS_NAME`, keep tables of their own. A test says how often it did something with
 `record_property("count", n)`.
 """
 
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 RESULTS_VARIABLE = "ASYNCCKPT_TEST_RESULTS"
+NAME_VARIABLE = "ASYNCCKPT_TEST_RESULTS_NAME"
 
 
 @dataclass
@@ -63,6 +65,13 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {gigabytes} GB, Linux {kernel}, Python {platform.python_version()}"
 
 
+def file_name(date: str) -> str:
+    """Return the name of this run's table, without what kind of file it is."""
+    name = f"{date}-{os.cpu_count()}-cores-{round(psutil.virtual_memory().total / 1e9)}-gb"
+    run = os.environ.get(NAME_VARIABLE, "")
+    return f"{name}-{run}" if run else name
+
+
 def total_of(rows: list[Row]) -> Row:
     """Return the sum of all rows."""
     total = Row("all", "")
@@ -98,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     date = time.strftime("%Y-%m-%d")
     where = pathlib.Path(directory)
     where.mkdir(parents=True, exist_ok=True)
-    name = f"{date}-{os.cpu_count()}-cores-{round(psutil.virtual_memory().total / 1e9)}-gb"
+    name = file_name(date)
     found = {
         "date": date,
         "machine": machine(),
@@ -106,7 +115,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         "violations": sum(row.violations for row in rows),
         "seconds": round(sum(row.seconds for row in rows), 1),
         "settings": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith("ASYNCCKPT_TEST_") and k != RESULTS_VARIABLE
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("ASYNCCKPT_TEST_") and name not in (RESULTS_VARIABLE, NAME_VARIABLE)
         },
         "rows": [{**asdict(row), "seconds": round(row.seconds, 2)} for row in rows],
     }

@@ -243,7 +243,6 @@ def test_a_small_file_system_that_others_fill_meanwhile_lists_nothing_broken(
         assert all(not is_listed(pathlib.Path(path)) for path in saver.refused)
 
 
-@ON_DEMAND
 def test_a_small_dev_shm_does_not_matter_to_slots(endpoint: str, tmp_path: pathlib.Path) -> None:
     """Containers have 64 MB there by default; slots are memfds, which no such limit holds."""
     command = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]

@@ -195,7 +195,7 @@ def test_all_points_of_a_handover_are_tried() -> None:
     assert set(HANDED_OVER) == {"trainer", "worker"} and len(cases(HANDED_OVER)) == 3
 
 
-@pytest.mark.parametrize("action", ["raise", pytest.param("sleep", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("action", ["raise", "sleep"])
 @pytest.mark.parametrize(("who", "point"), cases(HANDED_OVER))
 def test_an_error_or_a_wait_while_memory_is_handed_over_costs_its_save_at_most(
     default_dir: pathlib.Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pathlib
 import time
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import rank_processes
 import torch
-from real_worker import status_of, wait_until
+from real_worker import RealWorker, status_of, wait_until
 from worker_here import DEADLINE_S, Here
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, PerRank, ShardedSlice
+from asyncckpt import AsyncCheckpointer, PerRank, RankInfo, ShardedSlice
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
@@ -217,3 +218,42 @@ def test_after_a_change_of_the_number_of_ranks_they_go_on_from_what_each_of_them
                 alone.save({"w": torch.full((300, 40), float(step))}, tmp_path / str(step)).written.result(DEADLINE_S)
         assert alone.latest_checkpoint(tmp_path) == str(tmp_path / "2")
         assert rank_processes.run(2, goes_on, str(tmp_path), [here.endpoint, other]) == [(newest, True)] * 2
+
+
+def saves_once(rank: int, root: str, step: int) -> None:
+    checkpointer = AsyncCheckpointer(rank_info=RankInfo(0, 1))
+    state = {"replica": state_of(0, step)["replica"], "step": step}
+    checkpointer.save(state, f"{root}/step-{step}").written.result(DEADLINE_S)
+    rank_processes.talk().say(os.getpid())
+    rank_processes.talk().hear()
+
+
+def slots_in(pid: int) -> dict[int, int]:
+    """Return the memory of a worker's slots: inode -> how many bytes of it are there."""
+    found = {}
+    for fd in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(fd.path).startswith("/memfd:asyncckpt-slot"):
+                there = os.stat(fd.path)
+                found[there.st_ino] = there.st_blocks * 512
+    return found
+
+
+def test_memory_of_a_killed_trainer_is_lent_to_the_restarted_one_as_it_is(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    pids, memory = [], []
+    for step in (0, 1):
+        environ = {"ASYNCCKPT_ENDPOINT": worker.endpoint}
+        arguments = (saves_once, str(tmp_path), step)
+        with rank_processes.running(1, *arguments, group=False, environ=environ) as ranks:
+            pids.append(ranks.receive(0))
+            memory.append(slots_in(worker.pid))
+            ranks.kill()
+        wait_until(lambda: not worker.status()["sessions"], "the worker knows that it is gone")
+        memory.append(slots_in(worker.pid))
+    assert pids[0] != pids[1]
+    assert len(memory[0]) == 1 and memory == memory[:1] * 4, "the same memory, all of it there, with no trainer too"
+    for step in (0, 1):
+        found = asyncckpt.load(tmp_path / f"step-{step}", source="disk")
+        assert torch.equal(found["replica"], state_of(0, step)["replica"])

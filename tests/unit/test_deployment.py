@@ -114,6 +114,17 @@ def test_the_batch_script_is_one_and_its_options_are_ours() -> None:
     assert len(directives) == len(set(directives)) and text.index("#SBATCH") < text.index("set -euo")
 
 
+def test_the_line_of_the_readme_for_several_nodes_starts_a_worker_that_the_others_reach() -> None:
+    lines = re.findall(r"`(srun [^`]+)`", (REPOSITORY / "README.md").read_text())
+    assert len(lines) == 1
+    words = shlex.split(lines[0].replace("\n", " "))
+    assert words[:4] == ["srun", "--ntasks-per-node=1", "sh", "-c"] and len(words) == 5, "a worker on each node"
+    subprocess.run(["sh", "-n", "-c", words[4]], check=True, timeout=60)
+    program, *options = shlex.split(words[4].replace("$(hostname)", "host"))
+    config = config_of(options)
+    assert program == "asyncckpt-worker" and (config.advertise, config.port) == ("host", 7400)
+
+
 # ---- Kubernetes
 
 
