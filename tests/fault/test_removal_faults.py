@@ -1,7 +1,7 @@
-"""Every call of gc and of retention fails once, in every way: what stays is whole, nothing foreign goes, and it is told.
+"""Every call of gc and of retention fails once, in every way: what stays is whole, and nothing foreign goes.
 
-Promises P1, P2 and P10: a removal that an error breaks off leaves a checkpoint as it was or none at all, and the next
-one comes to the same end.
+Promises P1, P2 and P10. The failure is told: a removal that an error breaks off leaves a checkpoint as it was or none
+at all, and the next one comes to the same end.
 """
 
 from __future__ import annotations
