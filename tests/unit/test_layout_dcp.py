@@ -378,7 +378,7 @@ def test_at_every_instant_both_kinds_of_readers_find_a_whole_checkpoint_or_none(
 @pytest.mark.parametrize("standing", ["", "dcp", "safetensors"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [59, pytest.param(1, marks=pytest.mark.soak)])
 def test_whatever_call_fails_nobody_is_shown_half_a_checkpoint(
     tmp_path: pathlib.Path, standing: str, late: bool, code: int, every: int, rng: random.Random
 ) -> None:
