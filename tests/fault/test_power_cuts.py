@@ -147,7 +147,7 @@ class Saves:
 
 
 @contextlib.contextmanager
-def saving_on(saver: Saver, root: pathlib.Path, *, over: bool) -> Iterator[Saves]:
+def saving_on(saver: Saver | DcpSaver, root: pathlib.Path, *, over: bool) -> Iterator[Saves]:
     """Save in another thread, until the block has ended."""
     stop, saves = threading.Event(), Saves()
 
@@ -188,40 +188,6 @@ def fault_of_values(path: pathlib.Path, snapshot: Snapshot) -> str:
     return fault_of(str(path), snapshot)
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
-def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
-    worker: subprocess.Popen[bytes],
-    endpoint: str,
-    tmp_path: pathlib.Path,
-    rng: random.Random,
-    over: bool,
-    counted: None,
-) -> None:
-    mounts.make_ext4(tmp_path / "empty", DISK_NBYTES)
-    image, mountpoint = tmp_path / "image", tmp_path / "disk"
-    acknowledged, cut = 0, 0
-    while cut < CUTS or not acknowledged:  # a busy disk may take longer for one save than any of the instants
-        image.write_bytes((tmp_path / "empty").read_bytes())
-        with (
-            mounts.loop_mounted(image, mountpoint) as disk,
-            Saver(endpoint, nbytes=NBYTES) as saver,
-            saving_on(saver, disk, over=over) as saves,
-        ):
-            if cut >= CUTS:
-                assert saves.first.wait(PATIENCE_S), "no save ends"
-            time.sleep(rng.uniform(0.0, 0.3))
-            mounts.shut_down(disk)
-        with mounts.loop_mounted(image, mountpoint) as disk:
-            if over:
-                found = [fault for fault in [stands(disk / "last", saves.done)] if fault]
-            else:
-                found = violations(saver.acknowledged, [*saver.refused, *saver.open])
-            assert found == [], f"cut {cut}, after {len(saves.done)} saves"
-        acknowledged += len(saves.done)
-        cut += 1
-    print(f"{cut} cuts, {acknowledged} acknowledged saves")
-
-
 def faults_on(saver: Saver | DcpSaver, root: pathlib.Path, done: list[int], *, over: bool) -> list[str]:
     """Return what is wrong on a disk after a cut."""
     if isinstance(saver, DcpSaver):
@@ -242,6 +208,38 @@ KINDS = pytest.mark.parametrize(
     [(False, "safetensors"), (True, "safetensors"), (False, "dcp"), (True, "dcp")],
     ids=["new", "overwrite", "new-dcp", "overwrite-dcp"],
 )
+
+
+@KINDS
+def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
+    worker: subprocess.Popen[bytes],
+    endpoint: str,
+    tmp_path: pathlib.Path,
+    rng: random.Random,
+    over: bool,
+    layout: str,
+    counted: None,
+) -> None:
+    mounts.make_ext4(tmp_path / "empty", DISK_NBYTES)
+    image, mountpoint = tmp_path / "image", tmp_path / "disk"
+    acknowledged, cut = 0, 0
+    while cut < CUTS or not acknowledged:  # a busy disk may take longer for one save than any of the instants
+        image.write_bytes((tmp_path / "empty").read_bytes())
+        with (
+            mounts.loop_mounted(image, mountpoint) as disk,
+            saver_of(endpoint, layout, over=over) as saver,
+            saving_on(saver, disk, over=over) as saves,
+        ):
+            if cut >= CUTS:
+                assert saves.first.wait(PATIENCE_S), "no save ends"
+            time.sleep(rng.uniform(0.0, 0.3))
+            mounts.shut_down(disk)
+        with mounts.loop_mounted(image, mountpoint) as disk:
+            found = faults_on(saver, disk, saves.done, over=over)
+            assert found == [], f"cut {cut}, after {len(saves.done)} saves"
+        acknowledged += len(saves.done)
+        cut += 1
+    print(f"{cut} cuts, {acknowledged} acknowledged saves")
 
 
 def faults_of_states(
