@@ -17,7 +17,8 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest committed checkpoint in `root`, or None.
 
     Newest by lineage (the run's epoch, then the save's number), not by step: after a rollback the new branch wins.
-    Only the manifests are read; `load` verifies the data. What is damaged or cannot be read is passed over with a
+    Only the manifests are read, so that it may be one whose data is damaged or gone: `load` finds that out, and
+    `restore_latest` goes on to the one before. Whose manifest is damaged or cannot be read is passed over with a
     warning.
 
     Args:

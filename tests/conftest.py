@@ -2,6 +2,7 @@
 
 A random test takes its numbers from the fixture `rng`. Its seed is printed with the failure; run the test again with
 `ASYNCCKPT_TEST_SEED=<seed>` to get the same numbers, whether in one process or spread over several (`pytest -n 2`).
+It is that of hypothesis's examples, too.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ SEED_VARIABLE = "ASYNCCKPT_TEST_SEED"
 _SEED = pytest.StashKey[int]()
 
 
+@pytest.hookimpl(tryfirst=True)  # hypothesis's plugin reads its seed in its own
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the seed; a process that runs a part of the tests takes that of the one that has started it."""
+    """Choose the seed, also hypothesis's; a process that runs a part of the tests takes that of who has started it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     given = getattr(config, "workerinput", {}).get("seed") or os.environ.get(SEED_VARIABLE)
     config.stash[_SEED] = int(given or random.SystemRandom().getrandbits(32))
+    if getattr(config.option, "hypothesis_seed", 0) is None:  # neither without hypothesis, nor given by hand
+        config.option.hypothesis_seed = str(config.stash[_SEED])
     if os.environ.get(fault_table.RESULTS_VARIABLE):
         config.pluginmanager.register(fault_table)
 

@@ -113,7 +113,7 @@ def garbage_at(path: str, files: Files, rules: Rules, *, is_locked: bool = False
     if tombstone is not None:
         return look.beside_tombstone(owners, tombstone)
     if standing is None:
-        kept = "its manifest is damaged, of a newer version, or not ours"
+        kept = "its manifest cannot be read, is damaged, of a newer version, or not ours"
         return look.garbage(ATTEMPT, owners, kept=kept) if owners else None
     if not is_finished(path, standing, files):
         return look.garbage(ATTEMPT, owners, standing)

@@ -21,7 +21,7 @@ from asyncckpt.storage.collecting import LOCK_TIMEOUT_S, write_tombstone
 from asyncckpt.storage.commit import check_rank_files
 from asyncckpt.storage.files import Files, fsync_directory
 from asyncckpt.storage.overwrite_lock import overwrite_lock
-from asyncckpt.storage.standing import standing_at, tombstone_at
+from asyncckpt.storage.standing import known_standing_at, known_tombstone_at
 
 
 def retire(
@@ -46,7 +46,7 @@ def retire(
         is_wanted: Asked under the lock that who pins it takes as well.
 
     Returns:
-        Whether it is gone: False: another save's manifest stands there, or it is wanted; nothing was done.
+        Whether it is gone: False: another save's manifest stands there, or none, or it is wanted; nothing was done.
 
     Raises:
         OSError: A call failed. It is whole, or no checkpoint any more; `retire_rest` removes what is left.
@@ -54,7 +54,7 @@ def retire(
     Blocks: for who commits or pins there, at most `collecting.LOCK_TIMEOUT_S`.
     """
     with overwrite_lock(path, files=files, umask=umask, timeout_s=LOCK_TIMEOUT_S):
-        standing = standing_at(path, files)
+        standing = known_standing_at(path, files)
         if standing is None or standing.save_id != save_id or is_wanted():
             return False
         write_tombstone(path, save_id, files, umask=umask, package=package, is_taken=True, was_committed=True)
@@ -82,11 +82,11 @@ def retire_rest(path: str, files: Files, *, umask: int) -> bool:
 
     Blocks: as `retire`.
     """
-    tombstone = tombstone_at(path, files)
+    tombstone = known_tombstone_at(path, files)
     if tombstone is None or not tombstone.was_committed:
         return False
     with overwrite_lock(path, files=files, umask=umask, timeout_s=LOCK_TIMEOUT_S):
-        tombstone = tombstone_at(path, files)
+        tombstone = known_tombstone_at(path, files)
         if tombstone is None or not tombstone.was_committed:
             return False
         _remove_rest(path, tombstone.save_id, files)

@@ -35,16 +35,48 @@ _NO_MANIFEST = frozenset(
 def tombstone_at(path: str, files: Files) -> Tombstone | None:
     """Return the tombstone that stands at `path`, or None when there is none that can be read."""
     try:
-        return decode_tombstone(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+        return known_tombstone_at(path, files)
     except OSError:
+        return None
+
+
+def known_tombstone_at(path: str, files: Files) -> Tombstone | None:
+    """As `tombstone_at`, for who must not take a failing call for the absence of a tombstone.
+
+    Returns:
+        None: there is none, or what is called so is none of ours.
+
+    Raises:
+        OSError: A call failed: it cannot be known.
+    """
+    try:
+        return decode_tombstone(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+    except OSError as error:
+        if error.errno not in _NO_MANIFEST:
+            raise
         return None
 
 
 def standing_at(path: str, files: Files) -> Manifest | None:
     """Return the manifest that stands at `path`, or None when there is none that can be read."""
     try:
+        return known_standing_at(path, files)
+    except OSError:
+        return None
+
+
+def known_standing_at(path: str, files: Files) -> Manifest | None:
+    """As `standing_at`, for who must not take a failing call for the absence of a manifest.
+
+    Returns:
+        None: nothing is called as a manifest is, or it is no manifest that this version reads.
+
+    Raises:
+        OSError: A call failed: it cannot be known.
+    """
+    try:
         return decode_manifest(read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
-    except (OSError, AsyncCkptError):
+    except (FileNotFoundError, AsyncCkptError):
         return None
 
 

@@ -14,10 +14,16 @@ import random
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as stock
 
+import asyncckpt
+from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.storage.catalog import read_manifest
@@ -51,8 +57,63 @@ def counted(record_property: Callable[[str, object], None]) -> None:
     record_property("count", CUTS)
 
 
+class DcpSaver:
+    """As `Saver`, of a training with layout "dcp"."""
+
+    def __init__(self, endpoint: str, *, over: bool) -> None:
+        self._checkpointer = AsyncCheckpointer(endpoint=endpoint, layout="dcp", overwrite=over)
+
+    def __enter__(self) -> DcpSaver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+    def save(self, path: pathlib.Path, seed: int, **_: Any) -> str:
+        """Save and wait; returns the phase in which it ended."""
+        self._checkpointer.save(self.state(seed), path).written.result(PATIENCE_S)
+        return "committed"
+
+    @staticmethod
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        return {"w": torch.arange(NBYTES // 4, dtype=torch.int32) * seed}
+
+    def fault_of(self, path: pathlib.Path, *seeds: int) -> str:
+        """Return what is wrong at `path`: we find one of these saves there, and who has nothing of ours does as well.
+
+        Between the two renames of an overwrite the one finds the new save and the other the old one, both whole.
+        """
+        found = {"w": torch.zeros(NBYTES // 4, dtype=torch.int32)}
+        try:
+            loaded = asyncckpt.load(path)
+            with warnings.catch_warnings(action="ignore"):  # torch's own, of a load without a process group
+                stock.load(found, checkpoint_id=str(path), no_dist=True)
+        except (AsyncCkptError, OSError, stock.api.CheckpointException) as error:
+            return f"{path}, save {seeds}: {error}"
+        for reader, state in (("asyncckpt", loaded), ("torch", found)):
+            if not any(torch.equal(state["w"], self.state(seed)["w"]) for seed in seeds):
+                return f"{path}: {reader} finds other values than of save {seeds}"
+        return ""
+
+    def faults(self, root: pathlib.Path, done: list[int], *, over: bool) -> list[str]:
+        """Return every broken promise: acknowledged and not there in full, or shown to a reader and not in full."""
+        if over:
+            last = done[-1] if done else 0
+            if not last and not self._is_shown(root / "last"):
+                return []
+            return [fault for fault in [self.fault_of(root / "last", last, last + 1)] if fault]
+        below = root / "below"
+        others = {int(path.name) for path in below.iterdir() if self._is_shown(path)} if below.exists() else set()
+        return [fault for seed in sorted({*done, *others}) if (fault := self.fault_of(below / f"{seed}", seed))]
+
+    @staticmethod
+    def _is_shown(path: pathlib.Path) -> bool:
+        """Whether we list it, or a stock reader takes it for complete."""
+        return is_listed(path) or (path / ".metadata").exists()
+
+
 def save_on(
-    saver: Saver,
+    saver: Saver | DcpSaver,
     root: pathlib.Path,
     stop: threading.Event,
     *,
@@ -86,7 +147,7 @@ class Saves:
 
 
 @contextlib.contextmanager
-def saving_on(saver: Saver, root: pathlib.Path, *, over: bool) -> Iterator[Saves]:
+def saving_on(saver: Saver | DcpSaver, root: pathlib.Path, *, over: bool) -> Iterator[Saves]:
     """Save in another thread, until the block has ended."""
     stop, saves = threading.Event(), Saves()
 
@@ -127,13 +188,36 @@ def fault_of_values(path: pathlib.Path, snapshot: Snapshot) -> str:
     return fault_of(str(path), snapshot)
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
+def faults_on(saver: Saver | DcpSaver, root: pathlib.Path, done: list[int], *, over: bool) -> list[str]:
+    """Return what is wrong on a disk after a cut."""
+    if isinstance(saver, DcpSaver):
+        return saver.faults(root, done, over=over)
+    if over:
+        return [fault for fault in [stands(root / "last", done)] if fault]
+    wanted = {str(root / "below" / f"{n}"): saver.acknowledged[str(root / "below" / f"{n}")] for n in done}
+    others = [str(path) for path in (root / "below").iterdir()] if (root / "below").exists() else []
+    return violations(wanted, others)
+
+
+def saver_of(endpoint: str, layout: str, *, over: bool) -> Saver | DcpSaver:
+    return DcpSaver(endpoint, over=over) if layout == "dcp" else Saver(endpoint, nbytes=NBYTES)
+
+
+KINDS = pytest.mark.parametrize(
+    ("over", "layout"),
+    [(False, "safetensors"), (True, "safetensors"), (False, "dcp"), (True, "dcp")],
+    ids=["new", "overwrite", "new-dcp", "overwrite-dcp"],
+)
+
+
+@KINDS
 def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
     worker: subprocess.Popen[bytes],
     endpoint: str,
     tmp_path: pathlib.Path,
     rng: random.Random,
     over: bool,
+    layout: str,
     counted: None,
 ) -> None:
     mounts.make_ext4(tmp_path / "empty", DISK_NBYTES)
@@ -143,7 +227,7 @@ def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
         image.write_bytes((tmp_path / "empty").read_bytes())
         with (
             mounts.loop_mounted(image, mountpoint) as disk,
-            Saver(endpoint, nbytes=NBYTES) as saver,
+            saver_of(endpoint, layout, over=over) as saver,
             saving_on(saver, disk, over=over) as saves,
         ):
             if cut >= CUTS:
@@ -151,10 +235,7 @@ def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
             time.sleep(rng.uniform(0.0, 0.3))
             mounts.shut_down(disk)
         with mounts.loop_mounted(image, mountpoint) as disk:
-            if over:
-                found = [fault for fault in [stands(disk / "last", saves.done)] if fault]
-            else:
-                found = violations(saver.acknowledged, [*saver.refused, *saver.open])
+            found = faults_on(saver, disk, saves.done, over=over)
             assert found == [], f"cut {cut}, after {len(saves.done)} saves"
         acknowledged += len(saves.done)
         cut += 1
@@ -162,7 +243,13 @@ def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
 
 
 def faults_of_states(
-    endpoint: str, tmp_path: pathlib.Path, rng: random.Random, *, over: bool = False, fsync: bool = True
+    endpoint: str,
+    tmp_path: pathlib.Path,
+    rng: random.Random,
+    *,
+    over: bool = False,
+    fsync: bool = True,
+    layout: str = "safetensors",
 ) -> tuple[list[str], int]:
     """Save to a device that records; return what is wrong with states after a cut, and how many acknowledged saves."""
     log, image, mountpoint = tmp_path / "log", tmp_path / "image", tmp_path / "disk"
@@ -170,7 +257,7 @@ def faults_of_states(
         disk_file = device.path / "disk"
         mounts.make_ext4(disk_file, DISK_NBYTES)
         device.tell(mark="made")
-        with mounts.loop_mounted(disk_file, mountpoint) as root, Saver(endpoint, nbytes=NBYTES) as saver:
+        with mounts.loop_mounted(disk_file, mountpoint) as root, saver_of(endpoint, layout, over=over) as saver:
             until = time.monotonic() + min(0.4 + CUTS / 60, 3.0)
             stop = threading.Event()
 
@@ -191,12 +278,7 @@ def faults_of_states(
         done = [int(mark) for mark in marks if mark.isdigit()]
         acknowledged += len(done)
         with mounts.loop_mounted(image, mountpoint) as root:
-            if over:
-                found = [fault for fault in [stands(root / "last", done)] if fault]
-            else:
-                wanted = {str(root / "below" / f"{n}"): saver.acknowledged[str(root / "below" / f"{n}")] for n in done}
-                others = [str(path) for path in (root / "below").iterdir()] if (root / "below").exists() else []
-                found = violations(wanted, others)
+            found = faults_on(saver, root, done, over=over)
         faults += [f"in front of entry {position} of {len(entries)}, after {len(done)} saves: {f}" for f in found]
     log.unlink()
     image.unlink()
@@ -204,16 +286,17 @@ def faults_of_states(
     return faults, acknowledged
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
+@KINDS
 def test_every_state_in_which_a_recorded_device_may_be_after_a_cut_holds_what_was_acknowledged(
     worker: subprocess.Popen[bytes],
     endpoint: str,
     tmp_path: pathlib.Path,
     rng: random.Random,
     over: bool,
+    layout: str,
     counted: None,
 ) -> None:
-    faults, acknowledged = faults_of_states(endpoint, tmp_path, rng, over=over)
+    faults, acknowledged = faults_of_states(endpoint, tmp_path, rng, over=over, layout=layout)
     assert faults == []
     assert acknowledged
 

@@ -178,17 +178,17 @@ def test_slots_that_hold_anything_cost_no_other_save_and_not_the_worker(
             assert verify_checkpoint(str(path), Files()).state in ("ok", "absent", "incomplete", "corrupt")
 
 
-GREETINGS: dict[str, Callable[[], bytes]] = {
-    "silent": lambda: b"",
-    "random": lambda: secrets.token_bytes(300),
-    "half a greeting": lambda: b"\xff" + bytes(8) + b"\x7f\x03",
-    "a frame of 2**63 bytes": lambda: b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x02" + b"\x7f" * 8,
-    "http": lambda: b"GET / HTTP/1.1\r\n\r\n",
+GREETINGS: dict[str, Callable[[random.Random], bytes]] = {
+    "silent": lambda _: b"",
+    "random": lambda rng: rng.randbytes(300),
+    "half a greeting": lambda _: b"\xff" + bytes(8) + b"\x7f\x03",
+    "a frame of 2**63 bytes": lambda _: b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x02" + b"\x7f" * 8,
+    "http": lambda _: b"GET / HTTP/1.1\r\n\r\n",
 }
 
 
 def test_a_flood_of_connections_that_say_nothing_sensible_leaves_the_worker_serving(
-    endpoint: str, tmp_path: pathlib.Path
+    endpoint: str, tmp_path: pathlib.Path, rng: random.Random
 ) -> None:
     with bystander(endpoint, tmp_path) as other, contextlib.ExitStack() as stack:
         for number in range(300):
@@ -196,7 +196,7 @@ def test_a_flood_of_connections_that_say_nothing_sensible_leaves_the_worker_serv
             connection.settimeout(5)
             connection.connect(socket_path(endpoint))
             with contextlib.suppress(OSError):
-                connection.sendall(list(GREETINGS.values())[number % len(GREETINGS)]())
+                connection.sendall(list(GREETINGS.values())[number % len(GREETINGS)](rng))
             if number % 100 == 50:
                 other.save()
         other.save()

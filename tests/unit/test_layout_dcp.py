@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import pathlib
@@ -42,6 +43,7 @@ from asyncckpt.storage.verification import leftovers, verify_checkpoint  # noqa:
 from asyncckpt.sync_writer import SyncWriter  # noqa: E402
 
 FILES = Files()
+CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE, errno.EINTR]
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of a load without a process group
 
 NO_COPY = {"float4_e2m1fn_x2"}
@@ -375,16 +377,17 @@ def test_at_every_instant_both_kinds_of_readers_find_a_whole_checkpoint_or_none(
 
 @pytest.mark.parametrize("standing", ["", "dcp", "safetensors"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("every", [59, pytest.param(1, marks=pytest.mark.soak)])
 def test_whatever_call_fails_nobody_is_shown_half_a_checkpoint(
-    tmp_path: pathlib.Path, standing: str, late: bool, every: int, rng: random.Random
+    tmp_path: pathlib.Path, standing: str, late: bool, code: int, every: int, rng: random.Random
 ) -> None:
     """The call number `nth` fails, before or after it was done; until none is left to fail."""
     for nth in range(rng.randint(1, every), 1000, every):
         path = tmp_path / str(nth)
         if standing:
             save(numbered(0), path, layout=standing, fsync=False)
-        files = FailingFiles(5, nth=nth, wanted=lambda name, args: True, late=late)
+        files = FailingFiles(code, nth=nth, wanted=lambda name, args: True, late=late)
         error: AsyncCkptError | None = None
         try:
             save(numbered(1), path, files, overwrite=bool(standing))

@@ -200,14 +200,16 @@ def test_a_worker_that_goes_on_is_killed_at_every_call_and_the_next_one_goes_on(
 
 
 SUPPRESSED = ("unlink", "listdir")
+CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE, errno.EINTR]
 
 
-def test_a_call_that_fails_while_one_goes_on_fails_it_and_leaves_nothing(make: Callable[..., Case]) -> None:
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_call_that_fails_while_one_goes_on_fails_it_and_leaves_nothing(make: Callable[..., Case], code: int) -> None:
     seen = set()
     for nth in range(1, 200):
         case = make()
         case.at_freed(4)
-        files = FailingFiles(errno.EIO, nth=nth, wanted=lambda name, args: name not in SUPPRESSED)
+        files = FailingFiles(code, nth=nth, wanted=lambda name, args: name not in SUPPRESSED)
         try:
             result = case.trainer.take_over(case.path, files, threads=1)
         except (OSError, OtherBytesError):
