@@ -175,20 +175,24 @@ def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Successors:
-    """Starts the workers that a checkpointer wants, in its stead: `starts`, each once, and then those of always."""
+    """Starts the workers that a checkpointer wants, in its stead: `starts`, each once, and then those of always.
+
+    `is_coming`: says whether one that was started may still come; a checkpointer that waits asks for another meanwhile.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.starts: list[Callable[[str], None]] = []
+        self.is_coming: Callable[[], bool] = lambda: False
         self._usual, self._lock = launcher.start_worker, threading.Lock()
         monkeypatch.setattr(launcher, "start_worker", self._start)
 
     def _start(self, endpoint: str, **options: Any) -> None:
         with self._lock:
             start = self.starts.pop(0) if self.starts else None
-        if start is None:
-            self._usual(endpoint, **options)
-        else:
+        if start is not None:
             start(endpoint)
+        elif not self.is_coming():
+            self._usual(endpoint, **options)
 
 
 def test_all_points_of_a_handover_are_tried() -> None:
@@ -238,6 +242,7 @@ def test_a_worker_that_is_killed_while_it_takes_memory_over_leaves_it_to_the_nex
         command = [sys.executable, "-m", "tests.failing_process", "worker", endpoint, "kill", "1", point]
         processes.append(subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL))
 
+    successors.is_coming = lambda: bool(processes) and processes[-1].poll() is None
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         worker = worker_of(checkpointer)
