@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch_free_client import Client
+from torch_free_client import MIN_TIMEOUT_S, Client
 
 from asyncckpt import launcher
 from asyncckpt.protocol import messages
@@ -72,9 +72,9 @@ def slots_of(checkpointer: AsyncCheckpointer) -> list[Any]:
     return list(checkpointer._process.pool._slots)  # type: ignore[attr-defined]
 
 
-def status_of(endpoint: str) -> Mapping[str, Any]:
+def status_of(endpoint: str, timeout_s: float = MIN_TIMEOUT_S) -> Mapping[str, Any]:
     """Return the status report of the worker at `endpoint`; waits until it answers."""
-    with Client(endpoint) as client:
+    with Client(endpoint, timeout_s=timeout_s) as client:
         report = client.call(messages.Status(id=client.next_id()), resend_s=0.05)
         assert isinstance(report, messages.StatusReport)
         return report.report

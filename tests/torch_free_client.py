@@ -7,6 +7,7 @@ also be a list of them: a crew, the ranks of one run, in a process group that is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -181,8 +182,9 @@ class Client:
         return next(self._ids)
 
     def send(self, message: m.Message) -> None:
-        """Send once, wait for nothing."""
-        self.socket.send_multipart(encode(message))
+        """Send once, wait for nothing: where nobody takes anything, what is too much is lost."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout_s: float) -> m.Message | None:
         """Return the next message, or None; remembers what was pushed."""
