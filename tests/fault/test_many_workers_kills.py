@@ -10,7 +10,6 @@ import pathlib
 import random
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +18,9 @@ import pytest
 import rank_processes
 import real_worker
 import torch
+import worker_pair
 from rank_processes import talk
-from real_worker import RealWorker, is_served, status_of, stop_whoever_serves
+from real_worker import RealWorker, is_served, status_of
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -42,16 +42,10 @@ def rank_server() -> None:
 
 
 @pytest.fixture
-def places() -> Iterator[tuple[str, str]]:
-    """Where two workers are, and whoever takes their place; they end with the test."""
-    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
-    found = f"ipc://{directory}/a.sock", f"ipc://{directory}/b.sock"
-    try:
+def places() -> Iterator[worker_pair.Places]:
+    """Two endpoints of this test alone."""
+    with worker_pair.empty_places() as found:
         yield found
-    finally:
-        for endpoint in found:
-            stop_whoever_serves(endpoint)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import overlapping
 import pytest
 import rank_processes
 import real_worker
+import worker_pair
 
 from asyncckpt import AsyncCheckpointer
 
@@ -41,6 +42,20 @@ def default_dir(endpoint_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> 
 def worker(endpoint: str) -> Iterator[real_worker.RealWorker]:
     """A worker of this test alone, at a private endpoint: it may be killed and frozen."""
     with real_worker.running(endpoint) as found:
+        yield found
+
+
+@pytest.fixture
+def places() -> Iterator[worker_pair.Places]:
+    """Two endpoints of this test alone; ranks that have them may lose the workers there, and start others."""
+    with worker_pair.empty_places() as found:
+        yield found
+
+
+@pytest.fixture
+def workers(places: worker_pair.Places) -> Iterator[list[real_worker.RealWorker]]:
+    """A worker at each of `places`: they may be killed and frozen."""
+    with worker_pair.both_running(places) as found:
         yield found
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import shutil
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import rank_processes
-import real_worker
 import states
 import torch
 from rank_processes import talk
-from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, stop_whoever_serves, wait_until
+from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -26,26 +21,6 @@ from asyncckpt.storage.verification import verify_checkpoint
 
 LIMIT = 2_000_000
 SOAK = pytest.mark.soak
-
-
-@pytest.fixture
-def places() -> Iterator[tuple[str, str]]:
-    """Where two workers are, once they are started, and whoever takes their place; they end with the test."""
-    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
-    found = f"ipc://{directory}/a.sock", f"ipc://{directory}/b.sock"
-    try:
-        yield found
-    finally:
-        for endpoint in found:
-            stop_whoever_serves(endpoint)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture
-def workers(places: tuple[str, str]) -> Iterator[list[RealWorker]]:
-    """Both are started."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(real_worker.running(endpoint)) for endpoint in places]
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,32 +15,12 @@ import real_worker
 import states
 import torch
 from rank_processes import talk
-from real_worker import DEADLINE_S, RealWorker, manifest_of, stop_whoever_serves, wait_until
+from real_worker import DEADLINE_S, RealWorker, manifest_of, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def places() -> Iterator[tuple[str, str]]:
-    """Where two workers are, once they are started, and whoever takes their place; they end with the test."""
-    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
-    found = f"ipc://{directory}/a.sock", f"ipc://{directory}/b.sock"
-    try:
-        yield found
-    finally:
-        for endpoint in found:
-            stop_whoever_serves(endpoint)
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture
-def workers(places: tuple[str, str]) -> Iterator[list[RealWorker]]:
-    """Both are started."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(real_worker.running(endpoint)) for endpoint in places]
 
 
 def state_of(step: int) -> dict[str, Any]:
