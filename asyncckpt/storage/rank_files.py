@@ -165,17 +165,21 @@ class RankWriter:
                 futures.append(pool.submit(self._run))
             self._run()
         finally:
-            # IMPORTANT: no thread may still use the image or a descriptor when this returns, whatever happened.
-            self._stop(None)
-            for future in futures:
-                if not future.cancel():
-                    future.result()
-            for shard in self.shards:
-                shard.abandon()
+            self._end(futures)
         if self._error is not None:
             raise self._error
         if any(self._remaining.values()):
             raise AssertionError("extents were left unwritten without an error")
+
+    def _end(self, futures: list[Future[None]]) -> None:
+        """Let nothing more be written, end the other threads, and close what they leave open."""
+        # IMPORTANT: no thread may still use the image or a descriptor when this returns, whatever happened.
+        self._stop(None)
+        for future in futures:
+            if not future.cancel():
+                future.result()
+        for shard in self.shards:
+            shard.abandon()
 
     def _check_image(self, number: int) -> None:
         offset, nbytes = self.job.parts[number]

@@ -82,15 +82,7 @@ class SegmentWriter(RankWriter):
         except BaseException as error:
             self._stop(error)
         finally:
-            # IMPORTANT: as in `RankWriter`: no thread may still use the slot when this returns.
-            with self._changed:
-                self._over = True
-                self._changed.notify_all()
-            for future in futures:
-                if not future.cancel():
-                    future.result()
-            for shard in self.shards:
-                shard.abandon()
+            self._end(futures)
         if self._error is not None:
             raise self._error
         if not all(self._written):
