@@ -33,6 +33,7 @@ POINTS: Mapping[str, str] = {
     "device: snapshot made": "copies of the state on the device itself are in its stream, none to the host is",
     "device: copying": "what comes before is in a device's stream, no copy to the host is",
     "device: copies begun": "all copies of one more device are in its stream, none need have run",
+    "device: samples fetched": "what the other ranks compare is here, out of devices, and in no request",
     "device: copied": "every copy from devices has ended, their sources are still held",
     "sync: copied": "without a worker: every byte is in this process's own memory",
     # ---- several ranks, among themselves
@@ -41,6 +42,7 @@ POINTS: Mapping[str, str] = {
     "ranks: exchanged": "a first save: this rank knows everybody's structure, and has not said that it does",
     "ranks: leading": "several workers: rank 0's is about to be asked to lead",
     "ranks: following": "several workers: this rank's is about to be asked to follow rank 0's",
+    "ranks: linking again": "several workers: this rank's session is new, its worker has not heard of the others",
     "ranks: linked": "the workers are linked, where there are several, and nothing is agreed",
     "ranks: agreed": "this rank knows who writes what, and the others do not know that it does",
     "ranks: telling": "without a worker: a step is done, and the other ranks are about to be told",
@@ -88,6 +90,7 @@ POINTS: Mapping[str, str] = {
     # ---- several workers
     "peers: listening": "a worker is about to listen for those of other nodes",
     "peers: connecting": "a worker is about to connect to the one that leads",
+    "peers: parting": "a worker is about to close its connection to the one that leads",
     "peers: sending": "a message to another worker is about to be sent",
     "peers: heard": "a message of another worker has come, nothing was done with it",
     # ---- the commit

@@ -149,6 +149,7 @@ class Links:
         """There is another session, perhaps with another worker: it must be linked too. Does not wait."""
         if self._again is None:
             return
+        reach("ranks: linking again")
         asked = send(self._again())
         if asked is not None:
             asked.add_done_callback(self._linked_again)

@@ -58,6 +58,9 @@ DEVICES: Group = {
 }
 """tests/unit/test_staging_device_points.py."""
 
+COMPARED: Group = {mode: ("device: samples fetched",) for mode in ("blocking", "overlap", "device")}
+"""tests/unit/test_staging_samples.py."""
+
 RANKS: Group = {
     "first save": ("ranks: meeting", "ranks: introduced", "ranks: exchanged", "ranks: linked", "ranks: agreed"),
     "first save of two nodes": ("ranks: leading", "ranks: following"),
@@ -65,12 +68,19 @@ RANKS: Group = {
     "load that is shared": ("load: connecting", "load: passing on"),
 }
 WORKERS: Group = {
-    "two nodes": ("peers: sending", "peers: heard", "peers: listening", "peers: connecting", "commit: others seen")
-}
+    "two nodes": (
+        "peers: sending", "peers: heard", "peers: listening", "peers: connecting", "peers: parting",
+        "commit: others seen",
+    ),
+}  # fmt: skip
 """tests/fault/test_failpoints_ranks.py."""
 
+LINKS: Group = {"another worker": ("ranks: linking again",)}
+"""tests/fault/test_failpoints_links.py."""
+
 GROUPS: Sequence[Group] = (
-    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RECALLS, RINGS, DEVICES, RANKS, WORKERS,
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RECALLS, RINGS, DEVICES, COMPARED,
+    RANKS, WORKERS, LINKS,
 )  # fmt: skip
 
 

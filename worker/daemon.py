@@ -6,6 +6,7 @@ with. It does no file I/O: whatever may wait for a disk is a job.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -237,7 +238,8 @@ class Daemon:
             case ac.Connect():
                 return self._connect(action)
             case ac.Disconnect():
-                self._peers.disconnect(action.run)
+                with contextlib.suppress(OSError):  # it is closed in any case
+                    self._peers.disconnect(action.run)
             case ac.Exit():
                 self._exit = action
             case _:

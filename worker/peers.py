@@ -139,7 +139,10 @@ class Peers:
         """End the connection of a run, if there is one."""
         dealer = self._dealers.pop(run, None)
         if dealer is not None:
-            dealer.close(CLOSE_LINGER_MS)
+            try:
+                reach("peers: parting")
+            finally:
+                dealer.close(CLOSE_LINGER_MS)
 
     def _made(self, kind: int, address: str = "") -> zmq.Socket[bytes]:
         if self._context is None:

@@ -136,6 +136,7 @@ class Transfer:
             here[index] = torch.empty(buffer.numel(), dtype=torch.uint8)
             with self._device.on_stream(self._device.side_stream(index)):
                 self._device.copy([here[index]], [buffer], non_blocking=False)
+        reach("device: samples fetched")
         found = []
         for index, nbytes in self._sizes:
             found.append(ctypes.string_at(here[index].data_ptr() + at[index], nbytes))

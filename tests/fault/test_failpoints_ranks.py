@@ -197,10 +197,11 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
     observer = At(point, ACTIONS[action])
     with contextlib.closing(Here(places[0])), contextlib.closing(Here(places[1])), observed(observer):
         results = rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2)
-    assert observer.met
-    is_lost = action == "raise" and not point.startswith(
-        ("peers: sending", "peers: heard")
-    )  # those are said again until it is heard
+        wait_until(lambda: observer.met, point)  # the last of them comes when both ranks have ended
+    is_lost = action == "raise" and point not in (
+        "peers: sending", "peers: heard",  # it is said again until it is heard
+        "peers: parting",
+    )  # fmt: skip
     if is_lost:
         bad = 1 if point == "peers: connecting" else 0  # the worker beside rank 0 leads, and commits
         assert names(results[1 - bad][0], bad), results
@@ -238,3 +239,18 @@ def test_a_worker_that_is_killed_among_several_lists_nothing_in_part(
         stack.enter_context(contextlib.closing(Here(places[which])))
         assert rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1) == [[""], [""]]
     assert is_listed(tmp_path / "1")
+
+
+def test_a_worker_that_is_killed_when_it_parts_from_the_others_has_lost_nothing(
+    places: tuple[str, str], tmp_path: pathlib.Path
+) -> None:
+    with contextlib.closing(Here(places[0])):
+        command = [sys.executable, "-m", "tests.failing_process", "worker", places[1], "kill", "1", "peers: parting"]
+        with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            wait_until(lambda: os.path.exists(places[1].removeprefix("ipc://")), "it listens")
+            assert rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2) == [["", ""], ["", ""]]
+            assert process.wait(DEADLINE_S) == -signal.SIGKILL
+        with contextlib.closing(Here(places[1])):
+            assert rank_processes.run(2, saves_at, places, str(tmp_path / "next"), PATIENT_S, 1) == [[""], [""]]
+    assert is_listed(tmp_path / "1") and (tmp_path / "2" / "manifest.json").exists()
+    assert is_listed(tmp_path / "next" / "1")

@@ -286,6 +286,33 @@ def test_a_worker_that_is_killed_before_any_of_its_messages_costs_no_save_or_say
     assert visit > 3 or action == "sleep"
 
 
+@pytest.mark.parametrize("point", TOLD["worker"])
+def test_a_message_that_cannot_be_sent_to_a_trainer_costs_one_save_at_most(
+    endpoint: str, tmp_path: pathlib.Path, point: str
+) -> None:
+    """Each of them in turn: its save ends by a deadline, or well, and the next one works."""
+    with contextlib.closing(Here(endpoint)):
+        for visit in range(1, 100):
+            path, observer = tmp_path / str(visit), At(point, fail, visit)
+            error: BaseException | None = None
+            with observed(observer):
+                try:
+                    with AsyncCheckpointer(endpoint=endpoint, worker_timeout_s=3.0) as checkpointer:
+                        error = checkpointer.save(STATE, path).written.exception(DEADLINE_S)
+                except AsyncCkptError as caught:
+                    error = caught
+                was_met = observer.met
+            assert error is None or isinstance(error, AsyncCkptError), error
+            is_listed = (path / "manifest.json").exists()
+            assert is_listed or error is not None
+            assert not is_listed or torch.equal(asyncckpt.load(path, source="disk")["w"], STATE["w"])
+            with AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+                checkpointer.save(STATE, tmp_path / f"next{visit}").written.result(DEADLINE_S)
+            if not was_met:
+                break
+    assert visit > 3
+
+
 def hands_over(rank: int, root: str, point: str) -> None:
     """Be a trainer that is killed while it gives its memory to the next worker."""
     checkpointer = AsyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1), worker_start_timeout_s=DEADLINE_S)

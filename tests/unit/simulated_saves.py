@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_ranks import Ranks
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
@@ -211,6 +212,18 @@ class Saver:
         """End as a checkpointer does."""
         self.stager.close()
         self.process.close()
+
+
+def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
+    """Return a saver that is rank 0 of two, which have exchanged their structures."""
+    saver = Saver(device, **fields)
+    stager: Any = saver.stager
+    stager._ranks = SimpleNamespace(
+        rank=RankInfo(0, 2), alone=False, must_meet=False, run_id="0123456789ab", agreement=ranks.agreement,
+        advance=lambda sequence: None,
+    )  # fmt: skip
+    stager._requests._rank = RankInfo(0, 2)
+    return saver
 
 
 @contextlib.contextmanager
