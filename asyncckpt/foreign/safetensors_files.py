@@ -50,6 +50,10 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
     Raises:
         CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files have a tensor.
         OSError: It cannot be read.
+
+    Of the files that the index names every tensor is read, also one that it lacks: transformers and huggingface_hub
+    load whole files too, and take of the index their names alone. One that another file has as well is refused, as it
+    is without an index: which of the two is meant nobody can tell.
     """
     assembly = Assembly("hf", path, path, files)
     indexes = index_names(names)
@@ -62,12 +66,12 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
     sharding: dict[tuple[str, str], list[int]] = {}
     for shard in shards:
         entries, metadata = _header(assembly, shard, files)
-        found += [(shard, entry) for entry in entries if expected is None or expected.get(entry.name) == shard]
+        found += [(shard, entry) for entry in entries]
         sharding |= {(shard, name): offsets for name, offsets in _offsets(assembly, shard, metadata).items()}
     if expected is not None:
-        missing = set(expected) - {entry.name for _, entry in found}
+        missing = expected.items() - {(entry.name, shard) for shard, entry in found}
         if missing:
-            name = min(missing)
+            name, _ = min(missing)
             raise assembly.corrupt(f"{expected[name]} lacks tensor {name!r}, which the index promises", chosen or "")
     assembly.source.metadata["files"] = shards
     return _assembled(assembly, found, sharding, "safetensors, as Hugging Face has it")

@@ -409,6 +409,40 @@ def test_verify_says_what_it_could_not_check(samples: dict[str, pathlib.Path]) -
     assert all(verify_any(str(path), FILES).state == "ok" for path in samples.values())
 
 
+def write_shards(directory: pathlib.Path, shards: list[dict[str, torch.Tensor]], weight_map: dict[str, int]) -> None:
+    """A Hugging Face directory whose index may say something else than its files."""
+    from safetensors.torch import save_file
+
+    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    directory.mkdir()
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, directory / name)
+    index = {"weight_map": {fqn: names[n] for fqn, n in weight_map.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_tensor_that_the_index_lacks_is_read_as_transformers_does(tmp_path: pathlib.Path) -> None:
+    shards = [{"a": torch.ones(2), "extra": torch.full((3,), 7.0)}, {"b": torch.zeros(2)}]
+    write_shards(tmp_path / "hub", shards, {"a": 0, "b": 1})
+    states.assert_same(asyncckpt.load(tmp_path / "hub"), shards[0] | shards[1])
+    asyncckpt.convert(tmp_path / "hub", tmp_path / "out", to="asyncckpt")
+    states.assert_same(asyncckpt.load(tmp_path / "out"), shards[0] | shards[1])
+
+
+def test_a_tensor_in_another_file_than_the_index_says_as_well_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    shards = [{"a": torch.ones(2)}, {"a": torch.full((2,), 7.0), "b": torch.zeros(2)}]
+    write_shards(tmp_path / "hub", shards, {"a": 0, "b": 1})
+    with pytest.raises(CorruptCheckpointError, match="'a' is in model-00001-of-00002") as caught:
+        asyncckpt.load(tmp_path / "hub")
+    assert caught.value.fqn == "a"
+
+
+def test_a_tensor_that_is_only_in_another_file_than_the_index_says_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    write_shards(tmp_path / "hub", [{"a": torch.ones(2), "b": torch.ones(1)}, {"c": torch.ones(1)}], {"a": 0, "b": 1})
+    with pytest.raises(CorruptCheckpointError, match="model-00002-of-00002.* lacks tensor 'b'"):
+        asyncckpt.load(tmp_path / "hub")
+
+
 def test_an_index_that_promises_what_is_not_there_is_refused(
     samples: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
