@@ -33,16 +33,16 @@ class Arriving:
         self.crcs: dict[int, int] = {}
         self.digests: dict[int, bytes] = {}
 
-    def sink(self, run: Run) -> ArrivingRun:
-        """Return what takes the elements of a run, front to back."""
-        return ArrivingRun(self, run)
+    def sink(self, run: Run, *, summed: bool = False) -> ArrivingRun:
+        """Return what takes the elements of a run, front to back; `summed`: their CRC-32 is wanted in any case."""
+        return ArrivingRun(self, run, summed or run.piece in self.summed)
 
 
 class ArrivingRun:
     """Takes the elements of one run, front to back: a `Sink`."""
 
-    def __init__(self, into: Arriving, run: Run) -> None:
-        self._into, self._run, self._is_summed = into, run, run.piece in into.summed
+    def __init__(self, into: Arriving, run: Run, is_summed: bool) -> None:
+        self._into, self._run, self._is_summed = into, run, is_summed
         self._done = self._crc = 0
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:

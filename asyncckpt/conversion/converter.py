@@ -227,6 +227,7 @@ class _Conversion:
         files, threads = BothWays(self._threads), with_verifiers(self._threads)
         reader = RunReader(outline.contents, outline.tensors, files)
         blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
+        reader.check_rest({node[1] for _, node in outline.leaves() if node[0] != "O"}, self._threads)
         for name in extras:
             self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
         if target.finish is not None:

@@ -77,9 +77,11 @@ class PassingChecksums:
         """
         found = []
         for run in window.runs:
+            if run.piece not in self._wanted:
+                continue
             if run.piece in known:
                 found.append((run, known[run.piece]))
-            elif run.piece in self._wanted:
+            else:
                 at = run.at - window.start
                 with room[at : at + run.nbytes] as elements:
                     found.append((run, zlib.crc32(elements)))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from asyncckpt.conversion.arriving import Arriving
 from asyncckpt.conversion.payloads import CARRIERS, strided_view
+from asyncckpt.conversion.source_checksums import SourceChecksums
 from asyncckpt.conversion.windows import Run
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.structure import row_major
@@ -36,13 +39,14 @@ class RunReader:
         files: The storage seam.
 
     Raises:
-        CorruptCheckpointError: A file is missing or of another length.
+        CorruptCheckpointError: A file is missing or of another length, or an archive damaged.
         OSError: It cannot be known.
     """
 
     def __init__(self, contents: Contents, tensors: Sequence[SavedTensor], files: Files) -> None:
         check_lengths(contents, files)
         self._contents, self._tensors, self._files = contents, tensors, files
+        self._checksums = SourceChecksums(contents, files)
         self._lock = threading.Lock()
         self._view: tuple[int, torch.Tensor | None] = (-1, None)
 
@@ -57,24 +61,45 @@ class RunReader:
             arriving: Takes elements that lie in one piece; of others, which are put to their places, it knows nothing.
 
         Raises:
-            CorruptCheckpointError: The files differ from what was saved.
+            CorruptCheckpointError: The files differ from what was saved; by the CRC-32 of a zip archive too.
             OSError: They cannot be read.
         """
         ranges: list[_Range] = []
+        whole: list[tuple[Run, int, int]] = []
+        summed = self._checksums.are_there
         for run in runs:
             to = address + run.at - origin
             saved = self._tensors[run.tensor]
             rank, chunk = saved.chunks[0]
             if chunk.sizes != saved.global_shape:
                 ranges += self._of_chunks(saved, run, to)
-            elif run.start == 0 and run.is_last:
-                ranges.append(
-                    ((rank, chunk.part), Wanted(chunk.offset_bytes, run.nbytes, saved.fqn, arriving.sink(run)))
-                )
-            elif not self._copied(run, to):
-                start = chunk.offset_bytes + run.start
-                ranges.append(((rank, chunk.part), Wanted(start, run.nbytes, saved.fqn, arriving.sink(run))))
+            elif (run.start == 0 and run.is_last) or not self._copied(run, to):
+                start, sink = chunk.offset_bytes + run.start, arriving.sink(run, summed=summed)
+                ranges.append(((rank, chunk.part), Wanted(start, run.nbytes, saved.fqn, sink)))
+                whole.append((run, chunk.part, start))
         read_ranges(self._contents, ranges, self._files, threads=1, verify=True, buffer=buffer)
+        if summed:
+            for run, part, start in whole:
+                self._checksums.take(part, start, run.nbytes, arriving.crcs[run.piece])
+            for (_, part), wanted in ranges:
+                if isinstance(wanted.sink, int) and wanted.times == 1:
+                    elements = (ctypes.c_char * wanted.nbytes).from_address(wanted.sink)
+                    self._checksums.take(part, wanted.offset, wanted.nbytes, zlib.crc32(elements))
+
+    def check_rest(self, numbers: Iterable[int], threads: int) -> None:
+        """Hold what did not pass `read` as it lies in the source against the CRC-32s that the source has.
+
+        Args:
+            numbers: Of the tensors that were converted.
+            threads: That read.
+
+        Raises:
+            CorruptCheckpointError: It was changed since it was written; names file and tensor.
+            OSError: It cannot be read.
+
+        Blocks: for the reads; there are none where every tensor is row-major in its file, and has a storage for itself.
+        """
+        self._checksums.check_rest((self._tensors[number] for number in numbers), threads)
 
     def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[_Range]:
         """Yield the ranges of a tensor that lies in several chunks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ class TorchArchive:
     def __init__(self, read_at: ReadAt, nbytes: int) -> None:
         self._read_at = read_at
         self.entries = read_directory(read_at, nbytes)
+        self._has_crcs = any(entry.crc for entry in self.entries.values())
         pickles = [name for name in self.entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise ValueError("a zip archive that torch.save did not write: it holds no data.pkl")
@@ -59,7 +61,10 @@ class TorchArchive:
         """Return the bytes of a small entry."""
         if entry.nbytes > MAX_NBYTES:
             raise ValueError(f"entry {entry.name!r} has {entry.nbytes} bytes")
-        return self._read_at(data_offset(self._read_at, entry), entry.nbytes)
+        data = self._read_at(data_offset(self._read_at, entry), entry.nbytes)
+        if self._has_crcs and zlib.crc32(data) != entry.crc:
+            raise ValueError(f"entry {entry.name!r} differs from its CRC-32")
+        return data
 
     def value(self) -> Any:
         """Return what was saved, with `TensorRef`s in place of tensors."""

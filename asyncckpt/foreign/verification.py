@@ -84,8 +84,8 @@ def _check_window(
                 return 0, []
             for entry in entries:
                 offset = data_offset(read_at, entry)
-                if _crc(read_at, entry, offset) != entry.crc:
-                    faults.append(_damaged(contents, name, entry, start + offset))
+                if crc_of(read_at, entry, offset) != entry.crc:
+                    faults.append(damaged(contents, name, entry, start + offset))
                 done += entry.nbytes
     except ValueError as error:
         if isinstance(error, AsyncCkptError):
@@ -98,14 +98,21 @@ def _check_window(
     return done, faults
 
 
-def _crc(read_at: ReadAt, entry: ZipEntry, offset: int) -> int:
+def crc_of(read_at: ReadAt, entry: ZipEntry, offset: int) -> int:
+    """Return the CRC-32 of an entry whose bytes begin at `offset` of its archive.
+
+    Raises:
+        ValueError: The file ends before they do.
+        OSError: They cannot be read.
+    """
     crc = 0
     for at in range(0, entry.nbytes, _STEP_NBYTES):
         crc = zlib.crc32(read_at(offset + at, min(_STEP_NBYTES, entry.nbytes - at)), crc)
     return crc
 
 
-def _damaged(contents: Contents, name: str, entry: ZipEntry, offset: int) -> CorruptCheckpointError:
+def damaged(contents: Contents, name: str, entry: ZipEntry, offset: int) -> CorruptCheckpointError:
+    """Return the error for an entry, at byte `offset` of file `name`, whose CRC-32 is another; it names the tensors."""
     assert contents.source is not None
     shards = contents.ranks[0].index.shards
     end = offset + entry.nbytes

@@ -439,7 +439,7 @@ def test_a_tensor_in_another_file_than_the_index_says_as_well_is_refused_by_name
 
 def test_a_tensor_that_is_only_in_another_file_than_the_index_says_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     write_shards(tmp_path / "hub", [{"a": torch.ones(2), "b": torch.ones(1)}, {"c": torch.ones(1)}], {"a": 0, "b": 1})
-    with pytest.raises(CorruptCheckpointError, match="model-00002-of-00002.* lacks tensor 'b'"):
+    with pytest.raises(CorruptCheckpointError, match=r"model-00002-of-00002.* lacks tensor 'b'"):
         asyncckpt.load(tmp_path / "hub")
 
 
