@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from asyncckpt.conversion.holding import listed
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.sharing import sharing
+from asyncckpt.conversion.to_safetensors import kept_metadata
+from asyncckpt.foreign.safetensors_files import OF_ONE_FILE
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.loading.selection import Selection
 from asyncckpt.storage.contents import Contents
@@ -27,6 +29,7 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
         OSError: The source cannot be read.
     """
     found = _read_otherwise(chosen.contents, keys) + _metadata_lost(chosen.contents, to)
+    found += _unread(chosen.contents, files)
     if chosen.emptied:
         found.append(f"the _metadata of {listed(chosen.emptied)} is not kept: renaming left nothing there")
     if written.opened and to not in ("safetensors", "hf"):
@@ -49,7 +52,26 @@ def _read_otherwise(contents: Contents, keys: Iterable[str] | None) -> list[str]
 
 
 def _metadata_lost(contents: Contents, to: str) -> list[str]:
-    names = sorted(name for name in contents.manifest.metadata if name not in ("files", PLANNER_KEY))
-    if not names or to not in ("dcp", "torch"):
+    metadata = contents.manifest.metadata
+    names = sorted(name for name in kept_metadata(metadata) if name != PLANNER_KEY)
+    if not names or to == "asyncckpt":
         return []
-    return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+    if to in ("dcp", "torch"):
+        return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+    found = []
+    of_one_file = [name for name in names if name in OF_ONE_FILE]
+    if of_one_file:
+        found.append(f"a shard is written as if it were whole, without {', '.join(of_one_file)}")
+    if metadata.get("format", "pt") != "pt":
+        found.append(f"the metadata's format became 'pt'; it was {metadata['format']!r}")
+    return found
+
+
+def _unread(contents: Contents, files: Files) -> list[str]:
+    """Return what weights lie in a Hugging Face directory that are not those of its model."""
+    if contents.source is None or contents.source.kind != "hf":
+        return []
+    read = set(contents.source.metadata["files"])
+    there = [name for name in files.listdir(contents.source.directory) if name.endswith(".safetensors")]
+    names = sorted(name for name in there if name not in read)
+    return [f"files that are not of the model were not read: {listed(names)}"] if names else []

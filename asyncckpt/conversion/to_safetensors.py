@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, is_text, listed
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
-from asyncckpt.foreign.safetensors_files import INDEX_NAME
+from asyncckpt.foreign.safetensors_files import INDEX_NAME, OF_ONE_FILE
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up
 from asyncckpt.format.tree import fqn_of, leaves
@@ -84,7 +85,7 @@ def hf_target(outline: Outline, max_shard_nbytes: int | None) -> Target:
         shards[-1].append((fqn, node[1]))
         held += nbytes
         total += nbytes
-    metadata = {"format": "pt", **_metadata(outline)}
+    metadata = _metadata(outline)
     if len(shards) == 1:
         return Target(files=[_file("model.safetensors", outline, shards[0], metadata)], is_directory=True)
     names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
@@ -96,11 +97,20 @@ def hf_target(outline: Outline, max_shard_nbytes: int | None) -> Target:
 
 
 def _metadata(outline: Outline) -> dict[str, str]:
-    """Return what goes into the header: the source's texts; its other metadata as JSON."""
-    found = {k: v for k, v in outline.contents.manifest.metadata.items() if k != "files"}
-    if not found or all(isinstance(value, str) for value in found.values()):
-        return found
-    return {"asyncckpt_metadata": json.dumps(found)}
+    """Return what goes into the header: the source's texts; its other metadata as JSON.
+
+    The format is torch's whatever the source's was: without it transformers takes no file, nor with another's.
+    """
+    metadata = outline.contents.manifest.metadata
+    found = {key: value for key, value in kept_metadata(metadata).items() if key not in OF_ONE_FILE}
+    if not all(isinstance(value, str) for value in found.values()):
+        found = {"asyncckpt_metadata": json.dumps(found)}
+    return {**found, "format": "pt"}
+
+
+def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a source's metadata without the list of its files, which are others now."""
+    return {key: value for key, value in metadata.items() if key != "files" or not isinstance(value, list)}
 
 
 def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadata: dict[str, str]) -> OutputFile:

@@ -11,6 +11,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.safetensors_header import HeaderEntry, read_header
+from asyncckpt.format.layout import METADATA_KEY
 from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
@@ -18,6 +19,8 @@ from asyncckpt.storage.files import Files, opened, read_small_file
 INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_NBYTES = 256 << 20
 _SHARDING = "DCP_SHARDING_INFO"
+OF_ONE_FILE = (_SHARDING, "DCP_VERSION")
+"""Metadata of a header that say how DCP reads that file, and nothing of the checkpoint."""
 
 
 def read_safetensors_file(path: str, files: Files) -> Contents:
@@ -64,8 +67,10 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
     shards = sorted(set(expected.values())) if expected is not None else sorted(_weights(names))
     found: list[tuple[str, HeaderEntry]] = []
     sharding: dict[tuple[str, str], list[int]] = {}
+    headers: dict[str, dict[str, Any]] = {}
     for shard in shards:
         entries, metadata = _header(assembly, shard, files)
+        headers[shard] = metadata
         found += [(shard, entry) for entry in entries]
         sharding |= {(shard, name): offsets for name, offsets in _offsets(assembly, shard, metadata).items()}
     if expected is not None:
@@ -73,8 +78,20 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
         if missing:
             name, _ = min(missing)
             raise assembly.corrupt(f"{expected[name]} lacks tensor {name!r}, which the index promises", chosen or "")
-    assembly.source.metadata["files"] = shards
+    assembly.source.metadata |= {**_joined(headers), "files": shards}
     return _assembled(assembly, found, sharding, "safetensors, as Hugging Face has it")
+
+
+def _joined(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the metadata of all files as those of one checkpoint; where files differ, each one's value by its name."""
+    found: dict[str, dict[str, Any]] = {}
+    for file, metadata in headers.items():
+        for key, value in metadata.items():
+            if key not in OF_ONE_FILE:
+                found.setdefault(f"{METADATA_KEY}.files" if key == "files" else key, {})[file] = value
+    return {
+        key: next(iter(values.values())) if len(set(values.values())) == 1 else values for key, values in found.items()
+    }
 
 
 def _weights(names: Iterable[str]) -> list[str]:
