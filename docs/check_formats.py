@@ -1,4 +1,5 @@
-"""Check docs/formats.md: every cell of its matrices names tests that exist, or says that there is nothing to test.
+"""Check docs/formats.md: every cell of its matrices names tests that exist, or says that there is nothing to test;
+and no test stands for two columns of a row.
 
 Run as `python docs/check_formats.py`. A cell holds marks such as `w1`, or `-`. Below the matrices each mark has
 its line: "- w1: `tests/unit/test_x.py::test_y`", with the case in brackets where a test has several.
@@ -32,6 +33,9 @@ def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
         for name, *cells in body:
             if len(cells) != len(header) - 1:
                 found.append(f"row {name!r} has {len(cells)} cells, the header {len(header) - 1}")
+            marked = [mark for cell in cells for mark in cell.split(", ") if mark != NOTHING]
+            twice = sorted({mark for mark in marked if marked.count(mark) > 1})
+            found += [f"row {name!r} has {mark} in several columns: a test shows one thing" for mark in twice]
             for column, cell in zip(header[1:], cells, strict=False):
                 names = cell.split(", ")
                 used.update(names)

@@ -32,6 +32,7 @@ def test_document_is_right(check: ModuleType) -> None:
         (ROW, ROW.replace("x9, x10", "x9"), "x10 stands in no matrix"),
         (ROW, ROW.replace("x9, x10", ""), "is no mark"),
         (ROW, ROW.removesuffix(" - |"), "cells"),
+        ("| c2 | - |", "| v3 | - |", "has v3 in several columns"),
         ("::test_only_the_targets_keys_are_read", "::test_that_is_gone", "there is no test"),
         ("[torch_by_load]", "[torch_by" + "_magic]", "no test has a case"),
         ("## What others wrote, read by us", "## Else", "has no matrix"),
