@@ -175,15 +175,47 @@ def hf_by_hf_reader(root: pathlib.Path, expected: dict[str, Any]) -> None:
     read_hf(root / "hf", expected["model"])
 
 
-@way
-def hf_by_from_pretrained(root: pathlib.Path, expected: dict[str, Any]) -> None:
-    if not (root / "pretrained").exists():
+def from_pretrained(path: pathlib.Path, name: str) -> None:
+    """Transformers' model `name` in what ours wrote of it: its weights, dtypes and ties."""
+    if not path.exists():
         raise ModuleNotFoundError("transformers is not installed")
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / "pretrained")
-    weights = torch.load(root / "pretrained.pt", weights_only=True)
-    check_tensors(model.state_dict(), weights)
+    models = transformers.AutoModelForCausalLM
+    model, said = models.from_pretrained(path, torch_dtype="auto", output_loading_info=True)
+    assert not any(said.values()), (path, said)
+    check_tensors(model.state_dict(), torch.load(path.parents[1] / "models" / f"{name}.pt", weights_only=True))
+    is_tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert is_tied == ("tied" in name), path
+
+
+@way
+def hf_by_from_pretrained(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    from_pretrained(root / "pretrained" / "plain", "plain")
+    from_pretrained(root / "pretrained" / "plain.pt", "plain")
+
+
+@way
+def hf_tied_by_from_pretrained(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    from_pretrained(root / "pretrained" / "tied", "tied")
+    from_pretrained(root / "pretrained" / "tied.pt", "tied")
+
+
+@way
+def hf_bfloat16_by_from_pretrained(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    from_pretrained(root / "pretrained" / "bfloat16", "bfloat16")
+    from_pretrained(root / "pretrained" / "bfloat16.pt", "bfloat16")
+
+
+@way
+def hf_tied_bfloat16_by_from_pretrained(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    from_pretrained(root / "pretrained" / "tied-bfloat16", "tied-bfloat16")
+    from_pretrained(root / "pretrained" / "tied-bfloat16.pt", "tied-bfloat16")
+
+
+@way
+def safetensors_by_from_pretrained(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    from_pretrained(root / "pretrained" / "one", "plain")
 
 
 def main() -> None:

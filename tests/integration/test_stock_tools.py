@@ -76,23 +76,37 @@ def write_everything(root: pathlib.Path) -> None:
 PRETRAINED = """
 import sys, pathlib, torch, transformers
 root = pathlib.Path(sys.argv[1])
-config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-    num_attention_heads=2, max_position_embeddings=32, bos_token_id=1, eos_token_id=2)
-model = transformers.LlamaForCausalLM(config)
-model.save_pretrained(root / "model")
-torch.save(dict(model.state_dict()), root / "pretrained.pt")
+for name, tied, dtype in (("plain", False, "float32"), ("tied", True, "float32"), ("bfloat16", False, "bfloat16"),
+        ("tied-bfloat16", True, "bfloat16")):
+    config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(root / "models" / name)
+    torch.save(dict(model.state_dict()), root / "models" / f"{name}.pt")
 """
 
 
 def write_pretrained(root: pathlib.Path) -> None:
-    """A tiny random model of transformers: into a checkpoint of ours, and from there into a sharded directory."""
+    """Tiny random models of transformers: into checkpoints of ours, and from there into sharded directories.
+
+    Of `save_pretrained`, which keeps one of two tied tensors, and of state dicts, which have both names.
+    """
     if subprocess.run([sys.executable, "-c", "import transformers"], capture_output=True, check=False).returncode:
         return
     subprocess.run([sys.executable, "-c", PRETRAINED, str(root)], capture_output=True, check=True, timeout=100)
-    asyncckpt.convert(root / "model", root / "ours-model", to="asyncckpt")
-    asyncckpt.convert(root / "ours-model", root / "pretrained", to="hf", max_shard_bytes=5000)
-    assert len(list((root / "pretrained").glob("*.safetensors"))) > 1
-    shutil.copy(root / "model" / "config.json", root / "pretrained")
+    for source in sorted((root / "models").iterdir()):
+        ours = root / "ours-models" / source.name
+        ours.parent.mkdir(exist_ok=True)
+        asyncckpt.convert(source, ours, to="asyncckpt")
+        path = root / "pretrained" / source.name
+        path.parent.mkdir(exist_ok=True)
+        asyncckpt.convert(ours, path, to="hf", max_shard_bytes=5000)
+        assert len(list(path.glob("*.safetensors"))) > 1
+        shutil.copy(source.with_suffix("") / "config.json", path)
+    one = root / "pretrained" / "one"
+    one.mkdir()
+    asyncckpt.convert(root / "models" / "plain.pt", one / "model.safetensors", to="safetensors")
+    shutil.copy(root / "models" / "plain" / "config.json", one)
 
 
 @pytest.fixture(scope="module")
