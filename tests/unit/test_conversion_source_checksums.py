@@ -103,6 +103,8 @@ def test_a_flipped_bit_of_a_value_that_is_no_tensor_is_found(kind: str, tmp_path
         asyncckpt.convert(tmp_path / "source", tmp_path / "out", to="torch")
     assert file.name in str(caught.value)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(CorruptCheckpointError):
+        asyncckpt.load(tmp_path / "source")
 
 
 @pytest.mark.parametrize("kind", list(SAVES))
