@@ -22,6 +22,7 @@ from asyncckpt.loading.fetching import thread_count
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import machine
 
+
 class BroadcastingTorchSaveReader(StorageReader):
     """As torch's reader of this name; streaming, for sharded targets, and with leaves that are no tensors.
 
@@ -161,9 +162,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         return os.path.isfile(checkpoint_id)
 
 
-def _exchanged(
-    found: dict[str, Fact], group: Any, rank: int, route: Route, *, by_broadcast: bool
-) -> dict[str, Fact]:
+def _exchanged(found: dict[str, Fact], group: Any, rank: int, route: Route, *, by_broadcast: bool) -> dict[str, Fact]:
     """Return what the rank that reads has found."""
     if route.world_size == 1:
         return found
