@@ -19,6 +19,7 @@ from asyncckpt.foreign.kinds import read_any
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
 
 HERE, ELSEWHERE = "machine", "another"
 
