@@ -12,10 +12,8 @@ from typing import Any
 from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, shown
 
 _MAX_NAME_CHARS = 200
-_GIVEN_A_CLASS = frozenset(
-    {"copyreg.__newobj_ex__", "copyreg._reconstructor", "torch._utils._rebuild_wrapper_subclass"}
-)
-"""Functions that make an object of the class that is their first argument: that one tells what it is."""
+_GIVEN_A_CLASS = "torch._utils._rebuild_wrapper_subclass"
+"""Makes a tensor of the class that is its first argument, such as a DTensor: that one tells what it is."""
 
 
 class Stranger:
@@ -37,7 +35,7 @@ class Stranger:
 
     def made(self, arguments: tuple[Any, ...]) -> Stranger:
         """Return what stands for the result of calling it."""
-        first = arguments[0] if arguments and self.name in _GIVEN_A_CLASS else None
+        first = arguments[0] if arguments and self.name == _GIVEN_A_CLASS else None
         return Stranger(first.name if isinstance(first, (Stranger, Maker)) else self.name, arguments)
 
     def __repr__(self) -> str:
