@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
@@ -132,23 +132,19 @@ class Growth:
         return None
 
     def _tensors_in(self, value: Any) -> int | None:
-        """Count the tensors in what is not read; each value of it is looked at once, a million in all."""
+        """Count the tensors in what is not read; None when a million values have been looked at for all leaves."""
         todo, met, count = [value], set(), 0
         while todo:
             found = todo.pop()
             if id(found) in met:
                 continue
             met.add(id(found))
-            self._n_looks += 1
+            count += type(found) is TensorRef
+            members = _members(found)
+            self._n_looks += 1 + len(members)  # also of those that were met before
             if self._n_looks > _MAX_LOOKS:
                 return None
-            count += type(found) is TensorRef
-            if isinstance(found, dict):
-                todo += [*found.keys(), *found.values()]
-            elif isinstance(found, (list, tuple, set, frozenset)):
-                todo += found
-            elif isinstance(found, (Stranger, Record)):
-                todo.append(found.held if isinstance(found, Stranger) else found.state)
+            todo += members
         return count
 
     def _count(self, path: Path) -> None:
@@ -214,3 +210,11 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, TensorRef):
         return "tensor"
     return value.kind if isinstance(value, Record) else type(value).__name__
+
+
+def _members(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (Stranger, Record)):
+        return value.held if isinstance(value, Stranger) else (value.state,)
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
