@@ -29,6 +29,8 @@ class Holding:
 def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Outline:
     """Return what is written: everything, or with `partial` what the target can hold.
 
+    What was not read of the source is added to what `holding` has.
+
     Raises:
         UnsupportedLeafError: Something cannot be held, and `partial` is False; names all of it.
         UnsupportedFormatError: The same, and some of it was not even read.

@@ -11,7 +11,9 @@ from typing import Any
 
 from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, shown
 
-_MAX_NAME_CHARS = 200
+MAX_NAME_CHARS = 200
+"""Of a module, or of a name in one: nobody's are longer, and of those that are this much is kept."""
+
 _GIVEN_A_CLASS = "torch._utils._rebuild_wrapper_subclass"
 """Makes a tensor of the class that is its first argument, such as a DTensor: that one tells what it is."""
 
@@ -29,14 +31,19 @@ class Stranger:
     __slots__ = ("held", "name")
 
     def __init__(self, name: str, *held: Any) -> None:
-        text = name[:_MAX_NAME_CHARS]
+        text = name[: 2 * MAX_NAME_CHARS]
         self.name = text if text.isprintable() else repr(text)[1:-1]
         self.held: list[Any] = list(held)
 
     def made(self, arguments: tuple[Any, ...]) -> Stranger:
         """Return what stands for the result of calling it."""
-        first = arguments[0] if arguments and self.name == _GIVEN_A_CLASS else None
-        return Stranger(first.name if isinstance(first, (Stranger, Maker)) else self.name, arguments)
+        name, first = self.name, arguments[0] if arguments else None
+        if isinstance(first, (Stranger, Maker)):
+            if name == _GIVEN_A_CLASS:
+                name = first.name
+            elif name == "builtins.getattr" and type(arguments[-1]) is str:  # protocol 2's word for a class in a class
+                name = f"{first.name}.{arguments[-1][:MAX_NAME_CHARS]}"
+        return Stranger(name, arguments)
 
     def __repr__(self) -> str:
         return self.name

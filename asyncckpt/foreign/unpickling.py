@@ -26,7 +26,7 @@ from asyncckpt.foreign.pickle_values import (
     shown,
     unknown_global,
 )
-from asyncckpt.foreign.strangers import Stranger, made_by
+from asyncckpt.foreign.strangers import MAX_NAME_CHARS, Stranger, made_by
 from asyncckpt.format.hashes import Hashes
 from asyncckpt.format.records import Record
 
@@ -118,7 +118,7 @@ class _Machine(Cursor):
     def find(self, module: str, name: str) -> None:
         if module == "__builtin__":  # Python 2's name, which protocol 2 uses
             module = "builtins"
-        full = f"{module}.{name}"
+        full = f"{module[:MAX_NAME_CHARS]}.{name[:MAX_NAME_CHARS]}"  # few bytes give the same long ones again
         maker = self.known.get(full)
         if maker is None and self.strangers:
             maker = Stranger(full)
@@ -141,7 +141,7 @@ class _Machine(Cursor):
         arguments, maker = self.stack.pop(), self.stack.pop()
         if type(maker) is Maker and type(arguments) is tuple:
             # What a maker is given it may copy, and a few bytes give it the same again.
-            self.may_give -= sum(len(v) for v in arguments if type(v) in _SIZED)
+            self.may_give -= len(arguments) + sum(len(v) for v in arguments if type(v) in _SIZED)
             if self.may_give < 0:
                 raise UnpicklingError("what it makes is out of proportion to its length")
         self.push(made_by(maker, arguments))

@@ -11,7 +11,7 @@ from asyncckpt.planning.leaves import decode_leaf
 from asyncckpt.planning.pickles import unpickle
 from asyncckpt.storage.contents import Contents, corrupt, read_objects
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.unread import Unread, unread_error
+from asyncckpt.storage.unread import Unread, unread_error, unread_leaves
 
 
 class SavedObjects:
@@ -78,13 +78,9 @@ class SavedObjects:
         """
         if self._contents.source is None:
             return
-        found = {}
-        for rank, number in numbers:
-            raw = self.raw(rank)[number]
-            if isinstance(raw, Unread):
-                found[object_fqn(self._contents.ranks[rank].structure.tree, number)] = raw
-        if found:
-            raise unread_error(self._contents.path, found)
+        wanted = {number for rank, number in numbers if isinstance(self.raw(rank)[number], Unread)}
+        if wanted:
+            raise unread_error(self._contents.path, unread_leaves(self._contents, wanted))
 
     def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
         path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)
