@@ -32,7 +32,7 @@ class Stranger:
 
     def __init__(self, name: str, *held: Any) -> None:
         text = name[: 2 * MAX_NAME_CHARS]
-        self.name = text if text.isprintable() else repr(text)[1:-1]
+        self.name = text if text.isprintable() else repr(text)[1:-1][: 2 * MAX_NAME_CHARS]
         self.held: list[Any] = list(held)
 
     def made(self, arguments: tuple[Any, ...]) -> Stranger:

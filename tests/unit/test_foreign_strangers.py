@@ -328,7 +328,7 @@ def test_names_of_classes_are_fit_for_a_terminal_and_short(tmp_path: pathlib.Pat
         found, _ = unpickle_data(b"\x80\x04\x8c\x01m" + pickled_text(name) + b"\x93.", KNOWN, strangers=True)
         assert isinstance(found, Stranger)
         assert found.name.isprintable()
-        assert len(found.name) <= 4000
+        assert len(found.name) <= 400
 
 
 def pickled_text(text: str) -> bytes:
