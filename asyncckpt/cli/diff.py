@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [row.described() for row in found.differences]
     if args.json:
-        print_json({"equal": not rows, "leaves": found.leaves, "differences": rows})
+        print_json({"equal": not rows, "leaves": found.leaves, "differences": rows, "unread": found.unread})
     elif not rows:
         say(f"equal: {found.leaves} leaves" + (", data not compared" if args.fast else ""))
     else:
@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
             ("FQN", "WHAT", "A", "B", "MAX ABS DIFFERENCE"),
             [[r["fqn"], r["what"], r["a"] or "-", r["b"] or "-", _number(r["max_abs_difference"])] for r in rows],
         )
+    if found.unread and not args.json:
+        say(f"{len(found.unread)} leaves were read on neither side: of them the class alone was compared")
+        print_table(("FQN", "CLASS"), [[fqn, kind] for fqn, kind in found.unread.items()])
     return EXIT_FAILED if rows else EXIT_OK
 
 

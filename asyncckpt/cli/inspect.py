@@ -17,6 +17,7 @@ from asyncckpt.format.tree import fqn_of, leaves, per_rank_nodes
 from asyncckpt.sizes import human
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.unread import Unread
 
 HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
 EXAMPLES = (
@@ -120,19 +121,25 @@ def _tensor(contents: Contents, tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, Any]]:
-    """Yield one rank's objects; `per_rank` says that it marked them as its own."""
+    """Yield one rank's objects; `per_rank` says that it marked them as its own, `unread` of what class it is."""
     tree = contents.ranks[rank].structure.tree
     values = read_objects(contents, rank, files)
     marked = {fqn_of(leaf) for path, node in per_rank_nodes(tree) for leaf, _ in leaves(node, path)}
     for path, node in leaves(tree):
         if node[0] == "O":
             fqn = fqn_of(path)
+            raw = values[node[1]]
             try:
-                shown = _shown(values[node[1]])
+                shown = raw.described() if isinstance(raw, Unread) else _shown(raw)
             except ValueError as error:
                 name = contents.ranks[rank].index.objects.name
                 raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error
-            yield {"rank": rank, "fqn": fqn, "per_rank": fqn in marked, "value": shown}
+            yield {"rank": rank, "fqn": fqn, "per_rank": fqn in marked, "value": shown, **_unread(raw)}
+
+
+def _unread(raw: Any) -> dict[str, str]:
+    """Return what JSON has more of an object of another format that was not read."""
+    return {"unread": raw.kind} if isinstance(raw, Unread) else {}
 
 
 def _shown(raw: Any) -> str:

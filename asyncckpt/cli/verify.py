@@ -22,6 +22,7 @@ from asyncckpt.storage.candidates import candidates_in, is_broken
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.unread import unread_leaves
 from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
 
 HELP = "check every checksum, size and shape of checkpoints; names what is damaged"
@@ -116,6 +117,7 @@ def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
         "tensors": len(sound.tensors) if sound else None,
         "read_nbytes": verdict.read_nbytes,
         "unchecked": verdict.unchecked,
+        "unread": {fqn: found.described() for fqn, found in unread_leaves(sound).items()} if sound else {},
         "faults": [_fault(f) for f in verdict.faults],
         "other_files": _other_files(verdict.path, files, sound) if sound else [],
     }
@@ -139,6 +141,8 @@ def _print(row: dict[str, Any], fast: bool) -> None:
         if row["kind"] != OURS:
             depth = row["unchecked"] or f"{human(row['read_nbytes'])} compared with their CRC-32"
             say(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
+            for fqn, described in row["unread"].items():
+                say(f"  {fqn}: {described}")
             return
         depth = "sizes and indexes" if fast else f"{human(row['read_nbytes'])} compared"
         say(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")

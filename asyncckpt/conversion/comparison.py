@@ -20,6 +20,7 @@ from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.unread import Unread
 
 _SHOWN_CHARS = 60
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -51,10 +52,14 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """How many leaves there are on either side, and those that differ."""
+    """How many leaves there are on either side, and those that differ.
+
+    `unread`: by FQN the class of those that neither side has read, and of which only that was compared.
+    """
 
     leaves: int = 0
     differences: list[Difference] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
 
 
 def compare(
@@ -85,6 +90,8 @@ def compare(
             found.differences.append(Difference(fqn=fqn, what="only in A", first=_shown(ours, mine[fqn])))
         elif fqn not in mine:
             found.differences.append(Difference(fqn=fqn, what="only in B", second=_shown(theirs, others[fqn])))
+        elif (kind := _alike_unread(ours, mine[fqn], theirs, others[fqn])) is not None:
+            found.unread[fqn] = kind
         else:
             difference = _compared(fqn, ours, mine[fqn], theirs, others[fqn], files, data)
             if difference is not None:
@@ -119,7 +126,17 @@ def _shown(outline: Outline, node: Node) -> str:
     return f"{tensor.dtype}{list(tensor.global_shape)}"
 
 
+def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> str | None:
+    """Return the class of a leaf that neither side has read, if it is the same; else None."""
+    if (mine[0], other[0]) != ("O", "O"):
+        return None
+    a, b = ours.objects[mine[1]], theirs.objects[other[1]]
+    return a.kind if isinstance(a, Unread) and isinstance(b, Unread) and a.kind == b.kind else None
+
+
 def _short(raw: Any) -> str:
+    if isinstance(raw, Unread):
+        return raw.described()
     try:
         text = repr(decode_value(raw))
     except ValueError:

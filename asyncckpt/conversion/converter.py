@@ -21,6 +21,7 @@ from asyncckpt.conversion.runs import RunReader
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, torch_target
+from asyncckpt.conversion.unreadable import readable
 from asyncckpt.conversion.writing import write_files
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
@@ -97,7 +98,8 @@ def convert(
         max_shard_bytes: Limit of one file's tensors, of a target that is a directory; a larger tensor has a file of its
             own. None: one file; for `hf` 5 GB.
         overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
-        partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
+        partial: Leaves out, and reports, what the target cannot hold, and what cannot be read of the source (objects of
+            classes that are not on the list); otherwise that is an error.
         threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
         read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
             types, shapes, places and values are compared, not the elements of tensors.
@@ -111,7 +113,7 @@ def convert(
         CheckpointNotCommittedError: A save of ours was begun at `src` and never committed.
         CheckpointExistsError: Something is at `dst`, and `overwrite` is False or it is no checkpoint.
         CorruptCheckpointError: The source is damaged; or the target read back differs.
-        UnsupportedFormatError: The source is of no known kind, or holds something that is not read: named.
+        UnsupportedFormatError: The source is of no known kind, or holds something that is not read; all named.
         UnsupportedLeafError: The target cannot hold some leaves, all named; or this torch lacks a dtype.
         MissingKeysError: `keys` name something that is not there.
         DuplicateNameError: Two leaves have, or get, one name.
@@ -168,7 +170,7 @@ class _Conversion:
         contents = read_any(self.source, self._files)
         standing = check_place(self.path, self._files, overwrite=self._overwrite)
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
-        holding = _CHECKS[self._to](whole)
+        holding = _CHECKS[self._to](readable(whole))
         self._refuse_pickled(whole, holding)
         outline = settled(whole, holding, to=self._to, partial=partial)
         self._report_differences(contents)

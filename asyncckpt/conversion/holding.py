@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncckpt.conversion.outline import Outline, pruned
-from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.conversion.unreadable import readable, unread_of
+from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.tree import Node
 
 VERSIONS_LOST = "the _metadata of modules' state dicts, their versions, are not kept"
@@ -28,9 +29,14 @@ class Holding:
 def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Outline:
     """Return what is written: everything, or with `partial` what the target can hold.
 
+    What was not read of the source is added to what `holding` has.
+
     Raises:
         UnsupportedLeafError: Something cannot be held, and `partial` is False; names all of it.
+        UnsupportedFormatError: The same, and some of it was not even read.
     """
+    unread = unread_of(outline)
+    holding.cannot.update((fqn, found.described()) for fqn, found in unread.items())
     cannot = dict(holding.cannot)
     for fqn in outline.away:
         cannot[fqn] = "it belongs to single ranks (PerRank)"
@@ -39,12 +45,15 @@ def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Ou
     if not partial:
         lines = [f"{fqn}: {why}" for fqn, why in list(cannot.items())[:_SHOWN]]
         more = f"\n  and {len(cannot) - _SHOWN} more" if len(cannot) > _SHOWN else ""
-        raise UnsupportedLeafError(
-            f"{outline.contents.path}: {to} cannot hold {len(cannot)} of the leaves; choose others by keys, or leave "
-            "them out by partial=True (--partial):\n  " + "\n  ".join(lines) + more,
-            leaf=next(iter(cannot)),
+        path = outline.contents.path
+        said = (
+            f"{path}: {to} cannot hold {len(cannot)} of the leaves; choose others by keys, or leave "
+            "them out by partial=True (--partial):\n  " + "\n  ".join(lines) + more
         )
-    return pruned(outline, lambda fqn: fqn not in cannot)
+        if unread:
+            raise UnsupportedFormatError(said, path=path, found=next(iter(unread.values())).kind)
+        raise UnsupportedLeafError(said, leaf=next(iter(cannot)))
+    return pruned(readable(outline), lambda fqn: fqn not in cannot)
 
 
 def listed(names: list[str]) -> str:

@@ -53,6 +53,7 @@ class FileLeaves:
 
         Raises:
             CorruptCheckpointError: A leaf does not decode.
+            UnsupportedFormatError: A leaf holds what is not on the list of what may be read.
             UnsupportedLeafError: This torch lacks a dtype.
             OSError: It cannot be read.
         """

@@ -15,8 +15,9 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.nesting import nested
-from asyncckpt.foreign.pickle_values import UnpicklingError, shown
+from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
 from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
@@ -33,7 +34,7 @@ Item = tuple[int, int, int]
 
 
 def read_dcp_directory(path: str, files: Files) -> Contents:
-    """Read the structure of a DCP directory, and its leaves that are no tensors.
+    """Read the structure of a DCP directory, and its leaves that are no tensors; see `storage.unread` for some.
 
     Raises:
         CorruptCheckpointError: Damaged.
@@ -142,11 +143,14 @@ class _Directory:
                 with opened(files, os.path.join(assembly.source.directory, name), os.O_RDONLY) as fd:
                     archive = TorchArchive(read_exactly(files, fd, length, offset), length)
                     value = archive.value()
+                    if type(value) is Stranger:
+                        raise unknown_global(value.name)
                     if type(value) is not TensorRef or (value.dtype, value.size) != (dtype, sizes):
                         raise ValueError(f"the item holds something else than {dtype}{list(sizes)}")
                     place = place_of(value, part, offset + archive.storage(value.storage))
             except ValueError as error:
-                raise assembly.refused(UnpicklingError(f"tensor {fqn!r}: {error}"), name) from error
+                said = UnpicklingError(f"tensor {fqn!r}: {error}", getattr(error, "name", None))
+                raise assembly.refused(said, name) from error
             known.append(place if isinstance(place, Strided) else Located(*place))
             return known[0]
 

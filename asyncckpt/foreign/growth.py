@@ -1,21 +1,26 @@
-"""From a value that was unpickled to a tree of leaves: its tensors and objects are added to an `Assembly`."""
+"""From a value that was unpickled to a tree of leaves: its tensors and objects are added to an `Assembly`.
+
+A leaf that holds what cannot be read, such as a `Stranger`, is an `Unread` among the objects; the others are as ever.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.assembly import Assembly
-from asyncckpt.foreign.pickle_values import ATTRIBUTES, READ_AS, PathText, UnpicklingError
+from asyncckpt.foreign.pickle_values import ATTRIBUTES, READ_AS, Maker, PathText, UnpicklingError
+from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_globals import TensorRef, dtype_text, size_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import MAX_TENSORS, Chunk
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
 from asyncckpt.storage.source import Inline, Strided
+from asyncckpt.storage.unread import Unread
 
 Locate = Callable[[TensorRef], "tuple[int, int] | Strided"]
 """Says where a tensor lies: (part, offset), or strided in a part."""
@@ -28,6 +33,8 @@ _NUMPY = {
 
 
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
+_MAX_LOOKS = 1 << 20
+"""At values in leaves that are not read. Chosen: half a second."""
 
 
 class Growth:
@@ -40,7 +47,7 @@ class Growth:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._by_ref: dict[Any, int] = {}
-        self._n_nodes = 0
+        self._n_nodes = self._n_looks = 0
 
     def node_of(self, value: Any, path: Path, locate: Locate) -> Node:
         """Add everything in a value that was unpickled.
@@ -51,7 +58,7 @@ class Growth:
             locate: As it says.
 
         Raises:
-            UnsupportedFormatError: Something that cannot be read; names the leaf.
+            UnsupportedFormatError: Too many values, nested too deeply, or keys that are one text; names the leaf.
             CorruptCheckpointError: A tensor lies outside of its file.
         """
         self._count(path)
@@ -70,8 +77,7 @@ class Growth:
             if kind is dict:
                 return ("d", members)
             metadata = getattr(value, "_metadata", None)
-            at = None if metadata is None else self._object(metadata, (*path, "_metadata"))[1]
-            return ("o", members, at)
+            return ("o", members, None if metadata is None else self._versions(metadata, path))
         if kind in (list, tuple) and not self._is_flat(value, path):
             children = tuple(self.node_of(child, (*path, n), locate) for n, child in enumerate(value))
             return ("l" if kind is list else "t", children)
@@ -101,24 +107,45 @@ class Growth:
         names.setdefault(fqn_of(path) or "the top level", more)
 
     def _object(self, value: Any, path: Path) -> Node:
-        """Add a leaf that is no tensor.
-
-        Raises:
-            UnsupportedFormatError: Of a type that cannot be read.
-        """
+        """Add a leaf that is no tensor."""
+        plain = self._plain(value, path)
         try:
-            raw = encode_value(
-                self._plain(value, path), lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None
-            )
+            raw = encode_value(plain, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
         except UnknownTypeError as error:
-            kind = error.value.kind if isinstance(error.value, Record) else type(error.value).__name__
-            if isinstance(error.value, TensorRef):
-                kind = "tensor inside a container that is no dict, list or tuple"
-            raise self._assembly.unsupported(
-                f"leaf {fqn_of(path)!r} holds a {kind}, which cannot be read", kind
-            ) from error
+            inside = f"inside a {type(plain).__name__}" if error.value is not plain else ""
+            return self._unread(_kind_of(error.value), inside, value)
         self._assembly.source.objects.append(raw)
         return ("O", len(self._assembly.source.objects) - 1)
+
+    def _unread(self, kind: str, why: str, value: Any) -> Node:
+        self._assembly.source.objects.append(Unread(kind, why, self._tensors_in(value)))
+        return ("O", len(self._assembly.source.objects) - 1)
+
+    def _versions(self, metadata: Any, path: Path) -> int | None:
+        """Add the `_metadata` of an OrderedDict; without it the rest of that is worth as much."""
+        objects, number = self._assembly.source.objects, self._object(metadata, (*path, "_metadata"))[1]
+        if type(objects[number]) is not Unread:
+            return int(number)
+        self._note(
+            "the _metadata of modules' state dicts, their versions, were not read", path, f" ({objects.pop().kind})"
+        )
+        return None
+
+    def _tensors_in(self, value: Any) -> int | None:
+        """Count the tensors in what is not read; None when a million values have been looked at for all leaves."""
+        todo, met, count = [value], set(), 0
+        while todo:
+            found = todo.pop()
+            if id(found) in met:
+                continue
+            met.add(id(found))
+            count += type(found) is TensorRef
+            members = _members(found)
+            self._n_looks += 1 + len(members)  # also of those that were met before
+            if self._n_looks > _MAX_LOOKS:
+                return None
+            todo += members
+        return count
 
     def _count(self, path: Path) -> None:
         """A pickle may name one list many times over, and so grow without end."""
@@ -171,7 +198,23 @@ class Growth:
             if name is None or type(data) is not bytes or (by_columns and len(sizes) > 1):
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
-            raise self._assembly.unsupported(f"array {fqn_of(path)!r}: {error}", "numpy.ndarray") from error
+            return self._unread("numpy.ndarray", str(error), array)
         part = self._assembly.place(-1, len(data), Inline(data))
         chunk = Chunk(part=part, offset_bytes=0, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
         return ("N", self._assembly.tensor(fqn_of(path), name, sizes, [chunk])[1])
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, (Stranger, Maker)):
+        return value.name
+    if isinstance(value, TensorRef):
+        return "tensor"
+    return value.kind if isinstance(value, Record) else type(value).__name__
+
+
+def _members(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (Stranger, Record)):
+        return value.held if isinstance(value, Stranger) else (value.state,)
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()

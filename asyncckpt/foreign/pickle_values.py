@@ -19,6 +19,11 @@ class UnpicklingError(ValueError):
         self.name = name
 
 
+def unknown_global(name: str) -> UnpicklingError:
+    """Return the error for a global that is not on the list."""
+    return UnpicklingError(f"it names the global {name!r}, which is not on the list of what may be read", name)
+
+
 class Maker:
     """What stands for a global: its name, and the function of ours that REDUCE and NEWOBJ call, if they may."""
 

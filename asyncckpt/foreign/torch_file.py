@@ -12,8 +12,9 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
-from asyncckpt.foreign.pickle_values import UnpicklingError, shown
+from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
 from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
 from asyncckpt.foreign.zip_directory import ReadAt, ZipEntry, data_offset, read_directory
@@ -28,7 +29,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
 """Of a tensor that `expand` made: saved as the elements that it repeats, and read as what it claims to be. Chosen."""
 
-_LEGACY_PROTOCOL = 1001
+_LEGACY_PROTOCOL, _LEGACY_VALUE = 1001, 3
 _LEGACY_WINDOW_NBYTES = 4 << 20
 
 
@@ -67,9 +68,9 @@ class TorchArchive:
         return data
 
     def value(self) -> Any:
-        """Return what was saved, with `TensorRef`s in place of tensors."""
+        """Return what was saved: a `TensorRef` for a tensor, a `Stranger` for an object of a class not on the list."""
         data = self.bytes_of(self.entries[f"{self.prefix}data.pkl"])
-        found, _ = unpickle_data(data, KNOWN, storage_of)
+        found, _ = unpickle_data(data, KNOWN, storage_of, strangers=True)
         return found
 
     def storage(self, storage: StorageRef) -> int:
@@ -178,11 +179,13 @@ def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], i
 
     def persistent(pid: Any) -> StorageRef:
         ref = storage_of(pid)
+        if isinstance(ref, Stranger):  # where the storages behind it begin depends on how long its elements are
+            raise unknown_global(ref.name)
         return storages.setdefault(ref.key, ref)
 
     while len(found) < 5:
         try:
-            value, at = unpickle_data(data, KNOWN, persistent, at)
+            value, at = unpickle_data(data, KNOWN, persistent, at, strangers=len(found) == _LEGACY_VALUE)
         except UnpicklingError as error:
             if error.name is not None or len(data) == min(nbytes, MAX_NBYTES):
                 raise

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.pickle_values import Defaulting, Maker, PathText, Tally, UnpicklingError, keys_of, shown
+from asyncckpt.foreign.strangers import Stranger, made_by
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
 
@@ -79,14 +80,16 @@ def dtype_of(value: Any) -> str:
     raise UnpicklingError(f"{shown(value)} is no dtype that can be stored")
 
 
-def storage_of(pid: Any) -> StorageRef:
-    """Return the storage that a persistent id of `torch.save` names.
+def storage_of(pid: Any) -> StorageRef | Stranger:
+    """Return the storage that a persistent id of `torch.save` names; of a class that is a stranger, that.
 
     Raises:
         UnpicklingError: Malformed.
     """
-    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Maker):
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], (Maker, Stranger)):
         raise UnpicklingError(f"{shown(pid)} is no storage")
+    if isinstance(pid[1], Stranger):
+        return pid[1]
     kind, key, numel = pid[1].name.rpartition(".")[2], pid[2], pid[4]
     if not kind.endswith("Storage") or type(key) is not str or type(numel) is not int or numel < 0:
         raise UnpicklingError(f"{shown(pid)} is no storage")
@@ -136,12 +139,13 @@ def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: 
     return replace(data, attributes=(*data.attributes, *names[:_MAX_ATTRIBUTES])) if names else data
 
 
-def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef:
+def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef | Stranger:
     if type(maker) is not Maker or maker.make is None or not maker.name.startswith("torch._utils._rebuild"):
         raise UnpicklingError(f"a tensor that {shown(maker)} makes")
     if type(kind) is not Maker or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise UnpicklingError(f"a tensor of class {shown(kind)}", shown(kind))
-    return _parameter(maker.make(*arguments), state=state)
+    made = made_by(maker, arguments)
+    return made if type(made) is Stranger else _parameter(made, state=state)
 
 
 def _device(kind: Any, index: Any = None) -> Opaque:

@@ -3,6 +3,7 @@
 Nothing that a pickle names is imported or called. A global is looked up in the caller's table of `Maker`s, which are
 functions of ours that return plain values or `Record`s. REDUCE calls a `Maker` and nothing else; BUILD gives a state
 to a `Record`, or an OrderedDict its `_metadata`, and nothing else. Python's own `pickle` takes no part.
+Where strangers are let in, a global that is not in the table becomes a `Stranger`, which swallows what is done to it.
 Source of the opcodes: CPython's `pickletools`.
 """
 
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncckpt.foreign.pickle_cursor import Cursor
 from asyncckpt.foreign.pickle_values import (
     Defaulting,
     Maker,
@@ -22,7 +24,9 @@ from asyncckpt.foreign.pickle_values import (
     hashable,
     keys_of,
     shown,
+    unknown_global,
 )
+from asyncckpt.foreign.strangers import MAX_NAME_CHARS, Stranger, made_by
 from asyncckpt.format.hashes import Hashes
 from asyncckpt.format.records import Record
 
@@ -38,6 +42,8 @@ def unpickle_data(
     known: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
     at: int = 0,
+    *,
+    strangers: bool = False,
 ) -> tuple[Any, int]:
     """Interpret the pickle that begins at `at`.
 
@@ -46,6 +52,7 @@ def unpickle_data(
         known: By `module.name`: what a global stands for, a `Maker` or a value.
         persistent: Makes a value of a persistent id.
         at: Where the pickle begins.
+        strangers: A global that is not in `known` becomes a `Stranger`; otherwise it is an error.
 
     Returns:
         The value, and where the pickle ends.
@@ -53,7 +60,7 @@ def unpickle_data(
     Raises:
         UnpicklingError: Malformed, an opcode that does more than build, or a global that is not in `known`.
     """
-    machine = _Machine(data, known, persistent, at)
+    machine = _Machine(data, known, persistent, at, strangers)
     try:
         return machine.run(), machine.at
     except UnpicklingError:
@@ -64,13 +71,16 @@ def unpickle_data(
         raise UnpicklingError(f"too deep or too large: {type(error).__name__}") from error
 
 
-class _Machine:
+class _Machine(Cursor):
     """One run over one pickle."""
 
-    def __init__(self, data: bytes, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None, at: int) -> None:
+    def __init__(
+        self, data: bytes, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None, at: int, strangers: bool
+    ) -> None:
         if len(data) > MAX_NBYTES:
             raise UnpicklingError(f"{len(data)} bytes, more than {MAX_NBYTES}")
-        self.data, self.known, self.persistent, self.at = data, known, persistent, at
+        super().__init__(data, at)
+        self.known, self.persistent, self.strangers = known, persistent, strangers
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.hashes = Hashes()
@@ -90,19 +100,6 @@ class _Machine:
                 raise UnpicklingError(f"opcode {bytes([opcode])!r} at byte {self.at - 1} is not allowed")
             act(self)
 
-    def take(self, nbytes: int) -> bytes:
-        start, self.at = self.at, self.at + nbytes
-        if nbytes < 0 or self.at > len(self.data):
-            raise UnpicklingError("it ends early")
-        return self.data[start : self.at]
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        return self.take(end + 1 - self.at)[:-1].decode()
-
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
@@ -121,10 +118,12 @@ class _Machine:
     def find(self, module: str, name: str) -> None:
         if module == "__builtin__":  # Python 2's name, which protocol 2 uses
             module = "builtins"
-        full = f"{module}.{name}"
+        full = f"{module[:MAX_NAME_CHARS]}.{name[:MAX_NAME_CHARS]}"  # few bytes give the same long ones again
         maker = self.known.get(full)
-        if maker is None:
-            raise UnpicklingError(f"it names the global {full!r}, which is not on the list of what may be read", full)
+        if maker is None and self.strangers:
+            maker = Stranger(full)
+        elif maker is None:
+            raise unknown_global(full)
         self.push(maker)
 
     def global_(self) -> None:
@@ -140,17 +139,34 @@ class _Machine:
     def call(self) -> None:
         """REDUCE and NEWOBJ alike."""
         arguments, maker = self.stack.pop(), self.stack.pop()
-        if type(maker) is not Maker or maker.make is None or type(arguments) is not tuple:
-            raise UnpicklingError(f"it calls {shown(maker)}, which is nothing to be called")
-        # What a maker is given it may copy, and a few bytes give it the same again.
-        self.may_give -= sum(len(v) for v in arguments if type(v) in _SIZED)
-        if self.may_give < 0:
-            raise UnpicklingError("what it makes is out of proportion to its length")
-        self.push(maker.make(*arguments))
+        if type(maker) is Maker and type(arguments) is tuple:
+            # What a maker is given it may copy, and a few bytes give it the same again.
+            self.may_give -= len(arguments) + sum(len(v) for v in arguments if type(v) in _SIZED)
+            if self.may_give < 0:
+                raise UnpicklingError("what it makes is out of proportion to its length")
+        self.push(made_by(maker, arguments))
+
+    def call_with_keywords(self) -> None:
+        """NEWOBJ_EX, which no class on the list has."""
+        keywords, arguments = self.stack.pop(), self.stack.pop()
+        if type(self.stack[-1]) is not Stranger or type(keywords) is not dict:
+            raise UnpicklingError(f"it calls {shown(self.stack[-1])} with keywords")
+        self.push((arguments, keywords))
+        self.call()
+
+    def swallowed(self, members: Any) -> bool:
+        """Whether what stands on top is a stranger, which gets what another one would be given."""
+        target = self.stack[-1]
+        if type(target) is not Stranger:
+            return False
+        target.held.append(members)
+        return True
 
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        if self.swallowed(state):
+            return
         if type(target) is Record and target.state is None:
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict:
@@ -162,18 +178,24 @@ class _Machine:
 
     def set_items(self, members: list[Any]) -> None:
         target = self.stack[-1]
+        if self.swallowed(members):
+            return
         if type(target) not in _DICTS or len(members) % 2:
             raise UnpicklingError(f"it sets items of a {type(target).__name__}")
         for i in range(0, len(members), 2):
             target[self.hashes.met(hashable(members[i]))] = members[i + 1]
 
     def append(self, members: list[Any]) -> None:
+        if self.swallowed(members):
+            return
         if type(self.stack[-1]) is not list:
             raise UnpicklingError(f"it appends to a {type(self.stack[-1]).__name__}")
         self.stack[-1].extend(members)
 
     def add(self) -> None:
         members = self.marked()
+        if self.swallowed(members):
+            return
         if type(self.stack[-1]) is not set:
             raise UnpicklingError(f"it adds to a {type(self.stack[-1]).__name__}")
         self.stack[-1].update(self.hashes.met(hashable(member)) for member in members)
@@ -267,8 +289,9 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "\x93": _Machine.stack_global,
         "R": _Machine.call,
         "\x81": _Machine.call,
+        "\x92": _Machine.call_with_keywords,
         "b": _Machine.build,
         "Q": _Machine.persistent_id,
     }.items()
 }
-"""Not among them: INST, OBJ, NEWOBJ_EX and EXT, which nobody's checkpoints need, and protocols 0 and 1."""
+"""Not among them: INST, OBJ and EXT, which nobody's checkpoints need, and protocols 0 and 1."""

@@ -26,7 +26,8 @@ class Fresh:
         standing: By number: what need not be made, since it stands where it belongs.
 
     Raises:
-        CorruptCheckpointError, PickledLeafError, UnsupportedLeafError, OSError: Something cannot be made.
+        CorruptCheckpointError, PickledLeafError, UnsupportedFormatError, UnsupportedLeafError, OSError: Something
+            cannot be made.
 
     Attributes:
         fillings: What is to be read into what, before anything is built.
@@ -47,7 +48,9 @@ class Fresh:
             self.used.update(leaf for _, leaf in leaves(node))
             self.used.update(("O", number) for number in _metadata_numbers(node))
         self._map_location = map_location
-        self._objects = _Sparse({n: objects.value(*saved.object_at(n)) for kind, n in self.used if kind == "O"})
+        wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.used if kind == "O")}
+        objects.refuse_unread(wanted.values())
+        self._objects = _Sparse({n: objects.value(*at) for n, at in wanted.items()})
         found = {n: standing[n] for kind, n in self.used if kind == "T" and n in standing}
         self._tensors: dict[int, Any] = {n: target.value for n, target in found.items()}
         self._moved = sorted({n for kind, n in self.used if kind == "T"} - set(self._tensors))

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError
-from asyncckpt.format.tree import leaves
+from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.loading.key_names import KeyMap
-from asyncckpt.loading.matching import Mismatch, match
+from asyncckpt.loading.matching import Mismatch, Replaced, match
 from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_tree import SavedTree
@@ -19,8 +19,9 @@ from asyncckpt.loading.selection import Selection, key_list
 from asyncckpt.loading.target_tensors import placements_of
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.unread import Unread
 
 
 class MismatchedLeaf(NamedTuple):
@@ -38,7 +39,7 @@ class LoadPlan:
     Attributes:
         missing: FQNs of the target, and keys, that are not in the checkpoint.
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
-        mismatched: Leaves that a load would refuse.
+        mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
         nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
     """
@@ -92,6 +93,7 @@ def plan_load(
     matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)
     wanted = Selection(names)
     mismatched = tuple(_leaf(error) for error in refused)
+    mismatched += _unread(matches.replaced, saved, contents)
     taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
     new = [node[1] for place in matches.replaced for _, node in leaves(place.node) if node[0] != "O"]
     boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
@@ -109,6 +111,15 @@ def plan_load(
 
 def _everything(saved: SavedTensor) -> SavedBox:
     return saved, (0,) * len(saved.global_shape), saved.global_shape
+
+
+def _unread(replaced: Iterable[Replaced], saved: SavedTree, contents: Contents) -> tuple[MismatchedLeaf, ...]:
+    """Return the leaves that were not read and are wanted."""
+    if contents.source is None:
+        return ()
+    wanted = (leaf for place in replaced for leaf in leaves(place.node, place.path) if leaf[1][0] == "O")
+    found = ((fqn_of(path), contents.source.objects[saved.object_at(node[1])[1]]) for path, node in wanted)
+    return tuple(MismatchedLeaf(fqn, raw.described(), "object") for fqn, raw in found if isinstance(raw, Unread))
 
 
 def _leaf(error: Mismatch) -> MismatchedLeaf:

@@ -79,7 +79,8 @@ def load(
         CheckpointNotFoundError: Nothing is there.
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
-        UnsupportedFormatError: Written by a newer version.
+        UnsupportedFormatError: Written by a newer version. Or of another format, and leaves that are wanted hold
+            objects of classes that are not on the list of what may be read: names all. Leave them out by `keys`.
         SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
         MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them. Or the
             checkpoint was overwritten meanwhile, by one that lacks what had been read.

@@ -32,6 +32,7 @@ from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.unread import unread_leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,11 +141,17 @@ class OpenCheckpoint:
         """The leaves that are not tensors, by FQN, as this reader sees them; each is read when it is asked for.
 
         Looking one up raises `CorruptCheckpointError` where the file is damaged, `PerRankUnavailableError` for one that
-        belongs to other ranks, `PickledLeafError` for one that was pickled.
+        belongs to other ranks, `PickledLeafError` for one that was pickled, `UnsupportedFormatError` for one of
+        `unread`.
         """
         found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
         away = frozenset(self._saved.away)
         return _Objects(found, self._object, lambda fqn: self._unavailable(fqn) if fqn in away else None)
+
+    @cached_property
+    def unread(self) -> Mapping[str, str]:
+        """Of another format, the objects that are not read, as their class is not on the list: FQN to class."""
+        return {fqn: found.kind for fqn, found in unread_leaves(self._contents).items()}
 
     def objects_of(self, rank: int) -> Mapping[str, Any]:
         """Return the same of what one rank saved, that which belongs to it included.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, PickledLeafError
@@ -10,6 +11,7 @@ from asyncckpt.planning.leaves import decode_leaf
 from asyncckpt.planning.pickles import unpickle
 from asyncckpt.storage.contents import Contents, corrupt, read_objects
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.unread import Unread, unread_error, unread_leaves
 
 
 class SavedObjects:
@@ -43,8 +45,10 @@ class SavedObjects:
         Raises:
             CorruptCheckpointError: As `raw`; or it does not decode.
             PickledLeafError: It was pickled, and may not be unpickled, or cannot.
-            UnsupportedFormatError, OSError: As `raw`.
+            UnsupportedFormatError: As `raw`; or as `refuse_unread`.
+            OSError: As `raw`.
         """
+        self.refuse_unread([(rank, number)])
         raw = self.raw(rank)[number]
 
         def from_pickle(kind: str, data: bytes) -> Any:
@@ -62,6 +66,21 @@ class SavedObjects:
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             name = self._contents.ranks[rank].index.objects.name
             raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
+
+    def refuse_unread(self, numbers: Iterable[tuple[int, int]]) -> None:
+        """Raise what is to be raised for leaves that are wanted and of another format, and were not read.
+
+        Args:
+            numbers: (rank, the rank's own number) of objects that are wanted.
+
+        Raises:
+            UnsupportedFormatError: Some were not read; names all of them.
+        """
+        if self._contents.source is None:
+            return
+        wanted = {number for rank, number in numbers if isinstance(self.raw(rank)[number], Unread)}
+        if wanted:
+            raise unread_error(self._contents.path, unread_leaves(self._contents, wanted))
 
     def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
         path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)

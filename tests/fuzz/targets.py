@@ -6,6 +6,7 @@ made from the golden checkpoints, the samples of the unit tests, and stock tools
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -13,6 +14,7 @@ import io
 import json
 import os
 import pathlib
+import pickle
 import sys
 import tempfile
 import warnings
@@ -284,12 +286,17 @@ def _beside(name: str) -> dict[str, bytes]:
     return {n.partition("/")[2]: data for n, data in _stock().items() if "/" in name and n.startswith(f"{room}/")}
 
 
+def _pickle(data: bytes) -> None:
+    unpickle_data(data, KNOWN, storage_of, strangers=True)
+    unpickle_data(data, KNOWN, storage_of)
+
+
 def _pickles() -> list[bytes]:
     """The pickles inside the files, so that what changes is not the archive around them."""
     found = [_stock()["dcp/.metadata"], _stock()["legacy.pt"]]
     with zipfile.ZipFile(io.BytesIO(_stock()["torch.pt"])) as archive:
         found.append(archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))))
-    return found
+    return [*found, pickle.dumps({"a": argparse.Namespace(b=[1]), "c": {pathlib.PureWindowsPath("d")}}, 2)]
 
 
 def _stock_seeds(name: str) -> Callable[[], list[bytes]]:
@@ -315,7 +322,7 @@ TARGETS: dict[str, Target] = {
     "samples": Target(_refusals(decode_samples, ValueError, TypeError, KeyError), _samples),
     "slot": Target(_refusals(_slot), _slots),
     "change": Target(_refusals(Change.decode), lambda: [Change(contributions={}, per_rank=("a", "b")).encode()]),
-    "pickle": Target(_refusals(lambda data: unpickle_data(data, KNOWN, storage_of), ValueError), _pickles),
+    "pickle": Target(_refusals(_pickle, ValueError), _pickles),
     "torch-file": Target(_refusals(_foreign("torch.pt")), _stock_seeds("torch.pt")),
     "torch-legacy": Target(_refusals(_foreign("legacy.pt")), _stock_seeds("legacy.pt")),
     "safetensors-file": Target(_refusals(_foreign("model.safetensors")), _golden("format-v1-ranks/*.safetensors")),

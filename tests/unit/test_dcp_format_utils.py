@@ -142,9 +142,15 @@ def test_nothing_of_a_hostile_file_is_run(tmp_path: pathlib.Path) -> None:
             return (pathlib.Path(tmp_path / "ran").touch, ())
 
     torch.save({"w": torch.ones(2), "x": Hostile()}, tmp_path / "a.pt")
+    state: Any = {"w": torch.zeros(2)}
+    stock_load(state, tmp_path / "a.pt")
+    states.assert_same(state["w"], torch.ones(2))
     with pytest.raises(CheckpointException) as caught:
-        stock_load({"w": torch.zeros(2)}, tmp_path / "a.pt")
+        stock_load({"w": torch.zeros(2), "x": None}, tmp_path / "a.pt")
     assert isinstance(caught.value.failures[0][0], UnsupportedFormatError)
+    with pytest.raises(UnsupportedFormatError, match="x: "):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "d")
+    asyncckpt.dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "d", partial=True)
     assert not (tmp_path / "ran").exists()
 
 

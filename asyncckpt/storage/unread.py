@@ -1,0 +1,67 @@
+"""Object leaves of another format that were not read: their places are known, and of what class they are.
+
+Nothing else of a checkpoint is the worse for them: an error is what asks for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.storage.contents import Contents
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What stands among a source's objects for one of them.
+
+    Attributes:
+        kind: The global that it is made by, such as `argparse.Namespace`; or what else it is.
+        why: More about it; empty where the class says it all.
+        tensors: How many are in it, which nobody gets; None where there is too much in it to look.
+    """
+
+    kind: str
+    why: str = ""
+    tensors: int | None = 0
+
+    def described(self) -> str:
+        """Return it for people: `argparse.Namespace, not read: 2 tensors in it`."""
+        count = f"{self.tensors} tensor{'s' if self.tensors != 1 else ''} in it" if self.tensors else ""
+        if self.tensors is None:
+            count = "too much in it to look for tensors"
+        more = [said for said in (self.why, count) if said]
+        return f"{self.kind}, not read" + (f": {', '.join(more)}" if more else "")
+
+
+def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> dict[str, Unread]:
+    """Return the leaves of a checkpoint that were not read, by FQN, in the order of the state dict.
+
+    Args:
+        contents: The checkpoint.
+        numbers: Only objects with these numbers; None: all.
+    """
+    objects = contents.source.objects if contents.source is not None else ()
+    if not any(type(found) is Unread for found in objects):
+        return {}
+    named = ((fqn_of(path), node) for path, node in leaves(contents.ranks[0].structure.tree))
+    found = ((fqn, node[1]) for fqn, node in named if node[0] == "O" and (numbers is None or node[1] in numbers))
+    return {fqn: objects[number] for fqn, number in found if type(objects[number]) is Unread}
+
+
+def unread_error(path: str, found: Mapping[str, Unread]) -> UnsupportedFormatError:
+    """Return the error for asking for such leaves; names all of them, or of very many the first ones."""
+    lines = [f"{fqn or 'the top level'}: {what.described()}" for fqn, what in list(found.items())[:_SHOWN]]
+    more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return UnsupportedFormatError(
+        f"{path}: {len(found)} of the leaves hold what is not on the list of what may be read; nothing of it was run, "
+        "and nothing was changed. Leave them out by keys, or write plain values instead, such as a state_dict():\n  "
+        + "\n  ".join(lines)
+        + more,
+        path=path,
+        found=next(iter(found.values())).kind,
+    )
