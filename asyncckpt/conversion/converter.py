@@ -94,8 +94,8 @@ def convert(
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs, or prefixes, of the source: only these. None takes everything.
         key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
-        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; a larger tensor has a file of its
-            own. None: one file; for `hf` 5 GB.
+        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; of a file of ours with its
+            header, as of a save. A larger tensor has a file of its own. None: one file; for `hf` 5 GB.
         overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
         partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
         threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
@@ -116,7 +116,7 @@ def convert(
         MissingKeysError: `keys` name something that is not there.
         DuplicateNameError: Two leaves have, or get, one name.
         SaveFailedError: Not enough room, or the file system failed; nothing is left of the target.
-        ConfigError: An argument that makes no sense.
+        ConfigError: An argument that makes no sense; a limit for which a checkpoint of ours would need too many files.
         UnsupportedPathError: A URL, or no path at all.
         OSError: The source cannot be read.
 
