@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.config import RankInfo
 from asyncckpt.conversion.both_ways import BothWays
 from asyncckpt.conversion.changes import changes
+from asyncckpt.conversion.companions import companions, copy_file
 from asyncckpt.conversion.holding import Holding, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress
@@ -40,9 +40,6 @@ from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.read_plan import with_verifiers
 
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
-"""Endings of files in a Hugging Face directory that hold weights, and so are not copied along."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport:
@@ -55,7 +52,9 @@ class ConversionReport:
         nbytes: Length of the target's files that were streamed.
         changed: What the target holds in another form, one sentence each, with names.
         left_out: FQNs that the target cannot hold (`partial=True`).
-        copied: Other files of a Hugging Face directory, copied along.
+        copied: Other files of a Hugging Face directory, copied along to another.
+        not_copied: What else is in it: directories, hidden files, weights in other formats.
+        carried_over: Files that lay beside the weights of the Hugging Face directory that was replaced, and still do.
     """
 
     kind: str
@@ -66,6 +65,8 @@ class ConversionReport:
     changed: tuple[str, ...]
     left_out: tuple[str, ...]
     copied: tuple[str, ...]
+    not_copied: tuple[str, ...]
+    carried_over: tuple[str, ...]
 
 
 def convert(
@@ -96,7 +97,8 @@ def convert(
         key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
         max_shard_bytes: Limit of one file's tensors, of a target that is a directory; of a file of ours with its
             header, as of a save. A larger tensor has a file of its own. None: one file; for `hf` 5 GB.
-        overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
+        overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can. Of a Hugging Face
+            directory the weights: what lies beside them is carried over to another such; else it is refused.
         partial: Leaves out, and reports, what the target cannot hold; otherwise that is an error.
         threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
         read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
@@ -166,14 +168,15 @@ class _Conversion:
         self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
     ) -> ConversionReport:
         contents = read_any(self.source, self._files)
-        standing = check_place(self.path, self._files, overwrite=self._overwrite)
+        is_hub = self._to == "hf"
+        standing = check_place(self.path, self._files, overwrite=self._overwrite, is_hub=is_hub)
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
         holding = _CHECKS[self._to](whole)
         self._refuse_pickled(whole, holding)
         outline = settled(whole, holding, to=self._to, partial=partial)
         self._report_differences(contents)
         target = self._target(outline, max_shard_bytes)
-        extras = self._extras(contents)
+        extras, not_copied = self._beside(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
         check_room(self.path, room, self._files)
         self._total = target.nbytes * (2 if self._read_back else 1)
@@ -182,7 +185,7 @@ class _Conversion:
                 self._write(temporary, target, outline, extras)
                 if contents.source is not None:
                     contents.source.check_unchanged(self._files)
-                put_into_place(temporary, self.path, self._files, standing=standing)
+                carried = put_into_place(temporary, self.path, self._files, standing=standing, is_hub=is_hub)
             except AsyncCkptError:
                 raise
             except OSError as error:
@@ -199,6 +202,8 @@ class _Conversion:
             changed=tuple(holding.changed + changes(whole, outline, self._to, keys, self._files)),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
+            not_copied=tuple(not_copied),
+            carried_over=carried,
         )
 
     def _target(self, outline: Outline, max_shard_bytes: int | None) -> Target:
@@ -228,7 +233,7 @@ class _Conversion:
         reader = RunReader(outline.contents, outline.tensors, files)
         blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
         for name in extras:
-            self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
+            copy_file(os.path.join(self.source, name), os.path.join(temporary, name), mode)
         if target.finish is not None:
             target.finish(temporary, blocks)
         if target.is_directory:
@@ -237,25 +242,16 @@ class _Conversion:
         if self._read_back:
             prove_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
 
-    def _copy(self, source: str, path: str, mode: int) -> None:
-        shutil.copyfile(source, path)
-        os.chmod(path, mode)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
     def _step(self, nbytes: int) -> None:
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
 
-    def _extras(self, contents: Contents) -> list[str]:
-        """Return what belongs to a Hugging Face model beside its weights, such as config.json."""
+    def _beside(self, contents: Contents) -> tuple[list[str], list[str]]:
+        """Return what belongs to a Hugging Face model beside its weights, such as config.json; and what is not taken."""
         if self._to != "hf" or contents.source is None or contents.source.kind != "hf":
-            return []
-        names = [name for name in self._files.listdir(self.source) if not name.startswith(".")]
-        return sorted(
-            name for name in names if not name.endswith(_WEIGHTS) and os.path.isfile(os.path.join(self.source, name))
-        )
+            return [], []
+        return companions(self.source, contents, self._files)
 
     def _report_differences(self, contents: Contents) -> None:
         if len(contents.ranks) > 1:

@@ -14,7 +14,8 @@ import secrets
 import shutil
 from collections.abc import Iterator
 
-from asyncckpt.conversion.replaceable import Standing, standing_at
+from asyncckpt.conversion.companions import carry_over
+from asyncckpt.conversion.replaceable import Standing, companions_at, standing_at
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from asyncckpt.format.names import converting_name, set_aside_name
 from asyncckpt.libc import libc as _libc
@@ -25,8 +26,14 @@ _MARGIN_NBYTES = 1 << 20
 _logger = logging.getLogger("asyncckpt.conversion")
 
 
-def check_place(path: str, files: Files, *, overwrite: bool) -> Standing:
-    """Return what stands at the target, which may all be replaced.
+def check_place(path: str, files: Files, *, overwrite: bool, is_hub: bool = False) -> Standing:
+    """Return what stands at the target, which may all be replaced, or carried over.
+
+    Args:
+        path: The target.
+        files: The storage seam.
+        overwrite: Whether it may be replaced.
+        is_hub: Whether a Hugging Face directory replaces it.
 
     Raises:
         CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds more than one.
@@ -36,7 +43,7 @@ def check_place(path: str, files: Files, *, overwrite: bool) -> Standing:
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         raise CheckpointNotFoundError(f"{parent}, where {path} would be, is no directory", path=parent)
-    return standing_at(path, files, overwrite=overwrite)
+    return standing_at(path, files, overwrite=overwrite, is_hub=is_hub)
 
 
 def check_room(path: str, nbytes: int, files: Files) -> None:
@@ -68,7 +75,9 @@ def beside(path: str) -> Iterator[str]:
         _remove(temporary)
 
 
-def put_into_place(temporary: str, path: str, files: Files, *, standing: Standing) -> None:
+def put_into_place(
+    temporary: str, path: str, files: Files, *, standing: Standing, is_hub: bool = False
+) -> tuple[str, ...]:
     """Rename a finished target.
 
     Args:
@@ -76,13 +85,21 @@ def put_into_place(temporary: str, path: str, files: Files, *, standing: Standin
         path: Where it goes.
         files: The storage seam.
         standing: What stood there, and goes; nothing else may stand there now.
+        is_hub: The target is a Hugging Face directory. What lies beside the weights that go comes along.
+
+    Returns:
+        What came along, unless the target has a file of that name.
 
     Raises:
         CheckpointExistsError: Something else came to stand there meanwhile.
         OSError: The rename, or making it durable, failed; what stood there is there, where names can be exchanged.
     """
+    carried: list[str] = []
     if standing is Standing.CHECKPOINT:
-        standing_at(path, files, overwrite=True)  # again: what has come into it meanwhile would be lost
+        standing_at(path, files, overwrite=True, is_hub=is_hub)  # again: what has come into it would be lost
+        if is_hub:
+            carried = carry_over(path, temporary, companions_at(path, files), files)
+            fsync_directory(files, temporary)
         exchanged = exchange(temporary, path)
         if not exchanged:
             _replace_by_steps(temporary, path)
@@ -101,6 +118,7 @@ def put_into_place(temporary: str, path: str, files: Files, *, standing: Standin
             elif standing is not Standing.CHECKPOINT:
                 os.rename(path, temporary)
         raise
+    return tuple(carried)
 
 
 def _remove_empty(path: str, files: Files) -> None:
