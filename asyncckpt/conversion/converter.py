@@ -111,18 +111,20 @@ def convert(
     Raises:
         CheckpointNotFoundError: Nothing is at `src`; or the directory of `dst` is not there.
         CheckpointNotCommittedError: A save of ours was begun at `src` and never committed.
-        CheckpointExistsError: Something is at `dst`, and `overwrite` is False or it is no checkpoint.
+        CheckpointExistsError: Something is at `dst`, and `overwrite` is False, or it is pinned or no checkpoint.
         CorruptCheckpointError: The source is damaged; or the target read back differs.
         UnsupportedFormatError: The source is of no known kind, or holds something that is not read: named.
         UnsupportedLeafError: The target cannot hold some leaves, all named; or this torch lacks a dtype.
         MissingKeysError: `keys` name something that is not there.
         DuplicateNameError: Two leaves have, or get, one name.
-        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target.
+        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target. EAGAIN: a save of
+            ours may be under way at `dst`, which would be replaced.
         ConfigError: An argument that makes no sense; a limit for which a checkpoint of ours would need too many files.
         UnsupportedPathError: A URL, or no path at all.
         OSError: The source cannot be read.
 
-    Blocks: for reading and writing everything.
+    Blocks: for reading and writing everything; with `overwrite`, for a save of ours that commits at `dst`, half a
+        minute at most.
     """
     conversion = _Conversion(
         absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
@@ -185,7 +187,9 @@ class _Conversion:
                 self._write(temporary, target, outline, extras)
                 if contents.source is not None:
                     contents.source.check_unchanged(self._files)
-                carried = put_into_place(temporary, self.path, self._files, standing=standing, is_hub=is_hub)
+                carried = put_into_place(
+                    temporary, self.path, self._files, self._umask, standing=standing, is_hub=is_hub
+                )
             except AsyncCkptError:
                 raise
             except OSError as error:
@@ -248,7 +252,7 @@ class _Conversion:
             self._progress(min(self._done, self._total), self._total)
 
     def _beside(self, contents: Contents) -> tuple[list[str], list[str]]:
-        """Return what belongs to a Hugging Face model beside its weights, such as config.json; and what is not taken."""
+        """Return what lies beside a Hugging Face model: what goes along to another one, and what does not."""
         if self._to != "hf" or contents.source is None or contents.source.kind != "hf":
             return [], []
         return companions(self.source, contents, self._files)

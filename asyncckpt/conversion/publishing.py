@@ -12,10 +12,11 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from asyncckpt.conversion.companions import carry_over
 from asyncckpt.conversion.replaceable import Standing, companions_at, standing_at
+from asyncckpt.conversion.under_way import held, look_at, refuse_arrivals, refuse_saves
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from asyncckpt.format.names import converting_name, set_aside_name
 from asyncckpt.libc import libc as _libc
@@ -36,14 +37,19 @@ def check_place(path: str, files: Files, *, overwrite: bool, is_hub: bool = Fals
         is_hub: Whether a Hugging Face directory replaces it.
 
     Raises:
-        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds more than one.
+        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds more than one,
+            or is pinned.
+        SaveFailedError: EAGAIN: a save of ours may be under way there.
         CheckpointNotFoundError: The target's directory is not there.
         OSError: It cannot be known.
     """
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         raise CheckpointNotFoundError(f"{parent}, where {path} would be, is no directory", path=parent)
-    return standing_at(path, files, overwrite=overwrite, is_hub=is_hub)
+    standing = standing_at(path, files, overwrite=overwrite, is_hub=is_hub)
+    if standing is Standing.CHECKPOINT:
+        refuse_saves(path, files)
+    return standing
 
 
 def check_room(path: str, nbytes: int, files: Files) -> None:
@@ -76,7 +82,7 @@ def beside(path: str) -> Iterator[str]:
 
 
 def put_into_place(
-    temporary: str, path: str, files: Files, *, standing: Standing, is_hub: bool = False
+    temporary: str, path: str, files: Files, umask: int, *, standing: Standing, is_hub: bool = False
 ) -> tuple[str, ...]:
     """Rename a finished target.
 
@@ -84,6 +90,7 @@ def put_into_place(
         temporary: It is complete and flushed.
         path: Where it goes.
         files: The storage seam.
+        umask: Of the mode of a lock's file, which goes again.
         standing: What stood there, and goes; nothing else may stand there now.
         is_hub: The target is a Hugging Face directory. What lies beside the weights that go comes along.
 
@@ -92,33 +99,59 @@ def put_into_place(
 
     Raises:
         CheckpointExistsError: Something else came to stand there meanwhile.
+        SaveFailedError: EAGAIN: a save of ours may be under way there.
         OSError: The rename, or making it durable, failed; what stood there is there, where names can be exchanged.
+
+    Blocks: for a save of ours that commits there, at most `overwrite_lock.LOCK_TIMEOUT_S`.
     """
-    carried: list[str] = []
     if standing is Standing.CHECKPOINT:
-        standing_at(path, files, overwrite=True, is_hub=is_hub)  # again: what has come into it would be lost
-        if is_hub:
-            carried = carry_over(path, temporary, companions_at(path, files), files)
-            fsync_directory(files, temporary)
-        exchanged = exchange(temporary, path)
-        if not exchanged:
-            _replace_by_steps(temporary, path)
-    else:
-        if standing is Standing.EMPTY_DIRECTORY:
-            _remove_empty(path, files)
-        _put_where_nothing_is(temporary, path, files)
-        exchanged = False
+        with held(path, files, umask):
+            return tuple(_replace(temporary, path, files, is_hub))
+    if standing is Standing.EMPTY_DIRECTORY:
+        _remove_empty(path, files)
+    _put_where_nothing_is(temporary, path, files)
     try:
         fsync_directory(files, os.path.dirname(path))
     except OSError:
-        # Nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
+        # Nobody knows whether it would outlive a power cut: back to what was there.
         with contextlib.suppress(OSError):
-            if exchanged:
-                exchange(temporary, path)
-            elif standing is not Standing.CHECKPOINT:
-                os.rename(path, temporary)
+            os.rename(path, temporary)
         raise
-    return tuple(carried)
+    return ()
+
+
+def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]:
+    """Look once more at what stands there, and put the target in its place; return what came along."""
+    standing_at(path, files, overwrite=True, is_hub=is_hub)  # again: what has come into it meanwhile would be lost
+    refuse_saves(path, files)
+    before = look_at(path, files)
+    carried = carry_over(path, temporary, companions_at(path, files), files) if is_hub else []
+    if carried:
+        fsync_directory(files, temporary)
+    own = set(look_at(temporary, files))
+    if not exchange(temporary, path):
+        _replace_by_steps(temporary, path)
+        fsync_directory(files, os.path.dirname(path))
+        return carried
+    try:
+        # IMPORTANT: whoever came between the look and the exchange is found before anything is removed.
+        refuse_arrivals(path, before, look_at(temporary, files))
+        fsync_directory(files, os.path.dirname(path))
+    except BaseException:
+        # Else nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
+        if exchange(temporary, path):
+            _give_back(temporary, path, own, files)
+        raise
+    return carried
+
+
+def _give_back(temporary: str, path: str, own: Collection[str], files: Files) -> None:
+    """Move to the directory that is back in its place what came, for that instant, into the one that is not."""
+    for name in set(look_at(temporary, files)) - set(own):
+        try:
+            files.rename_noreplace(os.path.join(temporary, name), os.path.join(path, name))
+        except OSError as error:
+            _logger.warning("%s came to %s while it was replaced, and is lost: %s", name, path, error)
 
 
 def _remove_empty(path: str, files: Files) -> None:
