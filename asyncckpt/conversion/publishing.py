@@ -11,14 +11,15 @@ import errno
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Collection, Iterator
 
 from asyncckpt.conversion.companions import carry_over
+from asyncckpt.conversion.renaming_by_steps import NOT_SO, put_where_nothing_is, remove, replace_by_steps
 from asyncckpt.conversion.replaceable import Standing, companions_at, standing_at
-from asyncckpt.conversion.under_way import held, look_at, refuse_arrivals, refuse_saves
+from asyncckpt.conversion.under_way import Look, held, look_at, refuse_arrivals, refuse_saves
+from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
-from asyncckpt.format.names import converting_name, set_aside_name
+from asyncckpt.format.names import converting_name
 from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import Files, fsync_directory
 
@@ -78,7 +79,8 @@ def beside(path: str) -> Iterator[str]:
     try:
         yield temporary
     finally:
-        _remove(temporary)
+        with uninterrupted():  # a second Ctrl-C, while a large one is removed
+            remove(temporary)
 
 
 def put_into_place(
@@ -107,16 +109,17 @@ def put_into_place(
     if standing is Standing.CHECKPOINT:
         with held(path, files, umask):
             return tuple(_replace(temporary, path, files, is_hub))
-    if standing is Standing.EMPTY_DIRECTORY:
-        _remove_empty(path, files)
-    _put_where_nothing_is(temporary, path, files)
-    try:
-        fsync_directory(files, os.path.dirname(path))
-    except OSError:
-        # Nobody knows whether it would outlive a power cut: back to what was there.
-        with contextlib.suppress(OSError):
-            os.rename(path, temporary)
-        raise
+    with uninterrupted():
+        if standing is Standing.EMPTY_DIRECTORY:
+            _remove_empty(path, files)
+        put_where_nothing_is(temporary, path, files)
+        try:
+            fsync_directory(files, os.path.dirname(path))
+        except OSError:
+            # Nobody knows whether it would outlive a power cut: back to what was there.
+            with contextlib.suppress(OSError):
+                os.rename(path, temporary)
+            raise
     return ()
 
 
@@ -129,10 +132,16 @@ def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]
     if carried:
         fsync_directory(files, temporary)
     own = set(look_at(temporary, files))
-    if not exchange(temporary, path):
-        _replace_by_steps(temporary, path)
-        fsync_directory(files, os.path.dirname(path))
-        return carried
+    with uninterrupted():
+        if exchange(temporary, path):
+            _settle(temporary, path, before, own, files)
+        else:
+            replace_by_steps(temporary, path, before, files)
+    return carried
+
+
+def _settle(temporary: str, path: str, before: Look, own: Collection[str], files: Files) -> None:
+    """Make an exchange durable, or undo it."""
     try:
         # IMPORTANT: whoever came between the look and the exchange is found before anything is removed.
         refuse_arrivals(path, before, look_at(temporary, files))
@@ -142,7 +151,6 @@ def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]
         if exchange(temporary, path):
             _give_back(temporary, path, own, files)
         raise
-    return carried
 
 
 def _give_back(temporary: str, path: str, own: Collection[str], files: Files) -> None:
@@ -167,19 +175,6 @@ def _remove_empty(path: str, files: Files) -> None:
         raise
 
 
-def _put_where_nothing_is(temporary: str, path: str, files: Files) -> None:
-    try:
-        files.rename_noreplace(temporary, path)
-    except OSError as error:
-        if error.errno == errno.EEXIST:
-            raise CheckpointExistsError(f"{path} came to exist meanwhile; it was left untouched", path=path) from error
-        if error.errno != errno.EINVAL:
-            raise
-        if os.path.lexists(path):
-            raise CheckpointExistsError(f"{path} came to exist meanwhile", path=path) from error
-        os.rename(temporary, path)
-
-
 def exchange(temporary: str, path: str) -> bool:
     """Swap both names in one step; what stood at `path` is at `temporary` then. False where it cannot be done.
 
@@ -190,30 +185,6 @@ def exchange(temporary: str, path: str) -> bool:
     if not _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+    if code in NOT_SO:
         return False
     raise OSError(code, os.strerror(code), temporary, None, path)
-
-
-def _replace_by_steps(temporary: str, path: str) -> None:
-    if not os.path.isdir(path):
-        os.replace(temporary, path)
-        return
-    aside = set_aside_name(temporary)
-    os.rename(path, aside)
-    try:
-        os.rename(temporary, path)
-    except BaseException:
-        os.rename(aside, path)
-        raise
-    _remove(aside)
-
-
-def _remove(path: str) -> None:
-    try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
-    except OSError as error:
-        _logger.warning("%s stays behind: %s", path, error)

@@ -77,9 +77,12 @@ def test_a_save_that_has_no_file_yet_learns_that_another_checkpoint_came(
             asyncckpt.convert(source, tmp_path / "x", to="asyncckpt", overwrite=True)
 
     make(tmp_path / "x")
-    with SyncCheckpointer(rank_info=RankInfo(0, 1), fsync=False, overwrite=True) as checkpointer, observed(observer):
-        with pytest.raises(CheckpointExistsError):
-            save(checkpointer, tmp_path / "x", "second")
+    with (
+        SyncCheckpointer(rank_info=RankInfo(0, 1), fsync=False, overwrite=True) as checkpointer,
+        observed(observer),
+        pytest.raises(CheckpointExistsError),
+    ):
+        save(checkpointer, tmp_path / "x", "second")
     assert done and list(asyncckpt.load(tmp_path / "x")) == ["new"]
 
 
@@ -88,9 +91,11 @@ def test_who_holds_the_lock_is_waited_for_and_then_said(
 ) -> None:
     monkeypatch.setattr(under_way, "LOCK_TIMEOUT_S", 0.05)
     path = make(tmp_path / "x")
-    with overwrite_lock(str(path), files=Files(), umask=0o22):
-        with pytest.raises(SaveFailedError, match=LOCK_NAME) as caught:
-            asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
+    with (
+        overwrite_lock(str(path), files=Files(), umask=0o22),
+        pytest.raises(SaveFailedError, match=LOCK_NAME) as caught,
+    ):
+        asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     assert caught.value.code == "EAGAIN"
     assert list(asyncckpt.load(path)) == ["old"] and sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
     assert LOCK_NAME not in os.listdir(path)
@@ -104,9 +109,11 @@ def test_the_lock_is_held_while_the_names_are_exchanged_and_gone_afterwards(
 
     def exchange(temporary: str, final: str) -> bool:
         for held in (final, temporary):
-            with pytest.raises(BlockingIOError):
-                with overwrite_lock(held, files=Files(), umask=0o22, timeout_s=0):
-                    pass
+            with (
+                pytest.raises(BlockingIOError),
+                overwrite_lock(held, files=Files(), umask=0o22, timeout_s=0),
+            ):
+                pass
             seen.append(held)
             if held == final:
                 assert real(temporary, final)
