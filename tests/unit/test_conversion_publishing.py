@@ -68,8 +68,10 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Files, "link", none)
 
 
-@pytest.mark.parametrize("to", KINDS)
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(
+    ("code", "to"),
+    [*((errno.EINVAL, kind) for kind in KINDS), (errno.ENOSYS, "dcp"), (errno.EOPNOTSUPP, "torch")],
+)
 def test_new_targets_and_old_ones_where_names_can_only_be_renamed(
     code: int, to: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +212,7 @@ def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("kind", ["asyncckpt", "hf", "torch"])
+@pytest.mark.parametrize("kind", [pytest.param("asyncckpt", marks=pytest.mark.soak), "hf", "torch"])
 def test_ctrl_c_at_any_step_leaves_the_old_or_the_new_one_whole_and_nothing_else(
     kind: str,
     exchanges: bool,

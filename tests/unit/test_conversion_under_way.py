@@ -41,8 +41,15 @@ def save(checkpointer: SyncCheckpointer, path: pathlib.Path, name: str) -> None:
     checkpointer.save({name: torch.full((100,), 7.0)}, path)
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
-@pytest.mark.parametrize("point", ["shard: created", "rank: durable", "commit: manifest written", "commit: put"])
+@pytest.mark.parametrize(
+    ("point", "layout"),
+    [
+        ("shard: created", "safetensors"),
+        ("rank: durable", "dcp"),
+        ("commit: manifest written", "safetensors"),
+        ("commit: put", "dcp"),
+    ],
+)
 def test_a_save_that_is_under_way_is_left_alone_and_goes_on(
     point: str, layout: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
