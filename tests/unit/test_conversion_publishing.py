@@ -211,8 +211,7 @@ def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("kind", [pytest.param("asyncckpt", marks=pytest.mark.soak), "hf", "torch"])
+@pytest.mark.parametrize(("kind", "exchanges"), [("asyncckpt", True), ("hf", False), ("torch", True), ("torch", False)])
 def test_ctrl_c_at_any_step_leaves_the_old_or_the_new_one_whole_and_nothing_else(
     kind: str,
     exchanges: bool,
