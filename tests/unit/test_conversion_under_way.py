@@ -249,3 +249,25 @@ def test_what_comes_into_the_new_one_for_an_instant_is_in_the_old_one_afterwards
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     assert (path / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(path)) == ["old"]
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+def test_what_cannot_be_put_back_is_kept_beside_it(
+    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = make(tmp_path / "x"), []
+    real = publishing.exchange
+
+    def exchange(temporary: str, final: str) -> bool:
+        calls.append(temporary)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        _foreign(path)
+        return real(temporary, final)
+
+    monkeypatch.setattr(publishing, "exchange", exchange)
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
+    aside = pathlib.Path(f"{calls[0]}.old")
+    assert (aside / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(aside)) == ["old"]
+    assert list(asyncckpt.load(path)) == ["new"]
+    assert sorted(os.listdir(tmp_path)) == [aside.name, "a.pt", "x"]
