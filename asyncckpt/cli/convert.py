@@ -101,6 +101,10 @@ def run(args: argparse.Namespace) -> int:
         say(f"  changed: {line}")
     for name in report.left_out:
         say(f"  left out: {name}")
+    for name in report.not_copied:
+        say(f"  not copied: {name}")
+    for name in report.carried_over:
+        say(f"  carried over: {name}")
     return EXIT_OK
 
 

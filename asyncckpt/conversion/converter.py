@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.config import RankInfo
 from asyncckpt.conversion.both_ways import BothWays
 from asyncckpt.conversion.changes import changes
+from asyncckpt.conversion.companions import companions, copy_file
 from asyncckpt.conversion.holding import Holding, settled
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress
@@ -41,9 +41,6 @@ from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.read_plan import with_verifiers
 
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
-"""Endings of files in a Hugging Face directory that hold weights, and so are not copied along."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport:
@@ -56,7 +53,9 @@ class ConversionReport:
         nbytes: Length of the target's files that were streamed.
         changed: What the target holds in another form, one sentence each, with names.
         left_out: FQNs that the target cannot hold (`partial=True`).
-        copied: Other files of a Hugging Face directory, copied along.
+        copied: Other files of a Hugging Face directory, copied along to another.
+        not_copied: What else is in it: directories, hidden files, weights in other formats.
+        carried_over: Files that lay beside the weights of the Hugging Face directory that was replaced, and still do.
     """
 
     kind: str
@@ -67,6 +66,8 @@ class ConversionReport:
     changed: tuple[str, ...]
     left_out: tuple[str, ...]
     copied: tuple[str, ...]
+    not_copied: tuple[str, ...]
+    carried_over: tuple[str, ...]
 
 
 def convert(
@@ -95,9 +96,10 @@ def convert(
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs, or prefixes, of the source: only these. None takes everything.
         key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
-        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; a larger tensor has a file of its
-            own. None: one file; for `hf` 5 GB.
-        overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can.
+        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; of a file of ours with its
+            header, as of a save. A larger tensor has a file of its own. None: one file; for `hf` 5 GB.
+        overwrite: Replaces a checkpoint that stands at `dst`, in one step where the file system can. Of a Hugging Face
+            directory the weights: what lies beside them is carried over to another such; else it is refused.
         partial: Leaves out, and reports, what the target cannot hold, and what cannot be read of the source (objects of
             classes that are not on the list); otherwise that is an error.
         threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
@@ -111,18 +113,20 @@ def convert(
     Raises:
         CheckpointNotFoundError: Nothing is at `src`; or the directory of `dst` is not there.
         CheckpointNotCommittedError: A save of ours was begun at `src` and never committed.
-        CheckpointExistsError: Something is at `dst`, and `overwrite` is False or it is no checkpoint.
+        CheckpointExistsError: Something is at `dst`, and `overwrite` is False, or it is pinned or no checkpoint.
         CorruptCheckpointError: The source is damaged; or the target read back differs.
         UnsupportedFormatError: The source is of no known kind, or holds something that is not read; all named.
         UnsupportedLeafError: The target cannot hold some leaves, all named; or this torch lacks a dtype.
         MissingKeysError: `keys` name something that is not there.
         DuplicateNameError: Two leaves have, or get, one name.
-        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target.
-        ConfigError: An argument that makes no sense.
+        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target. EAGAIN: a save of
+            ours may be under way at `dst`, which would be replaced.
+        ConfigError: An argument that makes no sense; a limit for which a checkpoint of ours would need too many files.
         UnsupportedPathError: A URL, or no path at all.
         OSError: The source cannot be read.
 
-    Blocks: for reading and writing everything.
+    Blocks: for reading and writing everything; with `overwrite`, for a save of ours that commits at `dst`, half a
+        minute at most.
     """
     conversion = _Conversion(
         absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
@@ -168,14 +172,15 @@ class _Conversion:
         self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
     ) -> ConversionReport:
         contents = read_any(self.source, self._files)
-        standing = check_place(self.path, self._files, overwrite=self._overwrite)
+        is_hub = self._to == "hf"
+        standing = check_place(self.path, self._files, overwrite=self._overwrite, is_hub=is_hub)
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
         holding = _CHECKS[self._to](readable(whole))
         self._refuse_pickled(whole, holding)
         outline = settled(whole, holding, to=self._to, partial=partial)
         self._report_differences(contents)
         target = self._target(outline, max_shard_bytes)
-        extras = self._extras(contents)
+        extras, not_copied = self._beside(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
         check_room(self.path, room, self._files)
         self._total = target.nbytes * (2 if self._read_back else 1)
@@ -184,7 +189,9 @@ class _Conversion:
                 self._write(temporary, target, outline, extras)
                 if contents.source is not None:
                     contents.source.check_unchanged(self._files)
-                put_into_place(temporary, self.path, self._files, standing=standing)
+                carried = put_into_place(
+                    temporary, self.path, self._files, self._umask, standing=standing, is_hub=is_hub
+                )
             except AsyncCkptError:
                 raise
             except OSError as error:
@@ -201,6 +208,8 @@ class _Conversion:
             changed=tuple(holding.changed + changes(whole, outline, self._to, keys, self._files)),
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
+            not_copied=tuple(not_copied),
+            carried_over=carried,
         )
 
     def _target(self, outline: Outline, max_shard_bytes: int | None) -> Target:
@@ -231,7 +240,7 @@ class _Conversion:
         blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
         reader.check_rest({node[1] for _, node in outline.leaves() if node[0] != "O"}, self._threads)
         for name in extras:
-            self._copy(os.path.join(self.source, name), os.path.join(temporary, name), mode)
+            copy_file(os.path.join(self.source, name), os.path.join(temporary, name), mode)
         if target.finish is not None:
             target.finish(temporary, blocks)
         if target.is_directory:
@@ -240,25 +249,16 @@ class _Conversion:
         if self._read_back:
             prove_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
 
-    def _copy(self, source: str, path: str, mode: int) -> None:
-        shutil.copyfile(source, path)
-        os.chmod(path, mode)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
     def _step(self, nbytes: int) -> None:
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
 
-    def _extras(self, contents: Contents) -> list[str]:
-        """Return what belongs to a Hugging Face model beside its weights, such as config.json."""
+    def _beside(self, contents: Contents) -> tuple[list[str], list[str]]:
+        """Return what lies beside a Hugging Face model: what goes along to another one, and what does not."""
         if self._to != "hf" or contents.source is None or contents.source.kind != "hf":
-            return []
-        names = [name for name in self._files.listdir(self.source) if not name.startswith(".")]
-        return sorted(
-            name for name in names if not name.endswith(_WEIGHTS) and os.path.isfile(os.path.join(self.source, name))
-        )
+            return [], []
+        return companions(self.source, contents, self._files)
 
     def _report_differences(self, contents: Contents) -> None:
         if len(contents.ranks) > 1:

@@ -11,10 +11,13 @@ import errno
 import logging
 import os
 import secrets
-import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from asyncckpt.conversion.replaceable import Standing, standing_at
+from asyncckpt.conversion.companions import carry_over
+from asyncckpt.conversion.renaming_by_steps import NOT_SO, put_where_nothing_is, remove, replace_by_steps
+from asyncckpt.conversion.replaceable import Standing, companions_at, standing_at
+from asyncckpt.conversion.under_way import Look, held, look_at, refuse_arrivals, refuse_saves
+from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from asyncckpt.format.names import converting_name, set_aside_name
 from asyncckpt.libc import libc as _libc
@@ -25,18 +28,29 @@ _MARGIN_NBYTES = 1 << 20
 _logger = logging.getLogger("asyncckpt.conversion")
 
 
-def check_place(path: str, files: Files, *, overwrite: bool) -> Standing:
-    """Return what stands at the target, which may all be replaced.
+def check_place(path: str, files: Files, *, overwrite: bool, is_hub: bool = False) -> Standing:
+    """Return what stands at the target, which may all be replaced, or carried over.
+
+    Args:
+        path: The target.
+        files: The storage seam.
+        overwrite: Whether it may be replaced.
+        is_hub: Whether a Hugging Face directory replaces it.
 
     Raises:
-        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds more than one.
+        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds more than one,
+            or is pinned.
+        SaveFailedError: EAGAIN: a save of ours may be under way there.
         CheckpointNotFoundError: The target's directory is not there.
         OSError: It cannot be known.
     """
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         raise CheckpointNotFoundError(f"{parent}, where {path} would be, is no directory", path=parent)
-    return standing_at(path, files, overwrite=overwrite)
+    standing = standing_at(path, files, overwrite=overwrite, is_hub=is_hub)
+    if standing is Standing.CHECKPOINT:
+        refuse_saves(path, files)
+    return standing
 
 
 def check_room(path: str, nbytes: int, files: Files) -> None:
@@ -65,42 +79,103 @@ def beside(path: str) -> Iterator[str]:
     try:
         yield temporary
     finally:
-        _remove(temporary)
+        with uninterrupted():  # a second Ctrl-C, while a large one is removed
+            remove(temporary)
 
 
-def put_into_place(temporary: str, path: str, files: Files, *, standing: Standing) -> None:
+def put_into_place(
+    temporary: str, path: str, files: Files, umask: int, *, standing: Standing, is_hub: bool = False
+) -> tuple[str, ...]:
     """Rename a finished target.
 
     Args:
         temporary: It is complete and flushed.
         path: Where it goes.
         files: The storage seam.
+        umask: Of the mode of a lock's file, which goes again.
         standing: What stood there, and goes; nothing else may stand there now.
+        is_hub: The target is a Hugging Face directory. What lies beside the weights that go comes along.
+
+    Returns:
+        What came along, unless the target has a file of that name.
 
     Raises:
         CheckpointExistsError: Something else came to stand there meanwhile.
+        SaveFailedError: EAGAIN: a save of ours may be under way there.
         OSError: The rename, or making it durable, failed; what stood there is there, where names can be exchanged.
+
+    Blocks: for a save of ours that commits there, at most `overwrite_lock.LOCK_TIMEOUT_S`.
     """
     if standing is Standing.CHECKPOINT:
-        standing_at(path, files, overwrite=True)  # again: what has come into it meanwhile would be lost
-        exchanged = exchange(temporary, path)
-        if not exchanged:
-            _replace_by_steps(temporary, path)
-    else:
+        with held(path, files, umask):
+            return tuple(_replace(temporary, path, files, is_hub))
+    with uninterrupted():
         if standing is Standing.EMPTY_DIRECTORY:
             _remove_empty(path, files)
-        _put_where_nothing_is(temporary, path, files)
-        exchanged = False
-    try:
-        fsync_directory(files, os.path.dirname(path))
-    except OSError:
-        # Nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
-        with contextlib.suppress(OSError):
-            if exchanged:
-                exchange(temporary, path)
-            elif standing is not Standing.CHECKPOINT:
+        put_where_nothing_is(temporary, path, files)
+        try:
+            fsync_directory(files, os.path.dirname(path))
+        except OSError:
+            # Nobody knows whether it would outlive a power cut: back to what was there.
+            with contextlib.suppress(OSError):
                 os.rename(path, temporary)
+            raise
+    return ()
+
+
+def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]:
+    """Look once more at what stands there, and put the target in its place; return what came along."""
+    standing_at(path, files, overwrite=True, is_hub=is_hub)  # again: what has come into it meanwhile would be lost
+    refuse_saves(path, files)
+    before = look_at(path, files)
+    carried = carry_over(path, temporary, companions_at(path, files), files) if is_hub else []
+    if carried:
+        fsync_directory(files, temporary)
+    own = set(look_at(temporary, files))
+    with uninterrupted():
+        if exchange(temporary, path):
+            _settle(temporary, path, before, own, files)
+        else:
+            replace_by_steps(temporary, path, before, files)
+    return carried
+
+
+def _settle(temporary: str, path: str, before: Look, own: Collection[str], files: Files) -> None:
+    """Make an exchange durable, or undo it."""
+    try:
+        # IMPORTANT: whoever came between the look and the exchange is found before anything is removed.
+        refuse_arrivals(path, before, look_at(temporary, files))
+        fsync_directory(files, os.path.dirname(path))
+    except BaseException:
+        # Else nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
+        try:
+            is_back = exchange(temporary, path)
+        except OSError:
+            is_back = False
+        if is_back:
+            _give_back(temporary, path, own, files)
+        else:
+            _keep(temporary, path)
         raise
+
+
+def _keep(temporary: str, path: str) -> None:
+    """Save from its removal what stood there and cannot be put back."""
+    aside = set_aside_name(temporary)
+    try:
+        os.rename(temporary, aside)
+        _logger.warning("what stood at %s is at %s now, and could not be put back", path, aside)
+    except OSError as error:
+        _logger.warning("what stood at %s could not be put back: %s", path, error)
+
+
+def _give_back(temporary: str, path: str, own: Collection[str], files: Files) -> None:
+    """Move to the directory that is back in its place what came, for that instant, into the one that is not."""
+    for name in set(look_at(temporary, files)) - set(own):
+        try:
+            files.rename_noreplace(os.path.join(temporary, name), os.path.join(path, name))
+        except OSError as error:
+            _logger.warning("%s came to %s while it was replaced, and is lost: %s", name, path, error)
 
 
 def _remove_empty(path: str, files: Files) -> None:
@@ -116,19 +191,6 @@ def _remove_empty(path: str, files: Files) -> None:
         raise
 
 
-def _put_where_nothing_is(temporary: str, path: str, files: Files) -> None:
-    try:
-        files.rename_noreplace(temporary, path)
-    except OSError as error:
-        if error.errno == errno.EEXIST:
-            raise CheckpointExistsError(f"{path} came to exist meanwhile; it was left untouched", path=path) from error
-        if error.errno != errno.EINVAL:
-            raise
-        if os.path.lexists(path):
-            raise CheckpointExistsError(f"{path} came to exist meanwhile", path=path) from error
-        os.rename(temporary, path)
-
-
 def exchange(temporary: str, path: str) -> bool:
     """Swap both names in one step; what stood at `path` is at `temporary` then. False where it cannot be done.
 
@@ -139,30 +201,6 @@ def exchange(temporary: str, path: str) -> bool:
     if not _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+    if code in NOT_SO:
         return False
     raise OSError(code, os.strerror(code), temporary, None, path)
-
-
-def _replace_by_steps(temporary: str, path: str) -> None:
-    if not os.path.isdir(path):
-        os.replace(temporary, path)
-        return
-    aside = set_aside_name(temporary)
-    os.rename(path, aside)
-    try:
-        os.rename(temporary, path)
-    except BaseException:
-        os.rename(aside, path)
-        raise
-    _remove(aside)
-
-
-def _remove(path: str) -> None:
-    try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
-    except OSError as error:
-        _logger.warning("%s stays behind: %s", path, error)

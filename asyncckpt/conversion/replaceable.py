@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import json
 import os
 import stat
+from collections.abc import Sequence
 
 from asyncckpt.errors import (
     CheckpointExistsError,
@@ -13,13 +15,15 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.foreign.kinds import OURS, kind_at
+from asyncckpt.foreign.safetensors_files import INDEX_NAME, MAX_INDEX_NBYTES, index_names
 from asyncckpt.foreign.torch_file import is_torch_file
 from asyncckpt.format.names import DCP_METADATA_NAME, LOCK_NAME, MANIFEST_NAME, owner_of
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.files import Files, read_small_file
 
 _HUB_NAMES = frozenset({".gitattributes", "license", "notice", "readme", "use_policy"})
-_HUB_ENDINGS = (".safetensors", ".json", ".jsonl", ".txt", ".md", ".model", ".tiktoken", ".jinja", ".py")
-_HUB_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
+_HUB_ENDINGS = (".json", ".jsonl", ".txt", ".md", ".model", ".tiktoken", ".jinja", ".py")
+_HUB_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
+_INDEX_ENDING = ".index.json"
 
 
 class Standing(enum.Enum):
@@ -30,8 +34,14 @@ class Standing(enum.Enum):
     CHECKPOINT = enum.auto()
 
 
-def standing_at(path: str, files: Files, *, overwrite: bool) -> Standing:
+def standing_at(path: str, files: Files, *, overwrite: bool, is_hub: bool = False) -> Standing:
     """Return what stands at a target.
+
+    Args:
+        path: The target.
+        files: The storage seam.
+        overwrite: Whether it may be replaced.
+        is_hub: What replaces it is a Hugging Face directory, into which `companions_at` are carried over.
 
     Raises:
         CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint; or a directory that
@@ -56,23 +66,64 @@ def standing_at(path: str, files: Files, *, overwrite: bool) -> Standing:
     except (CheckpointNotFoundError, CheckpointNotCommittedError, UnsupportedFormatError):
         raise _no_checkpoint(path) from None
     if stat.S_ISDIR(found.st_mode):
-        _check_directory(path, kind, files)
+        _check_directory(path, kind, files, is_hub)
     elif kind == "torch" and not is_torch_file(path, files):
         raise _no_checkpoint(path)
     return Standing.CHECKPOINT
 
 
-def _check_directory(path: str, kind: str, files: Files) -> None:
+def companions_at(path: str, files: Files) -> list[str]:
+    """Return what lies beside the weights at `path` and is not theirs, where that is a Hugging Face directory.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    if not os.path.isdir(path) or kind_at(path, files) != "hf":
+        return []
+    return sorted(name for name in files.listdir(path) if _is_companion(path, name))
+
+
+def _check_directory(path: str, kind: str, files: Files, is_hub: bool) -> None:
     names = files.listdir(path)
     if kind == OURS and not (MANIFEST_NAME in names and any(map(owner_of, names))):
         raise _no_checkpoint(path)
+    weights = _hub_weights(path, names, files) if kind == "hf" else frozenset()
     for name in sorted(names):
-        if os.path.isdir(os.path.join(path, name)) or not _belongs(name, kind):
+        goes = name in weights if kind == "hf" and owner_of(name) is None else _belongs(name, kind)
+        comes_along = kind == "hf" and is_hub and _is_companion(path, name)
+        if os.path.isdir(os.path.join(path, name)) or not (goes or comes_along or name == LOCK_NAME):
             raise CheckpointExistsError(
-                f"{path} holds {name!r}, which is no part of a checkpoint and would be lost; it was left untouched. "
-                "Move it away, or choose another path",
+                f"{path} holds {name!r}, which is no part of the checkpoint that is read there and would be lost; it "
+                "was left untouched. Move it away, or choose another path",
                 path=path,
             )
+
+
+def _hub_weights(path: str, names: Sequence[str], files: Files) -> frozenset[str]:
+    """Return the files of the model that is read at `path`: of a second one beside it nobody knows whose it is."""
+    indexes = index_names(names)
+    chosen = INDEX_NAME if INDEX_NAME in indexes else indexes[0] if len(indexes) == 1 else None
+    if chosen is not None:
+        try:
+            index = os.path.realpath(os.path.join(path, chosen))
+            found = json.loads(read_small_file(files, index, MAX_INDEX_NBYTES))["weight_map"].values()
+            return frozenset({chosen, *(name for name in found if isinstance(name, str))})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return frozenset()
+    if indexes:
+        return frozenset()
+    if "model.safetensors" in names:
+        return frozenset({"model.safetensors"})
+    return frozenset(name for name in names if name.endswith(".safetensors"))
+
+
+def _is_companion(path: str, name: str) -> bool:
+    """Whether a name is one that people put beside weights: of their model, or notes and programs of their own."""
+    lower = name.lower()
+    if lower.endswith(_INDEX_ENDING) or not (lower in _HUB_NAMES or lower.endswith(_HUB_ENDINGS)):
+        return False
+    whole = os.path.join(path, name)
+    return os.path.isfile(whole) or (os.path.islink(whole) and not os.path.isdir(whole))
 
 
 def _belongs(name: str, kind: str) -> bool:

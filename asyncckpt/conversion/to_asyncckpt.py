@@ -54,16 +54,15 @@ def asyncckpt_target(
         save_id: Of the new checkpoint.
         files: The storage seam.
         umask: Of the files' mode 0666.
-        max_shard_nbytes: Of one shard file; a larger tensor has a file of its own. None: one file.
+        max_shard_nbytes: Of one shard file with its header; a larger tensor has a file of its own. None: one file.
 
     Raises:
+        ConfigError: The limit is so small that more files would be needed than a rank may have.
         DuplicateNameError: A tensor has a name that safetensors keeps for itself.
     """
     used = sorted({node[1] for _, node in outline.leaves() if node[0] != "O"})
     specs = [_spec(outline, number) for number in used]
-    total = sum(spec.nbytes for spec in specs)
-    n_parts = -(-total // max_shard_nbytes) if max_shard_nbytes and total else 1
-    layout = build_layout(specs, n_parts=max(1, n_parts))
+    layout = build_layout(specs, max_nbytes=max_shard_nbytes)
     shards = [
         OutputFile(
             name=shard_name(save_id, 0, part),

@@ -14,7 +14,7 @@ from asyncckpt.format.dcp_metadata import bytes_entry, index_record, metadata_pi
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.pickle_image import NotPickledError, PickleImage
 from asyncckpt.format.records import Record
-from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 
 Hoisted = Callable[[int], bytes]
 
@@ -143,7 +143,9 @@ class _Items:
         return place
 
     def _size(self, node: Node) -> int:
-        return self._outline.nbytes_of(node[1]) if node[0] in ("T", "N") else 0
+        """Bytes of the elements of an item: of several tensors where it is a tuple of them."""
+        numbers = {leaf[1] for _, leaf in leaves(node) if leaf[0] in ("T", "N")}
+        return sum(self._outline.nbytes_of(number) for number in numbers)
 
     def files(self) -> list[OutputFile]:
         return [

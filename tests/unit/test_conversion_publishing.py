@@ -1,0 +1,289 @@
+"""The way of a target into its place where names can only be renamed, and Ctrl-C at each step of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import pathlib
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.conversion import converter, publishing, renaming_by_steps
+from asyncckpt.conversion.uninterrupted import uninterrupted
+from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
+from asyncckpt.storage.files import Files
+
+KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
+
+
+@pytest.fixture
+def source(tmp_path: pathlib.Path) -> pathlib.Path:
+    torch.save({"new": torch.arange(1000.0)}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def make(path: pathlib.Path, kind: str) -> pathlib.Path:
+    torch.save({"old": torch.ones(3)}, path.parent / "old.pt")
+    asyncckpt.convert(path.parent / "old.pt", path, to=kind)
+    (path.parent / "old.pt").unlink()
+    return path
+
+
+class Renameat2:
+    """A file system that knows no flags of renameat2(2)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = errno.EINVAL) -> None:
+        self.code = code
+        self.before: list[Callable[[str], None]] = []
+        monkeypatch.setattr(Files, "rename_noreplace", lambda _, source, target: self.refuse(target))
+        monkeypatch.setattr(publishing, "_libc", self)
+
+    def refuse(self, target: str) -> None:
+        for call in self.before:
+            call(target)
+        raise OSError(self.code, os.strerror(self.code))
+
+    def renameat2(self, *_: Any) -> int:
+        ctypes.set_errno(self.code)
+        return -1
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Renameat2:
+    return Renameat2(monkeypatch)
+
+
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: Files, source: str, target: str) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Files, "link", none)
+
+
+@pytest.mark.parametrize(
+    ("code", "to"),
+    [*((errno.EINVAL, kind) for kind in KINDS), (errno.ENOSYS, "dcp"), (errno.EOPNOTSUPP, "torch")],
+)
+def test_new_targets_and_old_ones_where_names_can_only_be_renamed(
+    code: int, to: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "old", to)
+    Renameat2(monkeypatch, code)
+    (tmp_path / "empty").mkdir()
+    for name in ("x", "empty", "old"):
+        asyncckpt.convert(source, tmp_path / name, to=to, overwrite=name == "old")
+        assert list(asyncckpt.load(tmp_path / name)) == ["new"]
+    if to in ("torch", "safetensors"):
+        no_links(monkeypatch)
+        asyncckpt.convert(source, tmp_path / "y", to=to)
+        assert list(asyncckpt.load(tmp_path / "y")) == ["new"]
+        (tmp_path / "y").unlink()
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "empty", "old", "x"]
+
+
+@pytest.mark.parametrize(("old", "to"), [("torch", "dcp"), ("dcp", "torch"), ("safetensors", "hf")])
+def test_a_file_gives_way_to_a_directory_and_the_other_way_round(
+    old: str, to: str, source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2
+) -> None:
+    make(tmp_path / "x", old)
+    asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=True)
+    assert list(asyncckpt.load(tmp_path / "x")) == ["new"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_comes_to_the_name_in_the_last_instant_is_not_replaced(
+    overwrite: bool,
+    links: bool,
+    to: str,
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    plain: Renameat2,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if overwrite:
+        make(tmp_path / "x", "dcp")
+    if not links:
+        no_links(monkeypatch)
+
+    def come(path: str) -> None:
+        pathlib.Path(path).write_text("dear")
+
+    plain.before.append(come)
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=overwrite)
+    assert (tmp_path / "x").read_text() == "dear"
+    left = [name for name in os.listdir(tmp_path) if name not in ("a.pt", "x")]
+    assert len(left) == overwrite  # what stood there is whole beside it
+    assert all(list(asyncckpt.load(tmp_path / name)) == ["old"] for name in left)
+
+
+@pytest.mark.parametrize("kind", ["asyncckpt", "hf"])
+def test_what_came_into_it_is_found_before_it_goes(
+    kind: str, source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "x", kind)
+    real = os.rename
+
+    def rename(one: Any, other: Any) -> None:
+        if str(other).endswith(".old"):
+            (tmp_path / "x" / "thesis.tex").write_text("dear")
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointExistsError, match=r"thesis\.tex"):
+        asyncckpt.convert(source, tmp_path / "x", to=kind, overwrite=True)
+    assert (tmp_path / "x" / "thesis.tex").read_text() == "dear"
+    assert list(asyncckpt.load(tmp_path / "x")) == ["old"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+def test_a_step_that_fails_or_is_not_durable_leaves_the_old_one(
+    source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name in ("put_where_nothing_is", "fsync_directory"):
+        make(tmp_path / "x", "dcp")
+        with monkeypatch.context() as patch, pytest.raises(SaveFailedError):
+            patch.setattr(renaming_by_steps, name, failing)
+            asyncckpt.convert(source, tmp_path / "x", to="dcp", overwrite=True)
+        assert list(asyncckpt.load(tmp_path / "x")) == ["old"]
+        assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+        shutil.rmtree(tmp_path / "x")
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+class Interrupts:
+    """Sends this process SIGINT ahead of the given calls of those that are watched, and after them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: set[int] = set()
+        self.calls: list[str] = []
+        for owner, name in (
+            (os, "rename"),
+            (os, "replace"),
+            (shutil, "rmtree"),
+            (publishing, "exchange"),
+            (publishing, "carry_over"),
+            (publishing, "look_at"),
+            (publishing, "fsync_directory"),
+            (renaming_by_steps, "look_at"),
+            (renaming_by_steps, "fsync_directory"),
+            (converter, "prove_structure"),
+            (converter, "prove_bytes"),
+            (converter, "put_into_place"),
+        ):
+            monkeypatch.setattr(owner, name, self._watched(name, getattr(owner, name)))
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **kw: Any) -> Any:
+            self._now(f"ahead of {name}")
+            found = real(*arguments, **kw)
+            self._now(f"after {name}")
+            return found
+
+        return call
+
+    def _now(self, what: str) -> None:
+        self.calls.append(what)
+        if len(self.calls) - 1 in self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield Interrupts(monkeypatch)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("kind", "exchanges"), [("asyncckpt", True), ("hf", False), ("torch", True), ("torch", False)])
+def test_ctrl_c_at_any_step_leaves_the_old_or_the_new_one_whole_and_nothing_else(
+    kind: str,
+    exchanges: bool,
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupts: Interrupts,
+) -> None:
+    if not exchanges:
+        Renameat2(monkeypatch)
+    found: list[tuple[str, str]] = []
+    number, ended = 0, False
+    while not ended:
+        interrupts.at.clear()
+        make(tmp_path / "x", kind)
+        if kind == "hf":
+            (tmp_path / "x" / "notes.txt").write_text("dear")
+        interrupts.calls.clear()
+        interrupts.at.update({number, number + 1})  # the second one while the first is heard
+        try:
+            asyncckpt.convert(source, tmp_path / "x", to=kind, overwrite=True)
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        interrupts.at.clear()
+        assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"], interrupts.calls[number:]
+        (name,) = asyncckpt.load(tmp_path / "x")
+        found.append((interrupts.calls[number] if number < len(interrupts.calls) else "", name))
+        if kind == "hf":
+            assert (tmp_path / "x" / "notes.txt").read_text() == "dear"
+        shutil.rmtree(tmp_path / "x") if (tmp_path / "x").is_dir() else (tmp_path / "x").unlink()
+        number += 1
+    assert found[0] == ("ahead of prove_structure", "old") and found[-1][1] == "new"
+    names = [name for _, name in found]
+    assert names == sorted(names, reverse=True), "the new one, from some step on"
+
+
+def test_a_second_ctrl_c_while_what_was_written_is_removed_waits(
+    source: pathlib.Path, tmp_path: pathlib.Path, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.rmtree
+
+    def first(*_: Any) -> None:
+        raise CorruptCheckpointError("no")
+
+    def removing(path: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(path)
+
+    monkeypatch.setattr(converter, "prove_bytes", first)
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    with pytest.raises(KeyboardInterrupt):
+        asyncckpt.convert(source, tmp_path / "x", to="dcp")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_signals_are_put_off_and_handled_once_each_and_other_threads_are_as_they_were() -> None:
+    heard: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: heard.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.raise_signal(number)
+            assert not heard
+            thread = threading.Thread(target=lambda: uninterrupted().__enter__())
+            thread.start()
+            thread.join(60)
+        assert heard == [signal.SIGTERM, signal.SIGINT]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert all(signal.getsignal(number) is not None for number in before)
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+        for number, handler in before.items():
+            signal.signal(number, handler)
