@@ -20,17 +20,16 @@ import argparse
 import os
 import secrets
 import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kept, machine
+from benchmarks import kept, machine, quiet, sources
 from benchmarks.contenders import CONTENDERS
-from benchmarks.rounds import NBYTES, ROUNDS_OF_LOADS, Rounds, Setting
+from benchmarks.contest_results import OURS, RESULTS, report
+from benchmarks.rounds import STATES, Rounds, Setting
 
-RESULTS = Path(__file__).parent / "results"
 DEADLINES_S = {"gpt": 90.0, "small": 120.0, "large": 180.0, "tiny": 60.0}
 """One contender, one round: three times what the slowest takes on two cores, and for `small` half as much again."""
 
@@ -40,25 +39,8 @@ BUDGETS_S = {"gpt": 1200.0, "small": 900.0, "large": 1500.0, "tiny": 300.0}
 PEER_SAVES_S = {"small": 15.0}
 """Three saves of 20,000 files or so take longer; six would take most of the time."""
 
-STATES = tuple(NBYTES)
-OURS = ("asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap")
 BEST = (*OURS, "safetensors", "dcp.async_save, thread", "torch _experimental")
 """`--only best`: ours and the peers that are best at something; for `large`, whose rounds take long."""
-
-FROM_DISK = "disk"
-"""Of our loads; without it they come from the worker's memory."""
-
-MEASURES = (
-    "stall cold",
-    "stall",
-    "lost cold",
-    "lost warm",
-    "durable cold",
-    "durable warm",
-    "memory",
-    "load cold",
-    "load warm",
-)
 
 
 def main() -> None:
@@ -87,7 +69,12 @@ def main() -> None:
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     try:
         head: dict[str, Any] = {"benchmark": "compare", "state": args.state, "machine": machine.describe(directory)}
-        head |= {"code": kept.code(), "contenders": names, "saves": args.saves, "peer_saves_s": setting.peer_saves_s}
+        head |= {
+            "code": sources.code_of("compare"),
+            "contenders": names,
+            "saves": args.saves,
+            "peer_saves_s": setting.peer_saves_s,
+        }
         head |= {"deadline_s": setting.deadline_s, "rounds_asked": args.rounds, "budget_s": budget.budget_s}
         file = kept.Kept(args.out or RESULTS / f"compare-{args.state}.json", head)
         if args.resume:
@@ -95,9 +82,11 @@ def main() -> None:
         rounds = Rounds(setting, directory, budget, file.result.get("best"))
 
         def make() -> dict[str, Any] | None:
+            rounds.settle()
+            idle = quiet.until_idle()
             row = rounds.make(names, file.rounds, args.rounds)
             file.result["best"] = rounds.best
-            return row
+            return None if row is None else row | idle
 
         file.end(file.grow(budget, make))
         rounds.settle()
@@ -106,130 +95,6 @@ def main() -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     report(file.result)
-
-
-def values(result: dict[str, Any], name: str) -> dict[str, list[float]] | str:
-    """Return every value of each of `MEASURES` for one contender, or its error; loads of other kinds by their names."""
-    found: dict[str, list[float]] = {measure: [] for measure in MEASURES}
-    for row in result["rounds"]:
-        one = row["contenders"][name]
-        if "error" in one:
-            return str(one["error"]).splitlines()[0]
-        for heat, saves in (("cold", [one["cold"]]), ("warm", one["warm"])):
-            found["stall" if heat == "warm" else "stall cold"] += [save["stall_s"] for save in saves]
-            found[f"lost {heat}"] += [save["lost_s"] for save in saves]
-            found[f"durable {heat}"] += [save["durable_s"] for save in saves]
-        if "load_cold_s" not in one:
-            continue
-        found["memory"].append(one["memory_over_state"])
-        for heat in ("cold", "warm"):
-            found[f"load {heat}"].append(load_s(one, f"load_{heat}"))
-            for other, seconds in one.get("other_loads", {}).items():
-                found.setdefault(f"load {heat}, {other}", []).append(load_s(seconds, heat))
-    return found
-
-
-def load_s(seconds: dict[str, Any], heat: str) -> float:
-    """Return what a load costs: the call, and what it left to the training; older results have the call alone."""
-    return float(seconds[f"{heat}_s"]) + float(seconds.get(f"{heat}_late_s", 0.0))
-
-
-def of_files(found: dict[str, list[float]], measure: str) -> list[float]:
-    """Return the values of a measure; of loads those from the disk, where others come from the worker's memory."""
-    return found.get(f"{measure}, {FROM_DISK}", found[measure])
-
-
-def interval(numbers: list[float]) -> tuple[float, float]:
-    """Return the quartiles."""
-    if len(numbers) < 3:
-        return min(numbers), max(numbers)
-    low, _, high = statistics.quantiles(numbers, n=4)
-    return low, high
-
-
-def limits(result: dict[str, Any]) -> dict[str, float]:
-    """Return the medians of the machine's limits: `write_s`, `read_s`, `copy_s`."""
-    rounds = result["rounds"]
-    return {key: statistics.median(r["limits"][key] for r in rounds) for key in rounds[0]["limits"]}
-
-
-def names(result: dict[str, Any]) -> list[str]:
-    """Return the contenders, ours first."""
-    there = result["rounds"][0]["contenders"]
-    return [name for name in CONTENDERS if name in there]
-
-
-def saves_of(result: dict[str, Any]) -> int:
-    """Return how many saves a contender made in a round."""
-    return int(result["saves"])
-
-
-def fewer_saves(result: dict[str, Any]) -> dict[str, int]:
-    """Return who made fewer saves in a round, and the fewest that it made in one."""
-    found = {}
-    for name in names(result):
-        made = [1 + len(r["contenders"][name]["warm"]) for r in result["rounds"] if "warm" in r["contenders"][name]]
-        if made and min(made) < saves_of(result):
-            found[name] = min(made)
-    return found
-
-
-def prepare_s(result: dict[str, Any]) -> list[float]:
-    """Return what every `prepare()` took, before the first save."""
-    every = [one.get("prepare_s") for row in result["rounds"] for one in row["contenders"].values()]
-    return [one for one in every if one is not None]
-
-
-def notes(result: dict[str, Any]) -> list[str]:
-    """Return sentences on what was measured otherwise than the rest."""
-    found = []
-    prepared, fewer = prepare_s(result), fewer_saves(result)
-    if prepared:
-        found.append(f"`prepare()` took {statistics.median(prepared):.2f} s, before the training.")
-    if any(len(values(result, name)) > len(MEASURES) for name in names(result) if name in OURS):
-        found.append("Our loads: from the worker's memory, in brackets from the disk.")
-    if any("load_warm_late_s" in one for row in result["rounds"] for one in row["contenders"].values()):
-        found.append("Loads: until the state can be changed as before; mapped files are read when it is.")
-    if fewer:
-        text = ", ".join(f"{name} {count}" for name, count in fewer.items())
-        found.append(f"Fewer saves in a round, since they take long: {text}.")
-    if len(result["rounds"]) > ROUNDS_OF_LOADS and "peer_saves_s" in result:
-        found.append(f"Memory and loads of the others are of {ROUNDS_OF_LOADS} rounds.")
-    return [*found, *filter(None, [left_out(result)])]
-
-
-def gigabytes(result: dict[str, Any]) -> str:
-    """Return the state's size as text."""
-    return f"{NBYTES[result['state']] / 1e9:.2f} GB"
-
-
-def left_out(result: dict[str, Any]) -> str:
-    """Return the sentence on rounds that were asked for and not made; empty if there are none."""
-    asked, made = result["rounds_asked"], len(result["rounds"])
-    if made >= asked:
-        return ""
-    interrupted = result.get("ended") == "not"
-    why = "the run was interrupted" if interrupted else f"{result['budget_s']:.0f} s were up"
-    return f"{asked - made} of {asked} rounds were left out: {why}."
-
-
-def report(result: dict[str, Any]) -> None:
-    """Print the medians."""
-    print(f"{result['state']}: {len(result['rounds'])} rounds in {result['took_s']:.0f} s; limits {limits(result)}")
-    print("\n".join(notes(result)))
-    print(f"{'':26s}" + "".join(f"{measure:>14s}" for measure in MEASURES))
-    for name in names(result):
-        found = values(result, name)
-        if isinstance(found, str):
-            print(f"{name:26s} {found}")
-            continue
-        print(f"{name:26s}" + "".join(f"{statistics.median(found[m]):14.3f}" for m in MEASURES))
-        for more in [key for key in found if key not in MEASURES]:
-            print(f"{'':26s}  {more}: {statistics.median(found[more]):.3f}")
-    print(
-        "seconds of the last round:",
-        {n: round(c.get("took_s", 0)) for n, c in result["rounds"][-1]["contenders"].items()},
-    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.memory.mapping import Mapping
-from benchmarks import machine, states
+from benchmarks import machine, sources, states
 from benchmarks.limits import BLOCKS_NBYTES, CANDIDATES, THREADS, read_s
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,6 +46,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     try:
         result = {"benchmark": "load", "state": args.state, "machine": machine.describe(directory)}
+        result["code"] = sources.code_of("load")
         result |= measure(getattr(states, args.state)(), directory, args.rounds)
     finally:
         shutil.rmtree(directory)

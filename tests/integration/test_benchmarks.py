@@ -11,7 +11,7 @@ import states
 import torch
 from real_worker import RealWorker
 
-from benchmarks import compare, contest, loads, quick, table, training
+from benchmarks import contest, contest_results, loads, quick, table, training
 from benchmarks.contenders import CONTENDERS
 
 HERE = ["asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap", "torch.save", "safetensors"]
@@ -80,7 +80,7 @@ def test_a_contest_measures_everything_that_the_table_shows(
     assert {"making the state", "saving", "loading"} <= set(one["phases_s"])
     assert [path.name for path in tmp_path.iterdir()] == ["kept"], "removed when the next one makes its state"
     limits = {"write_s": 0.5, "read_s": 0.25, "copy_s": 0.125}
-    machine = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())["machine"]
+    machine = json.loads((contest_results.RESULTS / "save_load-gpt.json").read_text())["machine"]
     broken = {"error": "OSError: it does not work here\nTraceback"}
     contenders = {"asyncckpt": one, "torch.save": one | {"fsyncs": False}, "safetensors": broken}
     result = {
@@ -91,7 +91,11 @@ def test_a_contest_measures_everything_that_the_table_shows(
         "budget_s": 9,
         "rounds": [{"limits": limits, "contenders": contenders}],
     }
-    assert compare.limits(result) == limits and compare.names(result) == ["asyncckpt", "torch.save", "safetensors"]
+    assert contest_results.limits(result) == limits and contest_results.names(result) == [
+        "asyncckpt",
+        "torch.save",
+        "safetensors",
+    ]
     shown = table.compare_table(result)
     assert "| safetensors | *fails: OSError: it does not work here* |" in shown
     assert "does not fsync; the benchmark did" in shown and "O_DIRECT write 0.50 s" in shown
@@ -109,7 +113,7 @@ def test_looking_for_what_a_load_left_to_do_changes_no_value() -> None:
 
 
 def test_the_quick_table_compares_with_the_last_result() -> None:
-    last = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())
+    last = json.loads((contest_results.RESULTS / "save_load-gpt.json").read_text())
     now = json.loads(json.dumps(last))
     for row in now["rounds"]:
         for save in row["saves"]:
