@@ -144,6 +144,7 @@ def _round(source: Path, plain: Path, to: str, directory: Path, nbytes: int, num
         drop_cache(source)
         add("copy_s", copy_file_s(plain, directory / "copy", block, threads) * scale)
         (directory / "copy").unlink()
+        quiet.until_discarded(directory)
         drop_cache(source)
         add("read_s", _read_s(plain, block, threads) * scale)
         for name, read_back in (("once", False), ("read_back", True)):
@@ -163,6 +164,7 @@ def _convert_s(source: Path, target: Path, to: str, read_back: bool) -> tuple[fl
         shutil.rmtree(target)
     else:
         target.unlink()
+    quiet.until_discarded(target.parent)
     return found
 
 

@@ -15,7 +15,7 @@ WAIT_S = 60.0
 DISCARDED_S = 0.3
 """The disk has discarded everything when for so long it has discarded nothing more."""
 
-DISCARD_WAIT_S = 20.0
+DISCARD_WAIT_S = 5.0
 
 
 def until_idle(wait_s: float = WAIT_S, over_s: float = OVER_S) -> dict[str, float]:
