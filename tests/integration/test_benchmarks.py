@@ -76,7 +76,9 @@ def test_a_contest_measures_everything_that_the_table_shows(
     assert one["prepare_s"] > 0 and set(one["other_loads"]) == {"disk"}
     of_loads = {"cold_s", "cold_late_s", "warm_s", "warm_late_s"}
     assert set(one["other_loads"]["disk"]) == of_loads and {f"load_{name}" for name in of_loads} <= set(one)
-    assert len(one["quiet_step_s"]) == 1 + 2, "one more after each save"
+    assert len(one["quiet_step_s"]) == 1 + 1 + 2, "one more after `prepare()`, and one after each save"
+    assert one["verifies"] and one["outlives"] and one["fresh_load"] == "disk"
+    assert one["memory_noise"] >= 0 and one["memory_over_state"] > 0
     assert {"making the state", "saving", "loading"} <= set(one["phases_s"])
     assert [path.name for path in tmp_path.iterdir()] == ["kept"], "removed when the next one makes its state"
     limits = {"write_s": 0.5, "read_s": 0.25, "copy_s": 0.125}
