@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import quiet
+
 PASSING = ("date", "load_before")
 """Of a machine's description: what is another at every run."""
 
@@ -97,6 +99,8 @@ class Kept:
     def grow(self, budget: Budget, make: Callable[[], dict[str, Any] | None]) -> str:
         """Make rounds until there are as many as asked; each is in the file as soon as it is made.
 
+        The machine is waited for before each, and how busy it was is in the round.
+
         Args:
             budget: For all of them.
             make: Makes one; None if the budget ended within it.
@@ -107,6 +111,7 @@ class Kept:
         asked = self.result["rounds_asked"]
         while len(self.rounds) < asked:
             began_s = budget.elapsed_s()
+            idle = quiet.until_idle() if budget.has_room() else {}
             try:
                 row = make() if budget.has_room() else None
             except NoLimitsError as error:
@@ -117,7 +122,7 @@ class Kept:
                 return "budget"
             took_s = budget.elapsed_s() - began_s
             budget.spent(took_s)
-            self.keep(row, took_s)
+            self.keep(row | idle, took_s)
         return "done"
 
     def keep(self, row: dict[str, Any], took_s: float) -> None:

@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import contest_results, kept, machine, quiet, sources
+from benchmarks import contest_results, kept, machine, sources
 from benchmarks.contenders import CONTENDERS
 from benchmarks.on_rank import ARRANGEMENTS
 from benchmarks.rounds import Rounds, Setting
@@ -75,10 +75,9 @@ def main() -> None:
         limits = Rounds(Setting("gpt", args.saves, DEADLINE_S), directory, budget, file.result.get("best"))
 
         def make() -> dict[str, Any]:
-            idle = quiet.until_idle()
             row = _round(limits.limits(), file.rounds, args.only, args.saves, directory)
             file.result["best"] = limits.best
-            return row | idle
+            return row
 
         file.end(file.grow(budget, make))
     except kept.NotTheSameError as error:

@@ -49,6 +49,12 @@ class Told(Rounds):
         return {} if "--saves-only" in options else {"load_cold_s": 1.0}
 
 
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is as quiet as can be."""
+    monkeypatch.setattr(quiet, "until_idle", lambda: {"busy_before": 0.0, "idle_wait_s": 0.0})
+
+
 def head(asked: int = 3, **more: Any) -> dict[str, Any]:
     """Return what a result says besides its rounds."""
     machine = {"cpu": "CPU", "cores": 2, "date": "2026-01-02", "load_before": 0.1, "versions": {"torch": "2"}}
@@ -69,6 +75,7 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path: pathlib.Path)
     file = kept.Kept(tmp_path / "f.json", head(4))
     assert grown(file, rounds, [OURS, PEER]) == "budget"
     assert len(file.rounds) == 2 and rounds.clock.now_s == 40.0
+    assert [row["busy_before"] for row in file.rounds] == [0.0, 0.0]
     assert [name for name, _ in rounds.ran] == [OURS, PEER, OURS, PEER]
 
 
@@ -253,7 +260,6 @@ def test_the_best_peers_are_contenders_and_can_be_asked_for_together(
         raise Stopped
 
     monkeypatch.setattr(Rounds, "make", make)
-    monkeypatch.setattr(quiet, "until_idle", dict)
     monkeypatch.setenv("ASYNCCKPT_JOB", "a test")
     out = ["--dir", str(tmp_path), "--out", str(tmp_path / "f.json")]
     monkeypatch.setattr(sys, "argv", ["compare", "--state", "tiny", "--only", "best", *out])
