@@ -1,0 +1,49 @@
+"""Benchmarks that nobody could run whole here, at their smallest: that they run, and what is in their files."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import real_worker
+
+pytest.importorskip("numpy")  # torch.distributed.checkpoint
+
+from benchmarks import gpu, kept, training
+from benchmarks.gpu_training import Loop
+
+HEAD = {"rounds_asked": 2, "budget_s": 600.0, "saves": 1}
+
+
+@pytest.fixture
+def checkpoints(endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """Where checkpoints go, and a worker for them; nothing is left there."""
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    found = tmp_path / "checkpoints"
+    found.mkdir()
+    with real_worker.running(endpoint):
+        yield found
+    assert not list(found.iterdir())
+
+
+def told(path: pathlib.Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what `async_save` says of one process
+def test_what_is_measured_on_a_gpu_runs_and_every_figure_is_kept(
+    checkpoints: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "QUIET_STEPS", 1)
+    loop = Loop("cpu", lambda: training.GPT(width=16, layers=1, heads=1), (1, 4))
+    file = kept.Kept(tmp_path / "gpu.json", HEAD)
+    file.end(gpu.measure(loop, checkpoints, file, kept.Budget(600.0)))
+    found = told(tmp_path / "gpu.json")
+    assert found["ended"] == "done" and len(found["rounds"]) == 2
+    names = ("stall_overlap_s", "stall_device_s", "d2h_over_pinned", "step_ratio", "dcp_async_stall_s")
+    assert all(len(found["figures"][name]["values"]) == 2 for name in names)
+    assert min(found["figures"]["d2h_over_pinned"]["values"]) > 0 and min(found["figures"]["step_ratio"]["values"]) > 0
