@@ -12,7 +12,7 @@ import real_worker
 
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
-from benchmarks import gpu, kept, training
+from benchmarks import gpu, kept, ring, training
 from benchmarks.gpu_training import Loop
 
 HEAD = {"rounds_asked": 2, "budget_s": 600.0, "saves": 1}
@@ -47,3 +47,18 @@ def test_what_is_measured_on_a_gpu_runs_and_every_figure_is_kept(
     names = ("stall_overlap_s", "stall_device_s", "d2h_over_pinned", "step_ratio", "dcp_async_stall_s")
     assert all(len(found["figures"][name]["values"]) == 2 for name in names)
     assert min(found["figures"]["d2h_over_pinned"]["values"]) > 0 and min(found["figures"]["step_ratio"]["values"]) > 0
+
+
+def test_states_go_through_rings_smaller_than_a_quarter_and_than_their_largest_tensor(
+    checkpoints: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    file = kept.Kept(tmp_path / "ring.json", HEAD | {"state": "tiny"})
+    file.end(ring.measure(ring.STATES["tiny"](), checkpoints, file, kept.Budget(600.0)))
+    found = told(tmp_path / "ring.json")
+    for row in found["rounds"]:
+        assert row["limits"]["write_s"] > 0
+        for name, limit in found["arena_limits"].items():
+            (save,) = row["saves"][name]
+            went_through = save["ring_nbytes"]
+            assert went_through is None if limit is None else 0 < went_through <= limit
+    ring.report(found)
