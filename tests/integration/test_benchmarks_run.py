@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import real_worker
 
+torch = pytest.importorskip("torch")
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
-from benchmarks import gpu, kept, ring, training
+from benchmarks import gpu, kept, ring, save_load, states, training
 from benchmarks.gpu_training import Loop
 
 HEAD = {"rounds_asked": 2, "budget_s": 600.0, "saves": 1}
@@ -62,3 +63,18 @@ def test_states_go_through_rings_smaller_than_a_quarter_and_than_their_largest_t
             went_through = save["ring_nbytes"]
             assert went_through is None if limit is None else 0 < went_through <= limit
     ring.report(found)
+
+
+def test_saves_of_a_process_that_does_nothing_else_are_loaded_into_the_state_itself(
+    checkpoints: pathlib.Path, tmp_path: pathlib.Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_load, "_worker_start", lambda directory: {"ready_s": 0.0, "rss_nbytes": 0})
+    monkeypatch.setattr(save_load, "_memory", lambda *_: {"over_state": 1.0, "worker_own_nbytes": 0})
+    state = states.small(count=3)
+    before = [tensor.clone() for tensor in states.tensors(state)]
+    file = kept.Kept(tmp_path / "save_load.json", HEAD | {"state": "large", "saves": 2})
+    file.end(save_load.measure(state, checkpoints, file, kept.Budget(600.0), in_place=True))
+    found = told(tmp_path / "save_load.json")
+    assert [len(row["saves"]) for row in found["rounds"]] == [2, 2] and found["ended"] == "done"
+    assert all(torch.equal(a, b) for a, b in zip(states.tensors(state), before, strict=True))
+    save_load.report(found)
