@@ -73,7 +73,7 @@ class Loop:
         self._note(time.perf_counter())
         self.optimizer.step()
         if self.device.type == "cuda":
-            mark = torch.cuda.Event()
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record()
             self._marks.append(mark)
 

@@ -9,14 +9,24 @@ from typing import Any
 
 import pytest
 import real_worker
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
-from benchmarks import gpu, kept, ring, save_load, states, training
+from asyncckpt.staging import deferred
+from benchmarks import gpu, kept, overlap, pace, ring, save_load, states, training
 from benchmarks.gpu_training import Loop
 
 HEAD = {"rounds_asked": 2, "budget_s": 600.0, "saves": 1}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_of_torch_waits_for_another() -> Iterator[None]:
+    """On a busy machine two that meet after each operation take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -78,3 +88,30 @@ def test_saves_of_a_process_that_does_nothing_else_are_loaded_into_the_state_its
     assert [len(row["saves"]) for row in found["rounds"]] == [2, 2] and found["ended"] == "done"
     assert all(torch.equal(a, b) for a, b in zip(states.tensors(state), before, strict=True))
     save_load.report(found)
+
+
+def test_kinds_with_another_pace_and_with_a_worker_of_limited_bandwidth_are_measured_beside_the_usual_ones(
+    checkpoints: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "QUIET_STEPS", 1)
+    behind = deferred.BEHIND
+    more = ("threads=1", "bandwidth=500M")
+    kinds = {"overlap": overlap.Kind(), "blocking": overlap.Kind("blocking"), **{t: overlap.kind_of(t) for t in more}}
+    file = kept.Kept(tmp_path / "overlap.json", HEAD | {"kinds": list(kinds), "rounds_asked": 1})
+    file.end(overlap.measure(training.make("tiny"), checkpoints, file, kept.Budget(600.0), kinds))
+    found = told(tmp_path / "overlap.json")
+    assert all(len(row[name]) == 1 for row in found["rounds"] for name in kinds) and len(found["rounds"]) == 1
+    assert behind == deferred.BEHIND
+    overlap.report(found)
+
+
+def test_what_is_learnt_of_a_device_is_kept_beside_the_fixed_default(
+    checkpoints: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    file = kept.Kept(tmp_path / "pace.json", HEAD)
+    file.end(pace.measure(states.small(count=3), checkpoints, file, kept.Budget(600.0)))
+    found = told(tmp_path / "pace.json")
+    names = [f"{what} {name}" for what in ("save", "load") for name in ("fixed", "learnt")]
+    assert found["nbytes"] == 3 * 16 * 1024 and len(found["rounds"]) == 2
+    assert all(row[name] > 0 for row in found["rounds"] for name in names)
+    pace.report(found)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from benchmarks import ring
 
