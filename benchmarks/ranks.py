@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compare, kept, machine
+from benchmarks import contest_results, kept, machine, sources
 from benchmarks.contenders import CONTENDERS
 from benchmarks.on_rank import ARRANGEMENTS
 from benchmarks.rounds import Rounds, Setting
@@ -56,13 +56,17 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="add rounds to the result file, if it is there")
     parser.add_argument("--budget-s", type=float, default=900.0, help="for all rounds of this run")
     parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
-    parser.add_argument("--out", type=Path, default=compare.RESULTS / "ranks.json", help="the result file")
+    parser.add_argument("--out", type=Path, default=contest_results.RESULTS / "ranks.json", help="the result file")
     args = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     budget = kept.Budget(args.budget_s)
     try:
-        head: dict[str, Any] = {"benchmark": "ranks", "machine": machine.describe(directory), "code": kept.code()}
+        head: dict[str, Any] = {
+            "benchmark": "ranks",
+            "machine": machine.describe(directory),
+            "code": sources.code_of("ranks"),
+        }
         head |= {"world_size": WORLD_SIZE, "contenders": args.only, "saves": args.saves}
         head |= {"rounds_asked": args.rounds, "budget_s": budget.budget_s}
         file = kept.Kept(args.out, head)
@@ -181,7 +185,7 @@ def written_nbytes(result: dict[str, Any], arrangement: str) -> int:
 
 def report(result: dict[str, Any]) -> None:
     """Print the medians, and each target as reached or missed."""
-    print(f"{len(result['rounds'])} rounds in {result['took_s']:.0f} s; limits {compare.limits(result)}")
+    print(f"{len(result['rounds'])} rounds in {result['took_s']:.0f} s; limits {contest_results.limits(result)}")
     for arrangement in ARRANGEMENTS:
         for name in result["rounds"][0][arrangement]:
             found = values(result, arrangement, name)

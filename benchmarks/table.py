@@ -3,6 +3,7 @@
 python -m benchmarks.table           rewrite tables and pictures
 python -m benchmarks.table --check   say whether the tables are up to date
 
+Either says which result files were made with other code than this checkout's: information, and no failure.
 What has not been measured, because its result file is not there, stays as it is.
 """
 
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chart, compare, cpu, overlap, ranks, targets, trace
+from benchmarks import chart, contest_results, cpu, overlap, ranks, sources, targets, trace
 from benchmarks.on_rank import ARRANGEMENTS
 from benchmarks.rounds import NBYTES
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
@@ -121,22 +122,22 @@ def compare_table(result: dict[str, Any]) -> str:
     """Return the medians of `benchmarks.compare` as Markdown, with the quartiles of the two that matter most."""
     lines = ["| seconds | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     unsafe: set[str] = set()
-    for name in compare.names(result):
-        found = compare.values(result, name)
+    for name in contest_results.names(result):
+        found = contest_results.values(result, name)
         if isinstance(found, str):
             lines.append(f"| {name} | *fails: {_cell(found)}* |" + " |" * (len(COLUMNS) - 1))
             continue
         mark = "" if result["rounds"][0]["contenders"][name]["fsyncs"] else "*"
         unsafe.update(mark)
         lines.append(f"| {name} | {' | '.join(_compare_cell(found, measure, mark) for measure in COLUMNS)} |")
-    limits = compare.limits(result)
-    rounds = f"{len(result['rounds'])} rounds of {compare.saves_of(result)} saves each"
+    limits = contest_results.limits(result)
+    rounds = f"{len(result['rounds'])} rounds of {contest_results.saves_of(result)} saves each"
     lines += [
         "",
         *(["`*`: it does not fsync; the benchmark did.", ""] if unsafe else []),
         f"The machine's limits in the same rounds: O_DIRECT write {limits['write_s']:.2f} s, read "
         f"{limits['read_s']:.2f} s, copy into warm shared memory {limits['copy_s']:.2f} s. In brackets: quartiles.",
-        *compare.notes(result),
+        *contest_results.notes(result),
         "",
         *_where(result | {"nbytes": NBYTES[result["state"]]}, rounds, result["machine"]),
     ]
@@ -156,7 +157,7 @@ def ranks_table(result: dict[str, Any]) -> str:
                 continue
             cells = " | ".join(_compare_cell(found, measure, "") for measure in columns)
             lines.append(f"| {arrangement}: {name} | {cells} |")
-    limits = compare.limits(result)
+    limits = contest_results.limits(result)
     rounds = f"{len(result['rounds'])} rounds of {result['saves']} saves each"
     nbytes = ranks.written_nbytes(result, "ddp")
     lines += [
@@ -180,7 +181,7 @@ def _compare_cell(found: dict[str, list[float]], measure: str, mark: str) -> str
     text = f"{median:.3f}" if measure == "stall" and median < 0.1 else f"{median:.2f}"
     text += mark if measure.startswith("durable") else ""
     if measure in ("lost warm", "durable warm"):
-        low, high = compare.interval(found[measure])
+        low, high = contest_results.interval(found[measure])
         text += f" ({low:.2f} to {high:.2f})"
     others = [key for key in found if key.startswith(f"{measure}, ")]
     named = [f"{key.removeprefix(measure + ', ')} {statistics.median(found[key]):.2f}" for key in others]
@@ -236,6 +237,7 @@ def draw(results: Path = RESULTS, images: Path = chart.IMAGES) -> None:
 
 def main() -> int:
     """Rewrite or check; returns the exit code."""
+    print("\n".join(sources.footer(RESULTS)), file=sys.stderr)
     if "--check" in sys.argv[1:]:
         return int(any(path.read_text() != rendered(path.read_text()) for path in DOCUMENTS))
     draw()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import compare, cpu, ranks
+from benchmarks import contest_results, cpu, ranks, sources
 from benchmarks.save_load import RESULTS
 
 OURS, PREPARED, OVERLAP = "asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap"
@@ -48,7 +48,7 @@ def _contest(measure: str, name: str = OURS, per: str | None = None) -> Values:
         for row in result["rounds"]:
             if name not in row["contenders"]:
                 return []
-            values = compare.values(result | {"rounds": [row]}, name)
+            values = contest_results.values(result | {"rounds": [row]}, name)
             if isinstance(values, str):
                 return []
             ratios += [value / (row["limits"][per] if per else 1.0) for value in values.get(measure, ())]
@@ -61,14 +61,14 @@ def _beside(measure: str, name: str = OURS, peer: str | None = None) -> Values:
     """Return what finds our values of a measure over the median of the best peer, or of one; loads from the disk."""
 
     def found(result: dict[str, Any]) -> list[float]:
-        there = compare.names(result)
-        others = [one for one in there if one not in compare.OURS and peer in (None, one)]
-        every = [compare.values(result, other) for other in others]
+        there = contest_results.names(result)
+        others = [one for one in there if one not in contest_results.OURS and peer in (None, one)]
+        every = [contest_results.values(result, other) for other in others]
         medians = [statistics.median(values[measure]) for values in every if not isinstance(values, str)]
-        ours = compare.values(result, name) if name in there else ""
+        ours = contest_results.values(result, name) if name in there else ""
         if isinstance(ours, str) or not medians:
             return []
-        return [value / min(medians) for value in ours.get(f"{measure}, {compare.FROM_DISK}", ours[measure])]
+        return [value / min(medians) for value in ours.get(f"{measure}, {contest_results.FROM_DISK}", ours[measure])]
 
     return found
 
@@ -226,7 +226,7 @@ def verdict(target: Target, values: list[float]) -> str:
         return "not measured"
     if statistics.median(values) <= target.limit:
         return "reached"
-    return "missed" if compare.interval(values)[0] > target.limit else "within the spread"
+    return "missed" if contest_results.interval(values)[0] > target.limit else "within the spread"
 
 
 def table(results: Path = RESULTS) -> str:
@@ -236,7 +236,7 @@ def table(results: Path = RESULTS) -> str:
         measured = spread = ""
         if values:
             measured = _text(statistics.median(values), target.unit)
-            low, high = compare.interval(values)
+            low, high = contest_results.interval(values)
             spread = "" if len(values) == 1 else f"{_text(low, '')} to {_text(high, target.unit)}"
         result = f"[{verdict(target, values)}](../benchmarks/results/{target.file}.json)" if values else "not measured"
         lines.append(f"| {target.name} | {_text(target.limit, target.unit)} | {measured} | {spread} | {result} |")
@@ -259,6 +259,7 @@ def main() -> None:
     for target, values in rows():
         measured = _text(statistics.median(values), target.unit) if values else ""
         print(f"{target.name:56s} {_text(target.limit, target.unit):>9s} {measured:>9s}   {verdict(target, values)}")
+    print("\n".join(["", *sources.footer(RESULTS)]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import chart, compare, cpu, rounds, table, trace
+from benchmarks import chart, contest_results, cpu, rounds, table, trace
 
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -106,7 +106,7 @@ def test_rounds_that_the_budget_left_out_are_told() -> None:
 
 def test_the_table_says_what_was_measured_otherwise_than_the_rest() -> None:
     result = compared() | {"peer_saves_s": 15.0}
-    assert not compare.notes(compared()), "nothing, where all have done the same"
+    assert not contest_results.notes(compared()), "nothing, where all have done the same"
     ours = figures(other_loads={"disk": {"cold_s": 0.42, "warm_s": 0.13}})
     slow = figures(9)
     slow["warm"] = slow["warm"][:1]
@@ -121,7 +121,7 @@ def test_the_table_says_what_was_measured_otherwise_than_the_rest() -> None:
     assert "Our loads: from the worker's memory, in brackets from the disk." in shown
     assert "Fewer saves in a round, since they take long: dcp.save 2." in shown
     assert "Memory and loads of the others are of 2 rounds." in shown
-    found = compare.values(result, "dcp.save")
+    found = contest_results.values(result, "dcp.save")
     assert isinstance(found, dict)
     assert {measure: len(found[measure]) for measure in ("lost cold", "lost warm", "load cold", "memory")} == {
         "lost cold": 4,
@@ -138,11 +138,11 @@ def test_a_load_costs_its_call_and_what_it_leaves_to_the_training() -> None:
         row["contenders"]["torch.save"] |= {"load_cold_late_s": 0.5, "load_warm_late_s": 0.0, "other_loads": mapped}
     assert "Loads: until the state can be changed as before" in table.compare_table(result)
     assert "Loads: until the state can be changed as before" not in table.compare_table(compared())
-    found = compare.values(result, "torch.save")
+    found = contest_results.values(result, "torch.save")
     assert isinstance(found, dict)
     assert found["load cold"] == pytest.approx([0.8 * 7 + 0.5] * 2)
     assert found["load warm"] == pytest.approx([0.2 * 7] * 2)
-    ours = compare.values(result, "asyncckpt")
+    ours = contest_results.values(result, "asyncckpt")
     assert isinstance(ours, dict) and ours["load cold"] == [0.8] * 2, "of an older result the call alone"
     assert (found["load cold, mmap"], found["load warm, mmap"]) == ([1.5] * 2, [0.875] * 2)
 
