@@ -31,12 +31,11 @@ from typing import Any
 import torch
 
 import asyncckpt
-from benchmarks import gpu_tests, kept, machine, states
+from benchmarks import gpu_tests, kept, machine, quiet, sources, states
 from benchmarks.gpu_training import Loop, Pinned, nothing
 from benchmarks.spread import quartiles
 
 RESULTS = Path(__file__).parent / "results"
-MEASURING = ("gpu", "gpu_training", "states", "training")
 QUIET_STEPS = 20
 KINDS = ("overlap", "device", "blocking", "dcp_async")
 DEADLINE_S = 600.0
@@ -66,7 +65,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     head = {"benchmark": "gpu", "state": "gpt", "gpu": gpu, "cuda": torch.version.cuda, "tests": tests}
-    head |= {"machine": machine.describe(directory), "code": kept.code(MEASURING)}
+    head |= {"machine": machine.describe(directory), "code": sources.code_of("gpu")}
     head |= {"saves": args.saves, "rounds_asked": args.rounds, "budget_s": args.budget_s}
     file = kept.Kept(args.out or RESULTS / f"gpu-{'-'.join(gpu.lower().split())}.json", head)
     try:
@@ -186,7 +185,7 @@ def _save(loop: Loop, begin: Begin, path: Path) -> dict[str, Any]:
     took_s = time.perf_counter() - began
     loop.before_step = nothing
     phases = getattr(written.result(), "seconds", None)  # of ours
-    shutil.rmtree(path)
+    _remove(path)
     return {"save_s": save_s, "wait_s": loop.waited_s, "steps": steps, "took_s": took_s, "phases_s": phases}
 
 
@@ -205,9 +204,14 @@ def _copy_alone(loop: Loop, checkpointer: asyncckpt.AsyncCheckpointer, pinned: P
     handle.staged.result(DEADLINE_S)
     staged_s = time.perf_counter() - called
     phases = handle.written.result(DEADLINE_S).seconds
-    shutil.rmtree(path)
+    _remove(path)
     copy_s = staged_s - sum(phases[name] for name in ("plan", "acquire", "seal"))
     return {"pinned_s": pinned_s, "copy_s": copy_s, "staged_s": staged_s, "phases_s": phases}
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
 
 
 def figures(rounds: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -226,8 +230,8 @@ def figures(rounds: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         stall = "dcp_async_stall_s" if kind == "dcp_async" else f"stall_{kind}_s"
         ratio = "step_ratio" if kind == "overlap" else f"step_ratio_{kind}"
         found[stall] = [save["save_s"] + save["wait_s"] for save, _ in saves]
-        found[ratio] = [save["took_s"] / (save["steps"] * quiet) for save, quiet in saves]
-        found[f"lost_{kind}_s"] = [save["took_s"] - save["steps"] * quiet for save, quiet in saves]
+        found[ratio] = [save["took_s"] / (save["steps"] * quiet_s) for save, quiet_s in saves]
+        found[f"lost_{kind}_s"] = [save["took_s"] - save["steps"] * quiet_s for save, quiet_s in saves]
     return {name: _spread(values) for name, values in found.items()}
 
 

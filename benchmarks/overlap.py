@@ -33,14 +33,13 @@ from asyncckpt import launcher
 from asyncckpt.protocol.options import bandwidth
 from asyncckpt.staging import deferred
 from asyncckpt.staging.moving import Pace
-from benchmarks import kept, machine, states, training
+from benchmarks import kept, machine, quiet, sources, states, training
 from benchmarks.training import Loop
 
 SAVES_PER_ROUND = 6
 QUIET_STEPS = 8
 KINDS = ("overlap", "blocking")
 RESULTS = Path(__file__).parent / "results"
-MEASURING = ("overlap", "states", "training")
 TARGETS = {"stall, overlap, ms": 5.0, "lost, overlap, ms": 150.0, "lost, blocking, ms": 150.0}
 POLICIES = {"batch": os.SCHED_BATCH, "idle": os.SCHED_IDLE}
 WORKER_NICENESS = 5
@@ -78,7 +77,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     head = {"benchmark": "overlap", "state": "gpt", "machine": machine.describe(directory)}
-    head |= {"code": kept.code(MEASURING), "behind": deferred.BEHIND._asdict(), "kinds": list(kinds)}
+    head |= {"code": sources.code_of("overlap"), "behind": deferred.BEHIND._asdict(), "kinds": list(kinds)}
     head |= {"saves": args.saves, "rounds_asked": args.rounds, "budget_s": args.budget_s}
     file = kept.Kept(args.out, head)
     try:
@@ -212,6 +211,7 @@ def _save(loop: Loop, checkpointer: asyncckpt.AsyncCheckpointer, path: Path) -> 
     ended = time.perf_counter()
     report = handle.written.result()
     shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
     return {
         "save_s": returned - began,
         "wait_s": loop.waited_s,

@@ -24,10 +24,9 @@ from typing import Any
 import asyncckpt
 from asyncckpt.loading.fetching import read_paces
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
-from benchmarks import kept, machine, states
+from benchmarks import kept, machine, quiet, sources, states
 
 RESULTS = Path(__file__).parent / "results"
-MEASURING = ("pace", "states")
 DEADLINE_S = 300.0
 """Of a save."""
 
@@ -41,7 +40,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "pace.json", help="the result file")
     args = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
-    head = {"benchmark": "pace", "machine": machine.describe(directory), "code": kept.code(MEASURING)}
+    head = {"benchmark": "pace", "machine": machine.describe(directory), "code": sources.code_of("pace")}
     file = kept.Kept(args.out, head | {"rounds_asked": args.rounds, "budget_s": args.budget_s})
     with tempfile.TemporaryDirectory(prefix="ackpt-") as runtime:
         os.environ["XDG_RUNTIME_DIR"] = runtime  # nothing is known of any device there
@@ -60,7 +59,7 @@ def measure(state: dict[str, Any], directory: Path, file: kept.Kept, budget: kep
     with asyncckpt.AsyncCheckpointer(write_threads=DEFAULT_THREADS) as fixed, asyncckpt.AsyncCheckpointer() as learning:
         for checkpointer in (fixed, learning):
             checkpointer.save(state, directory / "first").written.result(DEADLINE_S)
-            shutil.rmtree(directory / "first")
+            _remove(directory / "first")
 
         def make() -> dict[str, Any]:
             row: dict[str, Any] = {}
@@ -70,10 +69,15 @@ def measure(state: dict[str, Any], directory: Path, file: kept.Kept, budget: kep
                 row["read pace"] = list(read_paces().choose(str(directory)))
                 row[f"load {name}"] = _load(directory / "fixed", state, threads)
             for name in ("fixed", "learnt"):
-                shutil.rmtree(directory / name)
+                _remove(directory / name)
             return row
 
         return file.grow(budget, make)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
 
 
 def _turns(number: int, ways: dict[str, Any]) -> list[tuple[str, Any]]:

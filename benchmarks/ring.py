@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import asyncckpt
-from benchmarks import kept, machine, states
+from benchmarks import kept, machine, quiet, sources, states
 from benchmarks.limits import Limits
 from benchmarks.spread import text_of
 
 RESULTS = Path(__file__).parent / "results"
-MEASURING = ("limits", "ring", "states")
 DEADLINE_S = 600.0
 WHOLE, QUARTER, TENSOR = "whole", "a quarter of the state", "half of the largest tensor"
 STATES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -54,7 +53,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     head = {"benchmark": "ring", "state": args.state, "machine": machine.describe(directory)}
-    head |= {"code": kept.code(MEASURING), "saves": args.saves}
+    head |= {"code": sources.code_of("ring"), "saves": args.saves}
     head |= {"rounds_asked": args.rounds, "budget_s": args.budget_s}
     file = kept.Kept(args.out, head)
     try:
@@ -110,6 +109,7 @@ def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path
     written_s = time.perf_counter() - began
     ring_nbytes = handle.staged.result(DEADLINE_S).details.get("ring_nbytes")
     shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
     return {"stall_s": stall_s, "written_s": written_s, "phases_s": report.seconds, "ring_nbytes": ring_nbytes}
 
 

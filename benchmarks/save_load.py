@@ -27,13 +27,12 @@ from typing import Any
 import psutil
 
 import asyncckpt
-from benchmarks import kept, machine, states
-from benchmarks.limits import Limits
+from benchmarks import kept, machine, quiet, sources, states
+from benchmarks.limits import Limits, fresh_s
 
 SAVES_PER_ROUND = 6
 SAVES_OF_LARGE = 3
 STATES = ("gpt", "small", "large")
-MEASURING = ("limits", "save_load", "states")
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {
     "written / write limit": 1.15,
@@ -59,7 +58,12 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     head = {"benchmark": "save_load", "state": args.state, "machine": machine.describe(directory)}
-    head |= {"code": kept.code(MEASURING), "saves": saves, "rounds_asked": args.rounds, "budget_s": args.budget_s}
+    head |= {
+        "code": sources.code_of("save_load"),
+        "saves": saves,
+        "rounds_asked": args.rounds,
+        "budget_s": args.budget_s,
+    }
     file = kept.Kept(target, head)
     try:
         state = getattr(states, args.state)()
@@ -92,7 +96,7 @@ def measure(
         before = _pss(os.getpid())
         checkpointer = ended.enter_context(asyncckpt.AsyncCheckpointer())
         first = _save(checkpointer, state, directory / "first")
-        shutil.rmtree(directory / "first")
+        _remove(directory / "first")
         file.result |= {"nbytes": nbytes, "best": limits.best, "worker": started, "first_save": first}
 
         def make() -> dict[str, Any]:
@@ -104,12 +108,12 @@ def measure(
                 copy_s = limits.copy_s()
                 row["saves"].append(_save(checkpointer, state, path) | {"copy_s": copy_s})
                 if turn:
-                    shutil.rmtree(path)
+                    _remove(path)
             row["memory"] = _memory(before, nbytes, checkpointer)
             row["load_cold_s"] = _load(directory / f"{number}-0", target, cold=True)
             _cache(directory / f"{number}-0")
             row["load_warm_s"] = _load(directory / f"{number}-0", target, cold=False)
-            shutil.rmtree(directory / f"{number}-0")
+            _remove(directory / f"{number}-0")
             return row
 
         return file.grow(budget, make)
@@ -121,6 +125,11 @@ def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path
     stall = time.perf_counter() - began
     report = handle.written.result(300)
     return {"stall_s": stall, "written_s": time.perf_counter() - began, "phases_s": report.seconds}
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
 
 
 def _load(path: Path, target: dict[str, Any], *, cold: bool) -> float:
@@ -198,7 +207,7 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
         return statistics.median(values)
 
     write = median([r["limits"]["write_s"] for r in rounds])
-    read = median([r["limits"]["read_s"] for r in rounds])
+    read = median([fresh_s(r["limits"]) for r in rounds])
     pairs = [(s["stall_s"], s.get("copy_s", r["limits"]["copy_s"])) for r in rounds for s in r["saves"]]
     stall, copy = median([s for s, _ in pairs]), median([c for _, c in pairs])
     written = median([s["written_s"] for r in rounds for s in r["saves"]])

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
 from asyncckpt.staging import deferred
-from benchmarks import gpu, kept, overlap, pace, ring, save_load, states, training
+from benchmarks import gpu, kept, overlap, pace, quiet, ring, save_load, states, training
 from benchmarks.gpu_training import Loop
 
 HEAD = {"rounds_asked": 2, "budget_s": 600.0, "saves": 1}
@@ -33,6 +33,8 @@ def _no_thread_of_torch_waits_for_another() -> Iterator[None]:
 def checkpoints(endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """Where checkpoints go, and a worker for them; nothing is left there."""
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    monkeypatch.setattr(quiet, "until_idle", lambda: {"busy_before": 0.0, "idle_wait_s": 0.0})
+    monkeypatch.setattr(quiet, "until_discarded", lambda directory: 0.0)
     found = tmp_path / "checkpoints"
     found.mkdir()
     with real_worker.running(endpoint):
