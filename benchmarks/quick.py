@@ -2,8 +2,9 @@
 
     python -m benchmarks.quick [--dir D]
 
-One round of `benchmarks.save_load`: a minute, and at most another one until the machine is idle. On a machine that is busy, or another one than the file's, the
-ratios mean less than they seem to: each is against limits that were measured in the same minute.
+One round of `benchmarks.save_load`: a minute, and at most another one until the machine is idle. On a machine that is
+busy, or another one than the file's, the ratios mean less than they seem to: each is against limits that were measured
+in the same minute.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def report(result: dict[str, Any]) -> None:
         told = "" if limit is None else f", {limit / 1e6:.0f} MB"
         print(f"  {name}{told}")
         for figure, values in ratios(result, name).items():
-            print(f"    {figure:22s} {text_of(values)}{' s' if figure == 'stall' else ' x'}")
+            print(f"    {figure:22s} {text_of(values, 3)}{' s' if figure == 'stall' else ' x'}")
 
 
 if __name__ == "__main__":

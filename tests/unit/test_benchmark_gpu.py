@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
-from benchmarks import gpu, gpu_tests, training
+from benchmarks import gpu, gpu_tests, kept, training
 from benchmarks.gpu_training import Loop
 
 
@@ -63,6 +66,31 @@ def test_what_became_of_the_tests_is_told_by_name() -> None:
         "skipped": ["tests/gpu/test_b.py::test_two"],
     }
     assert gpu_tests.text_of(found) == "1 passed, 2 failed, 1 skipped"
+
+
+@pytest.mark.parametrize(("exit_code", "ended_with"), [(0, 0), (1, 1), (None, 1)])
+def test_a_test_that_fails_stops_no_measurement_and_is_told_by_the_exit_code(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, exit_code: int | None, ended_with: int
+) -> None:
+    tests = {"exit_code": exit_code, "passed": 3, "failed": ["a test"] * bool(exit_code), "skipped": []}
+    monkeypatch.setattr(gpu_tests, "run", lambda: tests)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "A GPU 9000")
+    monkeypatch.setattr(gpu, "Loop", lambda device: None)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *arguments, **more: None)  # no worker was started
+    monkeypatch.setattr(gpu.sources, "code_of", lambda name: {"benchmarks": name})
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("ASYNCCKPT_JOB", "a test")
+
+    def measure(loop: None, directory: pathlib.Path, file: kept.Kept, budget: kept.Budget) -> str:
+        file.result |= {"nbytes": 10**9, "warnings": ["no room"], "figures": gpu.figures([a_round(11.0)])}
+        return "done"
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tests", "--dir", str(tmp_path)])
+    assert gpu.main() == ended_with
+    found = json.loads((tmp_path / "results" / "gpu-a-gpu-9000.json").read_text())
+    assert found["tests"] == tests and found["code"] == {"benchmarks": "gpu"} and found["ended"] == "done"
 
 
 def test_tests_that_have_not_ended_are_an_outcome_too() -> None:
