@@ -6,11 +6,13 @@ import runpy
 import sys
 
 if __name__ == "__main__":
-    for state in ("gpt", "small"):
+    for state in ("gpt", "small", "large"):
         sys.argv = ["benchmarks.save_load", "--state", state]
         runpy.run_module("benchmarks.save_load", run_name="__main__")
     for name in (
         "benchmarks.overlap",
+        "benchmarks.ring",
+        "benchmarks.pace",
         "benchmarks.ranks",
         "benchmarks.cpu",
         "benchmarks.trace",
