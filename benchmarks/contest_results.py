@@ -146,8 +146,8 @@ def left_out(result: dict[str, Any]) -> str:
     asked, made = result["rounds_asked"], len(result["rounds"])
     if made >= asked:
         return ""
-    interrupted = result.get("ended") == "not"
-    why = "the run was interrupted" if interrupted else f"{result['budget_s']:.0f} s were up"
+    others = {"not": "the run was interrupted", "limits": "the machine's limits could not be measured"}
+    why = others.get(result.get("ended", ""), f"{result['budget_s']:.0f} s were up")
     return f"{asked - made} of {asked} rounds were left out: {why}."
 
 

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kept, machine, states
+from benchmarks import kept, machine, quiet, states
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, measure, summary
 
 SHOWN = (
@@ -55,8 +55,9 @@ def lines(result: dict[str, Any], last: dict[str, Any]) -> list[str]:
     found = [f"{'':26s}{'now':>9s}{'last':>9s}{'change':>9s}   (last: {last['machine']['date'][:10]})"]
     for name in SHOWN:
         found.append(f"{name:26s}{now[name]:9.3f}{then[name]:9.3f}{100 * (now[name] / then[name] - 1):8.0f}%")
-    if result["machine"]["load_before"] > 0.5:
-        found.append(f"The machine was busy before: load {result['machine']['load_before']:.1f}.")
+    shares = quiet.busy_shares(result)
+    if shares and max(shares) >= quiet.IDLE_SHARE:
+        found.append(f"The machine was busy before: {100 * max(shares):.0f} % of its processors' time.")
     return found
 
 

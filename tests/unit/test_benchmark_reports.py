@@ -143,6 +143,8 @@ def test_a_load_costs_its_call_and_what_it_leaves_to_the_training() -> None:
     assert isinstance(found, dict)
     assert found["load cold"] == pytest.approx([0.8 * 7 + 0.5] * 2)
     assert found["load warm"] == pytest.approx([0.2 * 7] * 2)
+    shown = contest_tables.compare_table(result)
+    assert "| 5.60 + 0.50 (mmap 0.50 + 1.00) | 1.40 (mmap 0.12 + 0.75) |" in shown
     ours = contest_results.values(result, "asyncckpt")
     assert isinstance(ours, dict) and ours["load cold"] == [0.8] * 2, "of an older result the call alone"
     assert (found["load cold, mmap"], found["load warm, mmap"]) == ([1.5] * 2, [0.875] * 2)
@@ -231,3 +233,30 @@ def test_cpu_beyond_the_copy_is_what_the_trainer_used_less_the_copy() -> None:
         {"save()": 4.0, "copy": 100.0, "beyond": 10.0, "worker": 90.0}
     )
     assert "| gpt: 444 tensors, 1.00 GB | overlap | 4 | 100 | 10 | 20 | 90 |" in table.cpu_table(result)
+
+
+def test_a_single_value_stands_alone_in_the_table() -> None:
+    result = compared(asked=1)
+    result["rounds"] = result["rounds"][:1]
+    one = result["rounds"][0]["contenders"]
+    one["asyncckpt"]["warm"] = one["asyncckpt"]["warm"][:1]
+    assert "| 0.006 | 0.12 | 0.12 | 0.50 | 0.50 |" in contest_tables.compare_table(result)
+
+
+def test_tables_say_how_quiet_the_machine_was_as_far_as_the_result_does() -> None:
+    result = compared()
+    assert "2 rounds of 3 saves each; not told how busy it was;" in contest_tables.compare_table(result)
+    for share, row in zip((0.01, 0.3), result["rounds"], strict=True):
+        row["busy_before"] = share
+    assert "the processors at most 30 % busy before every round: not a quiet machine;" in contest_tables.compare_table(
+        result
+    )
+
+
+def test_the_limits_of_first_and_later_reads_are_told_apart() -> None:
+    result = compared()
+    assert "O_DIRECT write 0.40 s, read 0.70 s, copy" in contest_tables.compare_table(result)
+    for row in result["rounds"]:
+        row["limits"] = {"write_s": 0.4, "read_fresh_s": 0.45, "read_again_s": 0.25, "copy_s": 0.1}
+    assert "O_DIRECT write 0.40 s, first read 0.45 s, later ones 0.25 s, copy" in contest_tables.compare_table(result)
+    assert "the disk's limit 0.45" in "".join(ElementTree.fromstring(chart.draw(result)).itertext())

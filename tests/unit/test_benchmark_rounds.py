@@ -246,6 +246,25 @@ def test_ranks_that_have_failed_once_are_not_run_again_in_that_arrangement(
     assert rows[1]["ddp"][PEER] == {"error": "no"}
 
 
+@pytest.mark.parametrize(
+    ("state", "only", "asked"),
+    [
+        ("gpt", None, list(compare.CONTENDERS)),
+        ("large", None, list(compare.BEST)),
+        ("large", ["all"], list(compare.CONTENDERS)),
+        ("small", ["best", "dcp.save"], [n for n in compare.CONTENDERS if n in (*compare.BEST, "dcp.save")]),
+        ("gpt", ["torch.save"], ["torch.save"]),
+    ],
+)
+def test_who_runs_unless_it_is_said_depends_on_the_state(state: str, only: list[str] | None, asked: list[str]) -> None:
+    assert compare.asked_for(state, only) == asked
+
+
+def test_every_state_has_a_number_of_saves_a_deadline_and_a_budget() -> None:
+    for by_state in (compare.SAVES, compare.DEADLINES_S, compare.BUDGETS_S):
+        assert set(by_state) == set(compare.STATES)
+
+
 def test_the_best_peers_are_contenders_and_can_be_asked_for_together(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
