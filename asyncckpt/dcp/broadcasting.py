@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from asyncckpt.dcp.courier import Courier
+from asyncckpt.dcp.courier import Courier, lost_load
 from asyncckpt.dcp.file_leaves import Fact, FileLeaves
 from asyncckpt.dcp.routes import Route, plan_routes
 from asyncckpt.dcp.taking import Taking, wish_of
@@ -21,9 +21,6 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import machine
-
-_Found = dict[str, Fact] | str
-"""What the file has; or why that could not be found out."""
 
 
 class BroadcastingTorchSaveReader(StorageReader):
@@ -134,27 +131,27 @@ class BroadcastingTorchSaveReader(StorageReader):
         Blocks: for the reads and the other ranks; the group's timeout bounds every message.
         """
         route = plan.storage_data
-        if not isinstance(route, Route) or self.checkpoint_id is None:
+        path = self.checkpoint_id
+        if not isinstance(route, Route) or path is None:
             raise ConfigError("the plan did not go through prepare_global_plan of this reader", field="plan")
         group = self._group() if route.world_size > 1 else None
         rank = dist.get_rank(group) if route.world_size > 1 else 0
-        courier = Courier(group, rank, route, self.checkpoint_id)
-        leaves: FileLeaves | None = None
-        found: _Found = ""
-        failure: Exception | None = None
-        if rank == route.reader:
-            try:
-                leaves = FileLeaves(self.checkpoint_id, self._threads)
-                found = leaves.facts(route.names)
-            except Exception as error:
-                found, failure = f"{type(error).__name__}: {error}"[:1000], error
+        opened: list[FileLeaves] = []
+        found: dict[str, Fact] = {}
+
+        def look() -> None:
+            if rank == route.reader:
+                opened.append(FileLeaves(path, self._threads))
+                found.update(opened[0].facts(route.names))
+
+        # IMPORTANT: before any rank waits for another one's facts: a rank that fails alone goes on to the next
+        # collective call, which must be the same one on all ranks.
+        _together(look, group, path)
         facts = _exchanged(found, group, rank, route, by_broadcast=self.read_on == "coordinator")
-        if isinstance(facts, str):
-            raise failure or courier.lost(route.reader, facts)
-        taking = Taking(self.checkpoint_id, plan, planner, facts)
-        _together(taking.check, group, courier)
-        _together(taking.begin, group, courier)
-        courier.run(facts, taking, leaves)
+        taking = Taking(path, plan, planner, facts)
+        _together(taking.check, group, path)
+        _together(taking.begin, group, path)
+        Courier(group, rank, route, path).run(facts, taking, opened[0] if opened else None)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -165,7 +162,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         return os.path.isfile(checkpoint_id)
 
 
-def _exchanged(found: _Found, group: Any, rank: int, route: Route, *, by_broadcast: bool) -> _Found:
+def _exchanged(found: dict[str, Fact], group: Any, rank: int, route: Route, *, by_broadcast: bool) -> dict[str, Fact]:
     """Return what the rank that reads has found."""
     if route.world_size == 1:
         return found
@@ -181,18 +178,18 @@ def _exchanged(found: _Found, group: Any, rank: int, route: Route, *, by_broadca
     return box[0]  # type: ignore[no-any-return]
 
 
-def _together(step: Callable[[], None], group: Any, courier: Courier) -> None:
+def _together(step: Callable[[], None], group: Any, path: str) -> None:
     """Take a step, and go on if all ranks have."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         step()
-    except Exception as error:
+    except BaseException as error:  # `dcp.load` tells the other ranks of any kind, too
         failure = error
     if group is not None:
         said: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(said, failure and f"{type(failure).__name__}: {failure}"[:1000], group=group)
         first = next((n for n, text in enumerate(said) if text is not None), None)
         if failure is None and first is not None:
-            raise courier.lost(first, said[first])
+            raise lost_load(path, first, said[first])
     if failure is not None:
         raise failure

@@ -86,7 +86,7 @@ class Courier:
         except RuntimeError as error:  # DistError and its kin, and gloo's own
             if isinstance(error, SharedLoadError) or self._route.world_size == 1 or hasattr(error, "code"):
                 raise
-            raise self.lost(None, f"{type(error).__name__}: {error}") from error
+            raise lost_load(self._path, None, f"{type(error).__name__}: {error}") from error
         if taking.failure is not None:
             raise taking.failure
 
@@ -145,7 +145,7 @@ class Courier:
             else:
                 dist.recv(data, reader, group=self._group)
             if data[-1].item() != _GOOD:
-                raise self.lost(self._route.reader, "it could not read the file")
+                raise lost_load(self._path, self._route.reader, "it could not read the file")
             self._put(taking, message, room, message.delivery.takers[self._rank])
 
     def _put(self, taking: Taking, message: _Message, room: torch.Tensor, numbers: tuple[int, ...]) -> None:
@@ -153,15 +153,16 @@ class Courier:
         data = room[: message.nbytes].view(CARRIERS[message.dtype.itemsize]).view(sizes)
         taking.put(numbers, message.part, data, message.dtype, last=message.last)
 
-    def lost(self, rank: int | None, detail: str) -> SharedLoadError:
-        """Return the error for a load that ends because of another rank of the group."""
-        who = "the ranks lost each other" if rank is None else f"rank {rank} of the group failed"
-        return SharedLoadError(
-            f"{self._path}: a load that one rank reads for others ends on all ranks, as {who}: {detail}",
-            path=self._path,
-            rank=rank,
-            detail=detail,
-        )
+
+def lost_load(path: str, rank: int | None, detail: str) -> SharedLoadError:
+    """Return the error for a load that ends because of another rank of the group; None: nobody knows which."""
+    who = "the ranks lost each other" if rank is None else f"rank {rank} of the group failed"
+    return SharedLoadError(
+        f"{path}: a load that one rank reads for others ends on all ranks, as {who}: {detail}",
+        path=path,
+        rank=rank,
+        detail=detail,
+    )
 
 
 def _device_of(group: Any) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,9 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from asyncckpt.config import RankInfo
+from asyncckpt.dcp import one_save
 from asyncckpt.dcp.described import Described
+from asyncckpt.dcp.one_save import found_in
 from asyncckpt.dcp.writer import is_local_path
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
@@ -40,6 +43,10 @@ class StorageReader(TorchStorageReader):
     as the format allows) before any of their bytes is handed on. Leaves that are no tensors are given to the planner as
     `torch.save` has them, which stock planners unpickle. DANGER: those that a planner made and that have no typed form
     are given as they are, so unpickling them runs what they say, as with any checkpoint of stock torch.
+
+    Ranks that load together from one path load one save, or none: if it was overwritten between their first looks at
+    it, that is `RanksDisagreeError` on all of them. DANGER: files of safetensors say nothing of their values, so ranks
+    on different machines cannot tell two of the same names and shapes.
 
     Args:
         path: The checkpoint's directory, or file; `checkpoint_id` of `dcp.load` takes its place.
@@ -72,6 +79,7 @@ class StorageReader(TorchStorageReader):
     def _begin(self) -> None:
         self.load_id = uuid.uuid4().hex
         self._described: Described | None = None
+        self._found: one_save.Found | None = None
         self._failure: Exception | None = None
 
     @property
@@ -111,19 +119,14 @@ class StorageReader(TorchStorageReader):
 
     def _read_described(self) -> Described:
         reader = find_rank_info(self._rank_info)
-        self._described = read_of_one_save(
+        options: Any = {"threads": self._threads, "verify": self._verify, "allow_pickle": self._allow_pickle}
+        described, self._found = read_of_one_save(
             self.path,
             self._files,
-            lambda contents: Described(
-                contents,
-                reader,
-                self._files,
-                threads=self._threads,
-                verify=self._verify,
-                allow_pickle=self._allow_pickle,
-            ),
+            lambda contents: (Described(contents, reader, self._files, **options), found_in(contents, self._files)),
         )
-        return self._described
+        self._described = described
+        return described
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a load.
@@ -137,12 +140,19 @@ class StorageReader(TorchStorageReader):
             self._read_described()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan: nothing is added to it."""
-        return plan
+        """Return the plan, with which save it was made for."""
+        if self._found is None:
+            return plan
+        return dataclasses.replace(plan, storage_data=one_save.Own(self.load_id, self._found))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans: nothing is added to them."""
-        return plans
+        """Return the plans, if they are for one save.
+
+        Raises:
+            RanksDisagreeError: The checkpoint was overwritten after some ranks had read what it holds, and before
+                others had. Nothing was changed on any rank.
+        """
+        return one_save.compared(plans, self.load_id, self._found) if self._found is not None else plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what `plan` names into what the planner resolves.
@@ -151,12 +161,16 @@ class StorageReader(TorchStorageReader):
             CorruptCheckpointError: The files differ from what was saved.
             MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not fit the checkpoint.
             PickledLeafError: A leaf was pickled by AsyncCheckpointer, and may not be unpickled.
+            RanksDisagreeError: The coordinator has found another save, and a planner of its own plans kept it from
+                telling before.
             OSError: The files cannot be read.
             Exception: Whatever the planner raises.
 
         Blocks: for the reads.
         """
         described = self._described if self._described is not None else self._read_described()
+        if self._found is not None:
+            one_save.check(plan, self._found)
         tensors = []
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:

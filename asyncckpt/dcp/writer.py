@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -23,6 +22,7 @@ from asyncckpt.dcp.committing import commit_all
 from asyncckpt.dcp.items import sorted_out
 from asyncckpt.dcp.rank_part import Unfinished, WriteOptions, write_part
 from asyncckpt.dcp.results import StoredChunk
+from asyncckpt.dcp.stager import Stager
 from asyncckpt.dcp.tickets import Ticket
 from asyncckpt.errors import AsyncCkptError, CommitUnknownError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
@@ -36,7 +36,7 @@ from asyncckpt.storage.files import Files
 _log = logging.getLogger("asyncckpt.dcp")
 
 
-class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
+class StorageWriter(TorchStorageWriter, Stager):
     """Writes with stock `torch.distributed.checkpoint`: files of asyncckpt's format, committed at once by a manifest.
 
     The checkpoint also loads with `asyncckpt.load`, `StorageReader` and torch's `HuggingFaceStorageReader`. Every rank
@@ -52,7 +52,8 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         sync_files: Whether files and directories are fsynced.
         thread_count: Threads of each rank that write.
         per_thread_copy_ahead: Of tensors on a CUDA device, so many bytes per thread are fetched ahead of being written.
-        cache_staged_state_dict: Whether `stage` keeps its pinned copies for the next `dcp.async_save` with this writer.
+        cache_staged_state_dict: Whether `stage` keeps its copies, pinned where there is a device, for the next
+            `dcp.async_save` with this writer, which has to come after the end of this one.
         overwrite: Whether an older checkpoint at the path is replaced, in one step; else it is refused.
 
     Raises:
@@ -78,7 +79,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 raise ConfigError(
                     f"{name}={value!r}: an integer from {least} on is wanted", field=name, value=repr(value)
                 )
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        Stager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         self.path = absolute_path(path)
         self.single_file_per_rank, self.sync_files = single_file_per_rank, sync_files
         self.thread_count, self.per_thread_copy_ahead = thread_count, per_thread_copy_ahead
@@ -106,11 +107,6 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     def checkpoint_id(self) -> str:
         """Where the checkpoint goes."""
         return self.path
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy on the CPU, for `dcp.async_save`; from then on there is nothing to fetch ahead."""
-        self.per_thread_copy_ahead = 0
-        return super().stage(state_dict)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, at `checkpoint_id` if one is given.

@@ -176,7 +176,10 @@ class PlanTimeoutError(AsyncCkptError, TimeoutError, code="plan_timeout", fields
 class RanksDisagreeError(
     AsyncCkptError, RuntimeError, code="ranks_disagree", fields=("detail", "save_id", "path", "ranks")
 ):
-    """The ranks of one save differ in path, step, world or plan; nothing was published."""
+    """The ranks of one save differ in path, step, world or plan; nothing was published.
+
+    Or those of one load have found different saves, one of which took the place of the other meanwhile.
+    """
 
 
 class ReplicaMismatchError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
@@ -17,6 +18,7 @@ from asyncckpt.storage.files import Files, opened
 
 OURS = "asyncckpt"
 KINDS = (OURS, "dcp", "torch", "safetensors", "hf")
+_RANKS_OWN = re.compile(r"__[0-9]+\.metadata")
 
 
 def kind_at(path: str, files: Files) -> str:
@@ -91,4 +93,23 @@ def read_any(path: str, files: Files, on_index: OnIndex | None = None) -> Conten
         return read_dcp_directory(path, files)
     if kind == "hf":
         return read_hf_directory(path, files.listdir(path), files)
-    return read_contents(path, files, on_index)
+    try:
+        return read_contents(path, files, on_index)
+    except CheckpointNotFoundError as error:
+        _refuse_ranks_own(path, files, error)
+        raise
+
+
+def _refuse_ranks_own(path: str, files: Files, error: CheckpointNotFoundError) -> None:
+    """Say so where `dcp.save(use_collectives=False)` has saved: each rank its own, and nobody what there is in all."""
+    try:
+        found = sorted(name for name in files.listdir(path) if _RANKS_OWN.fullmatch(name))
+    except OSError:
+        return
+    if found:
+        raise UnsupportedFormatError(
+            f"{path} was saved by dcp.save(use_collectives=False): {found[0]} tells what one rank has saved, and "
+            "nothing which ranks there were; it is not read. Stock dcp.load gives each rank its own",
+            path=path,
+            found=found[0],
+        ) from error

@@ -63,6 +63,10 @@ class Source(Protocol):
         """The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length)."""
 
     @property
+    def stamps(self) -> Mapping[str, tuple[int, ...]]:
+        """What tells, on this machine, that the files are those that the structure was read from: by file name."""
+
+    @property
     def changed(self) -> Mapping[str, Mapping[str, str]]:
         """What is read in another form than it was written: by sentence, the FQNs and what is added to each."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pathlib
 import signal
 import subprocess
+import warnings
 from typing import Any
 
 import dcp_calls
 import pytest
 import rank_processes
+import storage_samples
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,7 +27,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import asyncckpt
 from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader, StorageWriter
-from asyncckpt.errors import CheckpointNotCommittedError, CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.errors import (
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SaveFailedError,
+)
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -266,6 +274,37 @@ def test_a_killed_rank_commits_nothing_and_the_next_save_cleans_up(tmp_path: pat
     dcp_calls.save({"x": torch.ones(8)}, StorageWriter(path))
     assert torch.equal(asyncckpt.load(path)["x"], torch.ones(8))
     assert len(os.listdir(path)) == 4
+
+
+# ---- async saves that fail, and alone ------------------------------------------------------------------------------
+
+
+def save_async_and_fail(rank: int, root: str) -> Any:
+    x = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    writer = StorageWriter(f"{root}/1", sync_files=False, cache_staged_state_dict=True)
+    if rank == 1:
+        writer._files = storage_samples.failing("pwrite", errno.EIO)
+    error = dcp.async_save({"x": x, "step": 1}, storage_writer=writer).exception(60)
+    assert isinstance(error, CheckpointException)
+    failures = {number: found[0] for number, found in error.failures.items()}
+    listed = asyncckpt.latest_checkpoint(root)
+    writer._files = Files()
+    dist.barrier()
+    dcp.async_save({"x": x, "step": 2}, storage_writer=writer, checkpoint_id=f"{root}/2").result(60)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        alone = {"mine": torch.full((3,), float(rank)), "step": 3}
+        dcp.async_save(alone, storage_writer=StorageWriter(f"{root}/alone-{rank}"), no_dist=True).result(60)
+    return failures, listed
+
+
+def test_an_async_save_that_fails_on_one_rank_fails_on_all_and_lists_nothing(tmp_path: pathlib.Path) -> None:
+    for failures, listed in rank_processes.run(2, save_async_and_fail, str(tmp_path)):
+        assert list(failures) == [1] and isinstance(failures[1], SaveFailedError)
+        assert (failures[1].code, failures[1].rank, listed) == ("EIO", 1, None)
+    same(asyncckpt.load(tmp_path / "2"), {"x": torch.arange(8.0), "step": 2})
+    for rank in range(2):
+        same(asyncckpt.load(tmp_path / f"alone-{rank}"), {"mine": torch.full((3,), float(rank)), "step": 3})
 
 
 # ---- another process ------------------------------------------------------------------------------------------------

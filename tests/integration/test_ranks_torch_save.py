@@ -11,6 +11,8 @@ import rank_processes
 import states
 import torch
 
+from asyncckpt.errors import SharedLoadError
+
 pytest.importorskip("numpy")
 
 ROWS, COLUMNS, SLAB = 10, 6, 256
@@ -281,3 +283,62 @@ def test_a_part_of_the_ranks_loads_and_the_one_that_reads_must_be_among_them(tmp
     torch.save(saved_state(), tmp_path / "a.pt")
     found = rank_processes.run(3, load_in_a_group, str(tmp_path / "a.pt"))
     assert found == [[], ["loaded", "ConfigError"], ["loaded", "ConfigError"]]
+
+
+NODE_FAILURES = {
+    "absent": ["SharedLoadError", "SharedLoadError", "CheckpointNotFoundError", "SharedLoadError"],
+    "absent for the coordinator": ["CheckpointNotFoundError", "SharedLoadError", "SharedLoadError", "SharedLoadError"],
+    "absent everywhere": ["CheckpointNotFoundError", "SharedLoadError", "CheckpointNotFoundError", "SharedLoadError"],
+    "damaged": ["SharedLoadError", "SharedLoadError", "CorruptCheckpointError", "SharedLoadError"],
+    "interrupted": ["SharedLoadError", "SharedLoadError", "KeyboardInterrupt", "SharedLoadError"],
+    "another file": ["SharedLoadError", "SharedLoadError", "MissingKeysError", "MissingKeysError"],
+    "reading": ["", "", "OSError", "SharedLoadError"],
+}
+
+
+def fail_on_nodes(rank: int, good: str, bad: dict[str, str]) -> dict[str, tuple[list[str], set[int | None]]]:
+    """Return, for each case, the ranks' errors and whom they name; ranks 2 and 3 are a node, which rank 2 reads for."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from asyncckpt.dcp import broadcasting
+    from asyncckpt.dcp.file_leaves import FileLeaves
+
+    broadcasting.machine = lambda: f"machine-{rank // 2}"  # type: ignore[attr-defined]
+    found = {}
+    for what in NODE_FAILURES:
+        Counted()
+        fails = {"absent everywhere": True, "absent for the coordinator": rank < 2}.get(what, rank >= 2)
+        if fails and what == "reading":
+            mock.patch.object(FileLeaves, "read", failing_read(FileLeaves.read, 3)).start()
+        if fails and what == "interrupted":
+            mock.patch.object(FileLeaves, "facts", side_effect=KeyboardInterrupt).start()
+        try:
+            stock_load(target_state(4), bad.get(what, good) if fails else good, read_on="node")
+        except CheckpointException as error:
+            errors = [error.failures[r][0] if r in error.failures else None for r in range(4)]
+            named = {e.rank for e in errors if isinstance(e, SharedLoadError)}
+            found[what] = ["" if e is None else type(e).__name__ for e in errors], named
+        mock.patch.stopall()
+        said: list[Any] = [None] * 4
+        dist.all_gather_object(said, (what, rank))
+        assert said == [(what, r) for r in range(4)], "the ranks are in step"
+    state = target_state(4)
+    stock_load(state, good, read_on="node")
+    check(state)
+    return found
+
+
+def test_a_failure_on_one_node_ends_the_load_on_all_and_the_group_goes_on(tmp_path: pathlib.Path) -> None:
+    torch.save(saved_state(), tmp_path / "a.pt")
+    torch.save({"other": 1}, tmp_path / "other.pt")
+    (tmp_path / "damaged.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-300])
+    bad = {"damaged": str(tmp_path / "damaged.pt"), "another file": str(tmp_path / "other.pt")}
+    bad |= {what: "/nowhere" for what in NODE_FAILURES if what.startswith("absent")}
+    for found in rank_processes.run(4, fail_on_nodes, str(tmp_path / "a.pt"), bad):
+        assert {what: errors for what, (errors, _) in found.items()} == NODE_FAILURES
+        assert {what: named for what, (_, named) in found.items()} == {
+            what: {0} if "coordinator" in what or "everywhere" in what else {2} for what in NODE_FAILURES
+        }

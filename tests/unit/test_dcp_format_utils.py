@@ -30,7 +30,9 @@ STATE: dict[str, Any] = {
 # ---- the functions --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dcp_to_torch_save", "torch_save_to_dcp", "BroadcastingTorchSaveReader"])
+@pytest.mark.parametrize(
+    "name", ["dcp_to_torch_save", "torch_save_to_dcp", "BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner"]
+)
 def test_arguments_of_torch_come_first_in_their_order(name: str) -> None:
     stock: Any = pytest.importorskip("torch.distributed.checkpoint.format_utils")
     theirs = inspect.signature(getattr(stock, name)).parameters

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 import asyncckpt
 from asyncckpt.dcp import StorageReader, StorageWriter
+from asyncckpt.dcp import writer as dcp_writer
+from asyncckpt.dcp.rank_part import WriteOptions, write_part
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -461,12 +463,25 @@ def test_the_result_says_what_was_saved_and_where(tmp_path: Path) -> None:
 def test_a_writer_pickles_without_what_it_has_staged(tmp_path: Path) -> None:
     writer = StorageWriter(tmp_path / "c", thread_count=2, overwrite=False)
     staged = writer.stage({"a": torch.ones(100_000)})
-    assert writer.per_thread_copy_ahead == 0
     writer.state_dict_cache = staged
     data = pickle.dumps(writer)
     assert len(data) < 5000
     dcp_calls.save(staged, pickle.loads(data))
     assert torch.equal(asyncckpt.load(tmp_path / "c")["a"], torch.ones(100_000))
+
+
+def test_a_writer_that_has_staged_copies_ahead_in_later_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def noting(plan: Any, planner: Any, ticket: Any, options: WriteOptions, *args: Any, **kwargs: Any) -> Any:
+        found.append(options.copy_ahead_nbytes)
+        return write_part(plan, planner, ticket, options, *args, **kwargs)
+
+    monkeypatch.setattr(dcp_writer, "write_part", noting)
+    writer = StorageWriter(tmp_path / "c", thread_count=2, per_thread_copy_ahead=1000)
+    dcp_calls.save(writer.stage({"a": torch.ones(3)}), writer)
+    dcp_calls.save({"a": torch.zeros(3)}, writer)
+    assert found == [2000, 2000]
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pickle
 import random
 import shutil
 import struct
+import warnings
 import zipfile
 from typing import Any
 
@@ -339,6 +340,18 @@ def test_nothing_there_is_said_as_for_ours(tmp_path: pathlib.Path) -> None:
     (tmp_path / "notes").write_text("x")
     with pytest.raises(UnsupportedFormatError):
         asyncckpt.load(tmp_path / "notes")
+
+
+def test_a_checkpoint_of_each_rank_without_collectives_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True, use_collectives=False)
+    for read in (asyncckpt.load, asyncckpt.open_checkpoint):
+        with pytest.raises(UnsupportedFormatError, match="use_collectives=False") as caught:
+            read(tmp_path / "c")
+        assert caught.value.found == "__0.metadata"
 
 
 def test_an_uncommitted_checkpoint_of_ours_is_no_hugging_face_directory(tmp_path: pathlib.Path) -> None:

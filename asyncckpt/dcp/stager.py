@@ -1,0 +1,18 @@
+"""What `dcp.async_save` copies a state with, into memory that may be kept for the next save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+
+class Stager(BlockingAsyncStager):
+    """As torch's, which keeps its copies in pinned memory only, and fails where there is no device to pin it for."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy on the CPU."""
+        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
+            self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
+        return super().stage(state_dict)

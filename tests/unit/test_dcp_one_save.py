@@ -1,0 +1,125 @@
+"""What tells the save that a rank of a stock `dcp.load` has found, and how ranks hold theirs against each other."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import dcp_calls
+import foreign_samples
+import pytest
+import torch
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from asyncckpt.dcp import StorageWriter, one_save
+from asyncckpt.dcp.one_save import Coordinators, Found, Own, check, compared, found_in
+from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
+from asyncckpt.foreign.kinds import read_any
+from asyncckpt.storage.files import Files
+
+pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+
+HERE, ELSEWHERE = "machine", "another"
+
+
+def found_at(path: pathlib.Path) -> Found:
+    return found_in(read_any(str(path), Files()), Files())
+
+
+def plan(load_id: str, found: Found) -> LoadPlan:
+    return LoadPlan([], storage_data=Own(load_id, found))
+
+
+def touched(path: pathlib.Path) -> None:
+    for file in [path, *path.rglob("*")]:
+        os.utime(file, (1, 1))
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_other_files_of_the_same_content_are_the_same_save_on_another_machine_only(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = foreign_samples.write(kind, tmp_path)
+    first = found_at(path)
+    assert not first.differs(found_at(path))
+    touched(path)
+    if kind != "dcp":  # whose metadata name the save
+        assert first.differs(found_at(path))
+    monkeypatch.setattr(one_save, "machine", lambda: "another")
+    assert not first.differs(found_at(path))
+
+
+@pytest.mark.parametrize("kind", ["ours", "dcp", "torch"])
+def test_saves_that_differ_in_their_elements_only_differ_on_any_machine(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    path = tmp_path / "c"
+    for n in range(2):
+        state = {"a": torch.full((3,), float(n))}
+        if kind == "ours":
+            dcp_calls.save(state, StorageWriter(path))
+        elif kind == "dcp":
+            foreign_samples.save_dcp(state, path)
+        else:
+            torch.save(state, path)
+        monkeypatch.setattr(one_save, "machine", str(n).__str__)
+        found.append(found_at(path))
+    assert found[0].differs(found[1])
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_an_overwrite_before_it_is_told_is_found(kind: str, tmp_path: pathlib.Path) -> None:
+    path = foreign_samples.write(kind, tmp_path)
+    contents = read_any(str(path), Files())
+    changed = path / ".metadata" if path.is_dir() else path
+    changed.write_bytes(changed.read_bytes()[:-30])
+    with pytest.raises(CorruptCheckpointError) as caught:
+        found_in(contents, Files())
+    assert caught.value.file == changed.name
+
+
+def test_ranks_of_one_save_keep_their_plans() -> None:
+    plans = [plan("a", Found("/c", "1", HERE, "x")), plan("b", Found("/c", "1", ELSEWHERE, "y"))]
+    assert compared(plans, "a", Found("/c", "1", HERE, "x")) == plans
+
+
+@pytest.mark.parametrize(("coordinator", "ranks"), [(0, [0, 2]), (1, [1, 2]), (2, [0, 2])])
+def test_the_first_rank_that_differs_from_the_coordinator_is_named(coordinator: int, ranks: list[int]) -> None:
+    founds = [Found("/c", "1", HERE), Found("/c", "1", HERE), Found("/c", "2", HERE)]
+    with pytest.raises(RanksDisagreeError, match="saves 1 and 2") as caught:
+        compared([plan(str(n), f) for n, f in enumerate(founds)], str(coordinator), founds[coordinator])
+    assert (caught.value.path, caught.value.ranks) == ("/c", ranks)
+
+
+def test_ranks_with_paths_of_their_own_load_what_they_were_told_to() -> None:
+    plans = [plan("a", Found("/c", "1", HERE)), plan("b", Found("/d", "2", HERE))]
+    assert compared(plans, "a", Found("/c", "1", HERE)) == plans
+
+
+def test_files_of_other_times_are_named_so() -> None:
+    plans = [plan("a", Found("/c", "1", HERE, "x")), plan("b", Found("/c", "1", HERE, "y"))]
+    with pytest.raises(RanksDisagreeError, match="files of different times"):
+        compared(plans, "a", Found("/c", "1", HERE, "x"))
+
+
+@pytest.mark.parametrize(
+    "given", [None, "a planner's", Own("earlier", Found("/c", "1", HERE)), Coordinators(Found("/c", "1", HERE))]
+)
+def test_plans_of_a_planner_s_own_take_what_the_coordinator_has_found(given: Any) -> None:
+    mine = Found("/c", "2", HERE)
+    plans = compared([LoadPlan([], storage_data=given)] * 2, "now", mine)
+    assert [one.storage_data for one in plans] == [Coordinators(mine)] * 2
+    check(plans[1], Found("/c", "2", ELSEWHERE))
+    with pytest.raises(RanksDisagreeError, match="saves 2 and 3") as caught:
+        check(plans[1], Found("/c", "3", HERE))
+    assert caught.value.ranks is None
+
+
+@pytest.mark.parametrize("given", [None, "a planner's", Own("earlier", Found("/c", "1", HERE))])
+def test_one_rank_alone_and_kept_plans_are_not_compared(given: Any) -> None:
+    plans = [LoadPlan([], storage_data=given)]
+    assert compared(plans, "now", Found("/c", "2", HERE)) == plans
+    check(plans[0], Found("/c", "2", HERE))
