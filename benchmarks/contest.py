@@ -20,6 +20,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from benchmarks import loads, machine, states, training
 from benchmarks.contender import Contender, Saved, remove
 from benchmarks.contenders import CONTENDERS
@@ -90,6 +92,8 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
     loop = training.make(state)
     loop.step()
     steps.begin("making the checkpointer")
+    process = psutil.Process()
+    fds = process.num_fds()
     contender = CONTENDERS[name](loop)
     nbytes = states.nbytes(loop.state())
     steps.begin("quiet steps")
@@ -115,6 +119,7 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         steps.begin("removing")
         removing.join()
         until_discarded(directory)
+    added_fds = process.num_fds() - fds
     found: dict[str, Any] = {}
     if not extent.saves_only:
         steps.begin("a save whose memory is measured")
@@ -140,6 +145,7 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         "fsyncs": contender.fsyncs,
         "verifies": contender.verifies,
         "outlives": contender.outlives,
+        "added_fds": added_fds,
         "prepare_s": prepared_s,
         "quiet_step_s": quiet,
         "cold": rows[0],

@@ -54,6 +54,19 @@ def load_s(seconds: dict[str, Any], heat: str) -> float:
     return float(seconds[f"{heat}_s"]) + float(seconds.get(f"{heat}_late_s", 0.0))
 
 
+def load_parts(result: dict[str, Any], name: str, heat: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Return every load's call, and what it left to the training where that was measured, by way to load."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for row in result["rounds"]:
+        one = row["contenders"][name]
+        own = {key.removeprefix("load_"): value for key, value in one.items() if key.startswith("load_")}
+        for way, seconds in ({"": own} | one.get("other_loads", {})).items() if own else ():
+            call, late = found.setdefault(way, ([], []))
+            call.append(float(seconds[f"{heat}_s"]))
+            late += [float(seconds[key]) for key in (f"{heat}_late_s",) if key in seconds]
+    return found
+
+
 def of_files(found: dict[str, list[float]], measure: str) -> list[float]:
     """Return the values of a measure; of loads those from the disk, where others come from the worker's memory."""
     return found.get(f"{measure}, {FROM_DISK}", found[measure])
@@ -105,9 +118,16 @@ def notes(result: dict[str, Any]) -> list[str]:
     if prepared:
         found.append(f"`prepare()` took {statistics.median(prepared):.2f} s, before the training.")
     if any(len(values(result, name)) > len(MEASURES) for name in names(result) if name in OURS):
-        found.append("Our loads: from the worker's memory, in brackets from the disk.")
+        found.append("Our loads: from the disk, in brackets from the worker's memory.")
     if any("load_warm_late_s" in one for row in result["rounds"] for one in row["contenders"].values()):
-        found.append("Loads: until the state can be changed as before; mapped files are read when it is.")
+        found.append(
+            "Loads: the call, and what it leaves to the training, which reads a mapped file when it changes it."
+        )
+    if any("fresh_load" in one for row in result["rounds"] for one in row["contenders"].values()):
+        found.append("Cold loads are of files that were never read; those in brackets come after them.")
+    noise = [one["memory_noise"] for r in result["rounds"] for one in r["contenders"].values() if "memory_noise" in one]
+    if noise:
+        found.append(f"Memory: the most of up to three saves, which differ by up to {max(noise):.2f}.")
     if fewer:
         text = ", ".join(f"{name} {count}" for name, count in fewer.items())
         found.append(f"Fewer saves in a round, since they take long: {text}.")

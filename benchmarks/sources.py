@@ -25,7 +25,18 @@ UNUSED = ("cli", "conversion", "dcp", "doctor", "foreign", "integrations", "mana
 USED = {"adapters": ("dcp", "integrations", "managing"), "convert": ("conversion", "dcp", "foreign")}
 """Those of `UNUSED` that a benchmark is about."""
 
-SHOWING = ("__main__", "chart", "contest_results", "quick", "spread", "svg", "table", "targets")
+SHOWING = (
+    "__main__",
+    "chart",
+    "contest_results",
+    "contest_tables",
+    "figures",
+    "quick",
+    "spread",
+    "svg",
+    "table",
+    "targets",
+)
 KEEPING = ("kept", "sources")
 """Modules that show what was measured, and that keep it in files."""
 

@@ -11,7 +11,7 @@ import states
 import torch
 from real_worker import RealWorker
 
-from benchmarks import contest, contest_results, loads, quick, table, training
+from benchmarks import contest, contest_results, contest_tables, loads, quick, training
 from benchmarks.contenders import CONTENDERS
 
 HERE = ["asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap", "torch.save", "safetensors"]
@@ -98,7 +98,7 @@ def test_a_contest_measures_everything_that_the_table_shows(
         "torch.save",
         "safetensors",
     ]
-    shown = table.compare_table(result)
+    shown = contest_tables.compare_table(result)
     assert "| safetensors | *fails: OSError: it does not work here* |" in shown
     assert "does not fsync; the benchmark did" in shown and "O_DIRECT write 0.50 s" in shown
     (mine,) = [line for line in shown.splitlines() if line.startswith("| torch.save |")]
