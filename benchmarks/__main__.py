@@ -12,7 +12,18 @@ COMMANDS = (
     ("small_tensors",),
     ("save_load", "--state", "large"),
     ("load", "--state", "large"),
-    *(("overlap",), ("ring",), ("ranks",), ("cpu",), ("trace",), ("reshard",), ("scale",), ("convert",), ("recall",)),
+    *(
+        ("overlap",),
+        ("overlap", "--state", "large"),
+        ("ring",),
+        ("ranks",),
+        ("cpu",),
+        ("trace",),
+        ("reshard",),
+        ("scale",),
+        ("convert",),
+        ("recall",),
+    ),
     ("pace",),
 )
 
