@@ -143,8 +143,7 @@ bench-compare: .venv/.dev
 	.venv/bin/python -m benchmarks.table
 
 bench-gpu: .venv/.dev
-	.venv/bin/python -m pytest -m "gpu or not gpu" tests/gpu
-	.venv/bin/python -m benchmarks.gpu
+	.venv/bin/python -m benchmarks.gpu --tests
 
 clean:
 	rm -rf .venv .venv-core .venv-frameworks .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

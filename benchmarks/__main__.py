@@ -1,23 +1,33 @@
-"""`python -m benchmarks`: every measurement of the suite, one after the other."""
+"""`python -m benchmarks`: every measurement of the suite, one after the other; those beside peers see `compare`."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 
+COMMANDS = (
+    ("limits",),
+    ("save_load", "--state", "gpt"),
+    ("load", "--state", "gpt"),
+    ("small_tensors",),
+    ("save_load", "--state", "large"),
+    ("load", "--state", "large"),
+    *(
+        ("overlap",),
+        ("overlap", "--state", "large"),
+        ("ring",),
+        ("ranks",),
+        ("cpu",),
+        ("trace",),
+        ("reshard",),
+        ("scale",),
+        ("convert",),
+        ("recall",),
+    ),
+    ("pace",),
+)
+
 if __name__ == "__main__":
-    for state in ("gpt", "small"):
-        sys.argv = ["benchmarks.save_load", "--state", state]
-        runpy.run_module("benchmarks.save_load", run_name="__main__")
-    for name in (
-        "benchmarks.overlap",
-        "benchmarks.ranks",
-        "benchmarks.cpu",
-        "benchmarks.trace",
-        "benchmarks.reshard",
-        "benchmarks.scale",
-        "benchmarks.convert",
-        "benchmarks.recall",
-    ):
-        sys.argv = [name]
-        runpy.run_module(name, run_name="__main__")
+    for name, *options in COMMANDS:
+        sys.argv = [f"benchmarks.{name}", *options]
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")

@@ -29,11 +29,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import machine, quiet, sources
 from benchmarks.framework_trainings import EVERY, LAYERS, STEPS, TRAININGS, WIDTH
 from benchmarks.in_turn import Spent, Training, together
-from benchmarks.save_load import RESULTS
+from benchmarks.spread import quartiles
 
+RESULTS = Path(__file__).parent / "results"
 SAMPLES = 1000
 """Of the pairs, for the interval within which the median lies (bootstrap). Chosen."""
 
@@ -64,7 +65,8 @@ def measure(training: Training, directory: Path, budget_s: float) -> dict[str, A
         result[f"stock step {unit} s"] = stock_s
         result[f"added {unit}"] = statistics.median(added)
         result[f"added {unit}, 95 %"] = _interval(added)
-        result[f"added {unit}, quartiles"] = [added[len(added) // 4], added[-1 - len(added) // 4]]
+        low, _, high = quartiles(added)
+        result[f"added {unit}, quartiles"] = [low, high]
     behind = [statistics.median(s.process - s.cpu for s in side) for side in zip(*pairs, strict=True)]
     result["behind s"], result["behind stock s"] = behind
     for label, side in zip(("ours", "stock"), zip(*saves, strict=True), strict=True):
@@ -113,7 +115,8 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    result: dict[str, Any] = {"machine": machine.describe(directory), "steps": STEPS, "every": EVERY}
+    result: dict[str, Any] = {"benchmark": "adapters", "machine": machine.describe(directory)}
+    result |= {"code": sources.code_of("adapters"), **quiet.until_idle(), "steps": STEPS, "every": EVERY}
     result |= {"layers": LAYERS, "width": WIDTH, "hook s": hook_seconds(), "frameworks": {}}
     try:
         chosen = {name: known for name, known in TRAININGS.items() if args.only in (None, name)}

@@ -26,9 +26,11 @@ class Contender:
         fsyncs: Whether what it reports as written has been flushed to the disk.
         verifies: Whether a load would notice a changed byte.
         outlives: Whether a save that has begun is finished when the trainer is killed.
+        fresh: Which of `loads` is measured first, while the files have never been read: the one that reads them.
     """
 
     fsyncs = verifies = outlives = False
+    fresh = ""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop

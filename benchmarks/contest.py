@@ -25,6 +25,8 @@ import psutil
 from benchmarks import loads, machine, states, training
 from benchmarks.contender import Contender, Saved, remove
 from benchmarks.contenders import CONTENDERS
+from benchmarks.pss import pss
+from benchmarks.quiet import until_discarded
 
 QUIET_STEPS = 1
 """Before the saves; one more after each, while its files are removed."""
@@ -33,6 +35,10 @@ SAVE_S = 120.0
 """A save that takes longer is an error of the contender; `compare` sets a deadline for all that it does."""
 
 SAMPLE_S = 0.05
+MEMORY_SAVES = 3
+MEMORY_S = 15.0
+"""So many saves have their memory measured; none but the first is begun later than this after it."""
+
 FEWEST_SAVES = 3
 """Of which the first is `cold`; however long they take."""
 
@@ -86,15 +92,20 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
     loop = training.make(state)
     loop.step()
     steps.begin("making the checkpointer")
+    process = psutil.Process()
+    fds = process.num_fds()
     contender = CONTENDERS[name](loop)
     nbytes = states.nbytes(loop.state())
-    unprepared = _pss()
-    prepared_s = contender.prepare()
     steps.begin("quiet steps")
     quiet = [loop.step() for _ in range(QUIET_STEPS)]
-    before = _pss() if prepared_s is None else unprepared
+    before = pss()  # of everybody here: a step's own memory is there, and nothing of a checkpoint
+    steps.begin("preparing")
+    prepared_s = contender.prepare()
+    if prepared_s is not None:
+        quiet.append(loop.step())  # as a training goes on
     steps.begin("waiting for the disk")
     _wait_until_gone(extent.when_gone)
+    until_discarded(directory)
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
     while extent.goes_on(len(rows), time.perf_counter() - began):
@@ -107,14 +118,20 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         quiet.append(loop.step())
         steps.begin("removing")
         removing.join()
+        until_discarded(directory)
+    added_fds = process.num_fds() - fds
     found: dict[str, Any] = {}
     if not extent.saves_only:
         steps.begin("a save whose memory is measured")
-        peak = _peak_of_a_save(contender, directory / "kept")
+        peaks = [peak - before for peak in _peaks(contender, directory / "kept")]
+        until_discarded(directory)
         steps.begin("loading")
-        loaded = {how: loads.measure(loop, load, directory / "kept") for how, load in contender.loads().items()}
+        ways = sorted(contender.loads().items(), key=lambda way: way[0] != contender.fresh)
+        loaded = {how: loads.measure(loop, load, directory / "kept") for how, load in ways}
         found = {
-            "memory_over_state": (peak - before) / nbytes,
+            "memory_over_state": max(peaks) / nbytes,
+            "memory_noise": (max(peaks) - min(peaks)) / nbytes,
+            "fresh_load": contender.fresh,
             **{f"load_{name}": seconds for name, seconds in loaded[""].items()},
             "other_loads": {how: seconds for how, seconds in loaded.items() if how},
         }
@@ -128,6 +145,7 @@ def measure(name: str, state: str, extent: Extent, directory: Path) -> dict[str,
         "fsyncs": contender.fsyncs,
         "verifies": contender.verifies,
         "outlives": contender.outlives,
+        "added_fds": added_fds,
         "prepare_s": prepared_s,
         "quiet_step_s": quiet,
         "cold": rows[0],
@@ -213,6 +231,16 @@ def _fsync(path: Path) -> None:
             os.close(fd)
 
 
+def _peaks(contender: Contender, path: Path) -> list[int]:
+    """Return the most memory that is in use during each of some saves of which the last one is left."""
+    found: list[int] = []
+    began = time.perf_counter()
+    while not found or (len(found) < MEMORY_SAVES and time.perf_counter() - began < MEMORY_S):
+        remove(path)
+        found.append(_peak_of_a_save(contender, path))
+    return found
+
+
 def _peak_of_a_save(contender: Contender, path: Path) -> int:
     """Return the most memory that is in use while a save runs and nothing else."""
     peak, stop = 0, threading.Event()
@@ -220,7 +248,7 @@ def _peak_of_a_save(contender: Contender, path: Path) -> int:
     def watch() -> None:
         nonlocal peak
         while not stop.wait(SAMPLE_S):
-            peak = max(peak, _pss())
+            peak = max(peak, pss())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -229,42 +257,7 @@ def _peak_of_a_save(contender: Contender, path: Path) -> int:
     _on_disk(contender, saved, path, began).result(SAVE_S)
     stop.set()
     watcher.join()
-    return max(peak, _pss())
-
-
-def _pss() -> int:
-    """Return what this process, its children and our worker hold: memory that is shared counts once."""
-    me = psutil.Process()
-    others = [*me.children(recursive=True), *workers()]
-    total = 0
-    for process in {p.pid: p for p in (me, *others)}.values():
-        try:
-            total += _pss_of(process.pid)
-        except (OSError, psutil.NoSuchProcess):
-            continue
-    return total
-
-
-def _pss_of(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def workers() -> list[psutil.Process]:
-    """Return the workers of this run."""
-    job = os.environ.get("ASYNCCKPT_JOB", "")
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if any("asyncckpt_worker" in part for part in line):
-            try:
-                if process.environ().get("ASYNCCKPT_JOB") == job:
-                    found.append(process)
-            except psutil.Error:
-                continue
-    return found
+    return max(peak, pss())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.memory import mapping
-from benchmarks import dcp_loads, kept, machine
+from benchmarks import dcp_loads, kept, machine, quiet, sources
 from benchmarks.limits import copy_file_s, read_s
 from benchmarks.machine import drop_cache, files_of
 from benchmarks.spread import text_of
@@ -44,9 +44,6 @@ RESULTS = Path(__file__).parent / "results"
 TENSOR_NBYTES = 64 << 20
 PAIRS = (("dcp", "safetensors"), ("dcp", "torch"), ("torch", "dcp"), ("torch", "hf"), ("asyncckpt", "safetensors"))
 LIMIT_SHARE = 0.8
-MEASURING = ("convert", "dcp_loads", "limits", "machine")
-"""Modules whose change makes other figures."""
-
 LIMIT_CHOICES = ((4 << 20, 2), (16 << 20, 2), (16 << 20, 4))
 
 
@@ -70,7 +67,7 @@ def main() -> None:
     deadline_s = time.monotonic() + args.time_limit_s
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     try:
-        head = {"benchmark": "convert", "machine": machine.describe(directory), "code": kept.code(MEASURING)}
+        head = {"benchmark": "convert", "machine": machine.describe(directory), "code": sources.code_of("convert")}
         head |= {"nbytes": args.mib << 20, "reshard_nbytes": args.reshard_mib << 20}
         result: dict[str, Any] = head | {"conversions": [], "dcp_load": []}
         if args.resume:
@@ -138,7 +135,7 @@ def _round(source: Path, plain: Path, to: str, directory: Path, nbytes: int, num
     """
     scale = nbytes / plain.stat().st_size
     turned = [(number + n) % len(LIMIT_CHOICES) for n in range(len(LIMIT_CHOICES))]
-    found: dict[str, list[Any]] = {"choices": list(turned)}
+    found: dict[str, list[Any]] = {"choices": list(turned), "busy_before": [quiet.until_idle()["busy_before"]]}
 
     def add(name: str, seconds: float) -> None:
         found.setdefault(name, []).append(seconds)
@@ -147,6 +144,7 @@ def _round(source: Path, plain: Path, to: str, directory: Path, nbytes: int, num
         drop_cache(source)
         add("copy_s", copy_file_s(plain, directory / "copy", block, threads) * scale)
         (directory / "copy").unlink()
+        quiet.until_discarded(directory)
         drop_cache(source)
         add("read_s", _read_s(plain, block, threads) * scale)
         for name, read_back in (("once", False), ("read_back", True)):
@@ -166,6 +164,7 @@ def _convert_s(source: Path, target: Path, to: str, read_back: bool) -> tuple[fl
         shutil.rmtree(target)
     else:
         target.unlink()
+    quiet.until_discarded(target.parent)
     return found
 
 

@@ -29,7 +29,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.staging import copy_cpu, moving
-from benchmarks import machine, states, training
+from benchmarks import machine, quiet, sources, states, training
 
 RESULTS = Path(__file__).parent / "results"
 STATES = ("gpt", "small", "many")
@@ -71,7 +71,8 @@ def main() -> None:
     torch.set_num_threads(1)  # no thread of torch's waits for work while it is measured
     clock = CopyClock()
     try:
-        result: dict[str, Any] = {"benchmark": "cpu", "machine": machine.describe(directory), "states": {}}
+        result: dict[str, Any] = {"benchmark": "cpu", "machine": machine.describe(directory)}
+        result |= {"code": sources.code_of("cpu"), **quiet.until_idle(), "states": {}}
         for state in args.state:
             loop = training.make(state)
             loop.step()

@@ -1,16 +1,20 @@
 """What saving costs a training on a GPU: stall, step time while a save is under way, and how fast the copy is.
 
-    python -m benchmarks.gpu [--rounds 5] [--name NAME] [--dir D]
+    python -m benchmarks.gpu [--rounds 5] [--saves 6] [--budget-s 1500] [--tests] [--dir D] [--out FILE]
 
 A GPT-2 of 124 M parameters trains with AdamW: 1.49 GB of state. Compared, in the same run and in turn: copies behind
-the training, copies in front of it, and `torch.distributed.checkpoint.async_save` with pinned memory. The limit of the
-copy is one `Tensor.copy_` into memory of torch's own pinned allocator. Without a GPU nothing is measured: exit code 1.
+the training, a copy on the GPU first, copies in front of the training, and `torch.distributed.checkpoint.async_save`
+with pinned memory. Each save begins behind a step that the GPU has not ended, and steps go on until it is written.
+
+How fast the copy is, is measured apart, with nothing else on the GPU: a save, and beside it one `Tensor.copy_` of as
+many bytes into pinned memory. `--tests` runs the tests that need a GPU first; what became of them is in the result
+file. Without a GPU nothing is measured: exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import logging
 import os
 import secrets
 import shutil
@@ -20,193 +24,243 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import asyncckpt
-from benchmarks import machine, states, training
+from benchmarks import gpu_tests, kept, machine, quiet, sources, states
+from benchmarks.gpu_training import Loop, Pinned, nothing
+from benchmarks.spread import quartiles
 
 RESULTS = Path(__file__).parent / "results"
 QUIET_STEPS = 20
-SAVES_PER_ROUND = 3
-BATCH, LENGTH = 8, 512
-KINDS = ("overlap", "device", "blocking", "dcp")
+KINDS = ("overlap", "device", "blocking", "dcp_async")
 DEADLINE_S = 600.0
+TARGETS = {"stall_overlap_s": 0.005, "stall_device_s": 0.005, "step_ratio": 1.03}
+"""At most; the speed of the copy is to be at least `D2H_AT_LEAST`."""
+D2H_AT_LEAST = 0.9
 
-
-class Loop:
-    """A training loop on the GPU; a step ends when the CPU is done with it, not the GPU."""
-
-    def __init__(self) -> None:
-        with torch.device("cuda"):
-            self.model: nn.Module = training.GPT()
-            self.tokens = torch.randint(0, training.VOCABULARY, (BATCH, LENGTH))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.step()
-        torch.cuda.synchronize()
-
-    def step(self) -> None:
-        """Make one step."""
-        self.optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16), torch.device("cuda"):
-            loss = self.model(self.tokens)
-        loss.backward()
-        self.optimizer.step()
-
-    def timed(self, n_steps: int) -> float:
-        """Make steps; returns seconds for each, until the GPU is done with the last."""
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(n_steps):
-            self.step()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - began) / n_steps
-
-    def state(self) -> dict[str, Any]:
-        """Return what is saved."""
-        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+Begin = Callable[[Path, dict[str, Any]], Any]
+"""Begins a save of a state, and returns the future of its files."""
 
 
 def main() -> int:
     """Measure, print, and keep the result file; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--name", help="of the result file (default: the GPU's)")
+    parser.add_argument("--saves", type=int, default=6, help="of each kind in a round")
+    parser.add_argument("--budget-s", type=float, default=1500.0, help="no round is begun that would not end within it")
+    parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
     parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    parser.add_argument("--out", type=Path, help="the result file (default: named after the GPU)")
     args = parser.parse_args()
+    tests = gpu_tests.run() if args.tests else None  # before this process has memory on the GPU
     if not torch.cuda.is_available():
         print("torch finds no GPU here, so nothing was measured.", file=sys.stderr)
         return 1
     gpu = torch.cuda.get_device_name()
-    name = args.name or "-".join(gpu.lower().split())
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
+    head = {"benchmark": "gpu", "state": "gpt", "gpu": gpu, "cuda": torch.version.cuda, "tests": tests}
+    head |= {"machine": machine.describe(directory), "code": sources.code_of("gpu")}
+    head |= {"saves": args.saves, "rounds_asked": args.rounds, "budget_s": args.budget_s}
+    file = kept.Kept(args.out or RESULTS / f"gpu-{'-'.join(gpu.lower().split())}.json", head)
     try:
-        result = {"benchmark": "gpu", "state": "gpt", "gpu": gpu, "machine": machine.describe(directory)}
-        result |= measure(directory, args.rounds)
+        file.end(measure(Loop("cuda"), directory, file, kept.Budget(args.budget_s)))
     finally:
         subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
         shutil.rmtree(directory)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"gpu-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    report(result)
-    return 0
+    report(file.result)
+    return 0 if tests is None or tests["exit_code"] == 0 else 1
 
 
-def measure(directory: Path, rounds: int) -> dict[str, Any]:
-    """Return every round's figures."""
-    loop = Loop()
-    nbytes = states.nbytes(loop.state())
-    limit = [_pinned_copy_s(nbytes) for _ in range(5)]
+def measure(loop: Loop, directory: Path, file: kept.Kept, budget: kept.Budget) -> str:
+    """Put every round into the result file; returns why no more are made."""
+    result = file.result
+    nbytes = result["nbytes"] = states.nbytes(loop.state())
+    pinned, warnings = Pinned(loop.device, nbytes), _Warnings()
+    logging.getLogger("asyncckpt").addHandler(warnings)
+    result["warnings"] = warnings.texts  # a copy that was not pinned, or found no room on the GPU, is another figure
     with (
-        asyncckpt.AsyncCheckpointer() as behind,
+        asyncckpt.AsyncCheckpointer(staging="overlap") as behind,
         asyncckpt.AsyncCheckpointer(staging="device") as apart,
         asyncckpt.AsyncCheckpointer(staging="blocking") as before,
+        ExitStack() as ended,
     ):
-        behind.attach(loop.optimizer)
+        ended.callback(logging.getLogger("asyncckpt").removeHandler, warnings)
+        loop.attach(behind.attach)
         for checkpointer in (behind, apart, before):
             checkpointer.prepare(loop.state())
-        saves: dict[str, Callable[[Path], Callable[[], Any]]] = {
-            "overlap": lambda path: _ours(behind, loop, path),
-            "device": lambda path: _ours(apart, loop, path),
-            "blocking": lambda path: _ours(before, loop, path),
-            "dcp": lambda path: _dcp(loop, path),
-        }
-        first = {kind: _save(loop, saves[kind], directory / f"first-{kind}") for kind in KINDS}
-        found: list[dict[str, Any]] = []
-        for number in range(rounds):
-            row: dict[str, Any] = {"quiet_step_s": loop.timed(QUIET_STEPS)}
-            for turn in range(SAVES_PER_ROUND):
-                for kind in KINDS:
-                    row.setdefault(kind, []).append(_save(loop, saves[kind], directory / f"{number}-{turn}"))
-            found.append(row)
-    return {"nbytes": nbytes, "pinned_copy_s": limit, "first_save": first, "rounds": found}
+        begins = {kind: _ours(of) for kind, of in zip(KINDS, (behind, apart, before), strict=False)}
+        begins["dcp_async"] = _dcp(loop, ended)
+        result["first_save"] = {kind: _save(loop, begins[kind], directory / f"first-{kind}") for kind in KINDS}
+
+        def make() -> dict[str, Any]:
+            row: dict[str, Any] = {"quiet_step_s": [loop.quiet_step_s(QUIET_STEPS)], "alone": []}
+            for turn in range(result["saves"]):
+                row["alone"].append(_copy_alone(loop, behind, pinned, directory / "alone"))
+                for kind in _turned(KINDS, turn + len(file.rounds)):
+                    row.setdefault(kind, []).append(_save(loop, begins[kind], directory / kind))
+            row["quiet_step_s"].append(loop.quiet_step_s(QUIET_STEPS))
+            result["figures"] = figures([*file.rounds, row])
+            return row
+
+        return file.grow(budget, make)
 
 
-def _pinned_copy_s(nbytes: int) -> float:
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target.copy_(source)
-    torch.cuda.synchronize()
+class _Warnings(logging.Handler):
+    """Keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _turned(kinds: tuple[str, ...], number: int) -> tuple[str, ...]:
+    first = number % len(kinds)
+    return kinds[first:] + kinds[:first]
+
+
+def _ours(checkpointer: asyncckpt.AsyncCheckpointer) -> Begin:
+    return lambda path, state: checkpointer.save(state, path).written
+
+
+def _dcp(loop: Loop, ended: ExitStack) -> Begin:
+    """`async_save` with its best options: a thread, pinned memory that is kept, copies in a stream of its own.
+
+    The next `optimizer.step()` waits for its copies, as its documentation says. It does not order them after the
+    kernels that are still to run at the call, so that what it copies may be of before the last step; nobody loads it.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+    cuda = loop.device.type == "cuda"
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=cuda
+        )
+    )
+    ended.callback(stager.close)
+
+    def begin(path: Path, state: dict[str, Any]) -> Any:
+        writer = FileSystemWriter(path, thread_count=2)
+        response = async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+        assert isinstance(response, AsyncSaveResponse)
+        loop.before_step = lambda: response.staging_completion.result(DEADLINE_S)
+        return response.upload_completion
+
+    return begin
+
+
+def _save(loop: Loop, begin: Begin, path: Path) -> dict[str, Any]:
+    """Save behind a step that the GPU has not ended, and step until the files are written.
+
+    Returns:
+        "took_s" from before that step until the GPU has ended the last of "steps"; "save_s" in the call, "wait_s" in
+        hooks and in front of `optimizer.step()`.
+
+    Raises:
+        TimeoutError: The files are not written.
+    """
+    loop.settle()
     began = time.perf_counter()
-    target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def _ours(checkpointer: asyncckpt.AsyncCheckpointer, loop: Loop, path: Path) -> Callable[[], Any]:
-    handle = checkpointer.save(loop.state(), path)
-    return lambda: handle.written.result(DEADLINE_S).seconds
-
-
-_STAGER: list[Any] = []
-
-
-def _dcp(loop: Loop, path: Path) -> Callable[[], Any]:
-    if not _STAGER:
-        _STAGER.append(BlockingAsyncStager(cache_staged_state_dict=True))  # with pinned memory, kept between saves
-    future: Any = async_save(loop.state(), checkpoint_id=path, async_stager=_STAGER[0], no_dist=True)
-
-    def wait() -> None:
-        future.result(DEADLINE_S)
-
-    return wait
-
-
-def _save(loop: Loop, save: Callable[[Path], Callable[[], Any]], path: Path) -> dict[str, Any]:
-    """Save behind a running step, and go on for as many steps as a quiet stretch has; then wait for the writing."""
-    torch.cuda.synchronize()
     loop.step()
-    began = time.perf_counter()
-    wait = save(path)
-    returned = time.perf_counter()
-    for _ in range(QUIET_STEPS):
+    state, loop.waited_s, steps = loop.state(), 0.0, 1
+    called = time.perf_counter()
+    written = begin(path, state)
+    save_s = time.perf_counter() - called
+    while not written.done():
+        if time.perf_counter() - began > DEADLINE_S:
+            raise TimeoutError(f"{path} is not written after {DEADLINE_S:g} s")
         loop.step()
-    torch.cuda.synchronize()
-    stepped = time.perf_counter()
-    phases = wait()
-    ended = time.perf_counter()
+        steps += 1
+    loop.settle()
+    took_s = time.perf_counter() - began
+    loop.before_step = nothing
+    phases = getattr(written.result(), "seconds", None)  # of ours
+    _remove(path)
+    return {"save_s": save_s, "wait_s": loop.waited_s, "steps": steps, "took_s": took_s, "phases_s": phases}
+
+
+def _copy_alone(loop: Loop, checkpointer: asyncckpt.AsyncCheckpointer, pinned: Pinned, path: Path) -> dict[str, Any]:
+    """Save with nothing else on the GPU, and copy as many bytes into pinned memory.
+
+    Returns:
+        "copy_s": from where the save has its plan and its slot until the whole state is there, without the seal. The
+        clock of the copying thread alone would begin when the first copies have been running for a while.
+    """
+    state = loop.state()
+    loop.settle()
+    pinned_s = pinned.copy_s()
+    called = time.perf_counter()
+    handle = checkpointer.save(state, path)
+    handle.staged.result(DEADLINE_S)
+    staged_s = time.perf_counter() - called
+    phases = handle.written.result(DEADLINE_S).seconds
+    _remove(path)
+    copy_s = staged_s - sum(phases[name] for name in ("plan", "acquire", "seal"))
+    return {"pinned_s": pinned_s, "copy_s": copy_s, "staged_s": staged_s, "phases_s": phases}
+
+
+def _remove(path: Path) -> None:
     shutil.rmtree(path)
-    return {
-        "save_s": returned - began,
-        "save_and_steps_s": stepped - began,
-        "until_written_s": ended - began,
-        "phases_s": phases,
-    }
+    quiet.until_discarded(path.parent)
 
 
-def summary(result: dict[str, Any]) -> dict[str, float]:
-    """Return medians over all rounds; lost time is against the same round's quiet steps."""
-    rounds, nbytes = result["rounds"], result["nbytes"]
-    found = {
-        "quiet step, ms": 1e3 * statistics.median(r["quiet_step_s"] for r in rounds),
-        "copy to pinned memory, limit, GB/s": nbytes / min(result["pinned_copy_s"]) / 1e9,
+def figures(rounds: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return every figure: its values over all saves of all rounds, their median and quartiles.
+
+    `d2h_over_pinned` is a ratio of speeds, of one save and the copy beside it. `step_ratio` (behind the training),
+    `step_ratio_device` and so on are what the steps took, from the one in front of `save()` until the one in which the
+    files were written, over as many quiet ones of the same round: the stall is in it, as far as the GPU had to wait
+    for it. `lost_*_s` is the difference of the two.
+    """
+    found: dict[str, list[float]] = {
+        "d2h_over_pinned": [one["pinned_s"] / one["copy_s"] for row in rounds for one in row["alone"]]
     }
     for kind in KINDS:
-        saves = [(s, r["quiet_step_s"]) for r in rounds for s in r[kind]]
-        lost = [s["save_and_steps_s"] - (QUIET_STEPS + 1) * quiet for s, quiet in saves]
-        found |= {
-            f"stall in save(), {kind}, ms": 1e3 * statistics.median(s["save_s"] for s, _ in saves),
-            f"worst stall in save(), {kind}, ms": 1e3 * max(s["save_s"] for s, _ in saves),
-            f"lost over {QUIET_STEPS} steps, {kind}, ms": 1e3 * statistics.median(lost),
-            f"written, {kind}, ms": 1e3 * statistics.median(s["until_written_s"] for s, _ in saves),
-        }
-        copies = [s["phases_s"]["copy"] for s, _ in saves if s["phases_s"]]
-        if copies:
-            found[f"copy, behind the running step, {kind}, GB/s"] = nbytes / statistics.median(copies) / 1e9
-    return found
+        saves = [(save, statistics.mean(row["quiet_step_s"])) for row in rounds for save in row[kind]]
+        stall = "dcp_async_stall_s" if kind == "dcp_async" else f"stall_{kind}_s"
+        ratio = "step_ratio" if kind == "overlap" else f"step_ratio_{kind}"
+        found[stall] = [save["save_s"] + save["wait_s"] for save, _ in saves]
+        found[ratio] = [save["took_s"] / (save["steps"] * quiet_s) for save, quiet_s in saves]
+        found[f"lost_{kind}_s"] = [save["took_s"] - save["steps"] * quiet_s for save, quiet_s in saves]
+    return {name: _spread(values) for name, values in found.items()}
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    low, median, high = quartiles(values)
+    return {"median": median, "quartiles": [low, high], "values": values}
+
+
+def verdict(name: str, figure: dict[str, Any]) -> str:
+    """Return "reached", "missed" or "within the spread"; nothing for a figure without a target."""
+    if name == "d2h_over_pinned":
+        reached, excluded = figure["median"] >= D2H_AT_LEAST, figure["quartiles"][1] < D2H_AT_LEAST
+    elif name in TARGETS:
+        reached, excluded = figure["median"] <= TARGETS[name], figure["quartiles"][0] > TARGETS[name]
+    else:
+        return ""
+    return "reached" if reached else "missed" if excluded else "within the spread"
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print the summary."""
+    """Print every figure, and each target as reached or missed."""
     print(f"{result['gpu']}: {result['nbytes'] / 1e9:.2f} GB, {len(result['rounds'])} rounds")
-    for name, value in summary(result).items():
-        print(f"  {name:48s} {value:9.1f}")
+    if result["tests"] is not None:
+        print(f"  tests: {gpu_tests.text_of(result['tests'])}")
+    for text in result["warnings"]:
+        print(f"  warned: {text}")
+    for name, figure in result.get("figures", {}).items():
+        low, high = figure["quartiles"]
+        print(f"  {name:24s} {figure['median']:9.4f} ({low:.4f} to {high:.4f})   {verdict(name, figure)}")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,21 @@
 """Result files that grow round by round: written after each, so that a run that is ended keeps the rounds it has.
 
 A later run adds rounds to a file (`--resume`) only if it would measure the same: the same machine, versions, options,
-and the same code, byte for byte, of the package, of the worker, and of what measures.
+and the same code, as `benchmarks.sources` tells it.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
-import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-MEASURING = (
-    *("compare", "contender", "contenders", "contest", "limits", "loads", "on_rank", "ours", "ranks", "rounds"),
-    *("states", "training"),
-)
-"""Modules whose change makes other figures; tables and pictures are made of what is there."""
+from benchmarks import quiet
 
 PASSING = ("date", "load_before")
 """Of a machine's description: what is another at every run."""
@@ -36,31 +28,8 @@ class NotTheSameError(Exception):
     """A result file to which this run cannot add; the text says why."""
 
 
-def code(measuring: Sequence[str] = MEASURING) -> dict[str, str]:
-    """Return which code is measured: digests of the sources that are imported, and the commit of the checkout.
-
-    Args:
-        measuring: Modules of this package whose change makes other figures.
-    """
-    found = {name: _digest(sorted(_package(name).rglob("*.py"))) for name in ("asyncckpt", "asyncckpt_worker")}
-    found["benchmarks"] = _digest([HERE / f"{name}.py" for name in measuring])
-    asked = ["git", "rev-parse", "--short=12", "HEAD"]
-    told = subprocess.run(asked, cwd=HERE, capture_output=True, text=True, check=False)
-    return found | {"commit": told.stdout.strip() or "unknown"}
-
-
-def _package(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise RuntimeError(f"{name} is not installed")
-    return Path(spec.origin).parent
-
-
-def _digest(files: list[Path]) -> str:
-    found = hashlib.sha256()
-    for file in files:
-        found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+class NoLimitsError(Exception):
+    """The machine's limits could not be measured, so that there can be no round; the text says why."""
 
 
 class Budget:
@@ -130,23 +99,30 @@ class Kept:
     def grow(self, budget: Budget, make: Callable[[], dict[str, Any] | None]) -> str:
         """Make rounds until there are as many as asked; each is in the file as soon as it is made.
 
+        The machine is waited for before each, and how busy it was is in the round.
+
         Args:
             budget: For all of them.
             make: Makes one; None if the budget ended within it.
 
         Returns:
-            Why no more are made: `done` or `budget`.
+            Why no more are made: `done`, `budget`, or `limits` if those could not be measured.
         """
         asked = self.result["rounds_asked"]
         while len(self.rounds) < asked:
             began_s = budget.elapsed_s()
-            row = make() if budget.has_room() else None
+            idle = quiet.until_idle() if budget.has_room() else {}
+            try:
+                row = make() if budget.has_room() else None
+            except NoLimitsError as error:
+                print(f"{error}; {len(self.rounds)} of {asked} rounds were made", file=sys.stderr)
+                return "limits"
             if row is None:
                 print(f"the budget ends after {len(self.rounds)} of {asked} rounds", file=sys.stderr)
                 return "budget"
             took_s = budget.elapsed_s() - began_s
             budget.spent(took_s)
-            self.keep(row, took_s)
+            self.keep(row | idle, took_s)
         return "done"
 
     def keep(self, row: dict[str, Any], took_s: float) -> None:
@@ -158,7 +134,7 @@ class Kept:
         self.write()
 
     def end(self, why: str) -> None:
-        """Write why no more rounds are made: `done` or `budget`."""
+        """Write why no more rounds are made, as `grow` has returned it."""
         self.result["ended"] = why
         self.write()
 

@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks import contest, machine, states
 from benchmarks.contender import remove
 from benchmarks.contenders import CONTENDERS
+from benchmarks.pss import workers
 from benchmarks.training import GPT, Loop, adamw
 
 ARRANGEMENTS = ("ddp", "fsdp2")
@@ -114,7 +115,7 @@ def measure(name: str, arrangement: str, saves: int, directory: Path) -> dict[st
         "quiet_step_s": quiet,
         "saves": rows,
         "added_fds": process.num_fds() - fds,
-        "worker_fds": [worker.num_fds() for worker in contest.workers()],
+        "worker_fds": [worker.num_fds() for worker in workers()],
     }
     contender.close()
     return found | {"phases_s": at.end()}

@@ -18,6 +18,7 @@ class Ours(Contender):
     """`AsyncCheckpointer` with an attached optimizer; it chooses by itself what is copied behind the training."""
 
     fsyncs = verifies = outlives = True
+    fresh = "disk"
 
     def __init__(self, loop: Loop, **options: Any) -> None:
         super().__init__(loop)

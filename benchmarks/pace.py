@@ -1,6 +1,6 @@
 """What is learnt of a device, against the fixed default: loads from the disk, and saves through a worker.
 
-    python -m benchmarks.pace [--rounds 10] [--dir D]
+    python -m benchmarks.pace [--rounds 10] [--budget-s 300] [--dir D] [--out FILE]
 
 Each round loads once at the default's pace and once at what was learnt so far, and saves once each by a checkpointer
 that asks for the default and one that leaves it to the worker; which comes first alternates. Learning begins with
@@ -10,7 +10,6 @@ nothing, so the rounds in which others are tried are among them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import shutil
@@ -25,52 +24,60 @@ from typing import Any
 import asyncckpt
 from asyncckpt.loading.fetching import read_paces
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
-from benchmarks import machine, states
+from benchmarks import kept, machine, quiet, sources, states
 
 RESULTS = Path(__file__).parent / "results"
-CEILING_S = 300.0
-"""No round begins later than this."""
+DEADLINE_S = 300.0
+"""Of a save."""
 
 
 def main() -> None:
     """Measure, print, and keep the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--budget-s", type=float, default=300.0, help="no round is begun that would not end within it")
     parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pace.json", help="the result file")
     args = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
+    head = {"benchmark": "pace", "machine": machine.describe(directory), "code": sources.code_of("pace")}
+    file = kept.Kept(args.out, head | {"rounds_asked": args.rounds, "budget_s": args.budget_s})
     with tempfile.TemporaryDirectory(prefix="ackpt-") as runtime:
         os.environ["XDG_RUNTIME_DIR"] = runtime  # nothing is known of any device there
         os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
         try:
-            result = {"benchmark": "pace", "machine": machine.describe(directory), **measure(directory, args.rounds)}
+            file.end(measure(states.gpt(), directory, file, kept.Budget(args.budget_s)))
         finally:
             subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
             shutil.rmtree(directory)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "pace.json").write_text(json.dumps(result, indent=1) + "\n")
-    report(result)
+    report(file.result)
 
 
-def measure(directory: Path, rounds: int) -> dict[str, Any]:
-    """Return every round's figures."""
-    state, before = states.gpt(), time.monotonic()
-    found: list[dict[str, Any]] = []
+def measure(state: dict[str, Any], directory: Path, file: kept.Kept, budget: kept.Budget) -> str:
+    """Put every round into the result file; returns why no more are made."""
+    file.result["nbytes"] = states.nbytes(state)
     with asyncckpt.AsyncCheckpointer(write_threads=DEFAULT_THREADS) as fixed, asyncckpt.AsyncCheckpointer() as learning:
         for checkpointer in (fixed, learning):
-            checkpointer.save(state, directory / "first").written.result(300)
-            shutil.rmtree(directory / "first")
-        while len(found) < rounds and time.monotonic() - before < CEILING_S:
+            checkpointer.save(state, directory / "first").written.result(DEADLINE_S)
+            _remove(directory / "first")
+
+        def make() -> dict[str, Any]:
             row: dict[str, Any] = {}
-            for name, checkpointer in _turns(len(found), {"fixed": fixed, "learnt": learning}):
+            for name, checkpointer in _turns(len(file.rounds), {"fixed": fixed, "learnt": learning}):
                 row[f"save {name}"] = _save(checkpointer, state, directory / name)
-            for name, threads in _turns(len(found), {"fixed": DEFAULT_THREADS, "learnt": None}):
+            for name, threads in _turns(len(file.rounds), {"fixed": DEFAULT_THREADS, "learnt": None}):
                 row["read pace"] = list(read_paces().choose(str(directory)))
                 row[f"load {name}"] = _load(directory / "fixed", state, threads)
             for name in ("fixed", "learnt"):
-                shutil.rmtree(directory / name)
-            found.append(row)
-    return {"nbytes": states.nbytes(state), "rounds": found}
+                _remove(directory / name)
+            return row
+
+        return file.grow(budget, make)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
 
 
 def _turns(number: int, ways: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -78,7 +85,7 @@ def _turns(number: int, ways: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path: Path) -> float:
-    return float(checkpointer.save(state, path).written.result(300).seconds["write"])
+    return float(checkpointer.save(state, path).written.result(DEADLINE_S).seconds["write"])
 
 
 def _load(path: Path, state: dict[str, Any], threads: int | None) -> float:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.quick [--dir D]
 
-One round of `benchmarks.save_load`: less than a minute. On a machine that is busy, or another one than the file's, the
-ratios mean less than they seem to: each is against limits that were measured in the same minute.
+One round of `benchmarks.save_load`: a minute, and at most another one until the machine is idle. On a machine that is
+busy, or another one than the file's, the ratios mean less than they seem to: each is against limits that were measured
+in the same minute.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, states
-from benchmarks.save_load import RESULTS, measure, summary
+from benchmarks import kept, machine, quiet, states
+from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, measure, summary
 
 SHOWN = (
     "stall / warm copy",
@@ -39,11 +40,13 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=parser.parse_args().dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     try:
-        result = {"machine": machine.describe(directory)} | measure(states.gpt(), directory, rounds=1)
+        head = {"machine": machine.describe(directory), "rounds_asked": 1, "saves": SAVES_PER_ROUND}
+        file = kept.Kept(directory / "quick.json", head)  # nothing is kept of it
+        measure(states.gpt(), directory, file, kept.Budget(0.0))
     finally:
         subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
         shutil.rmtree(directory)
-    print("\n".join(lines(result, json.loads((RESULTS / "save_load-gpt.json").read_text()))))
+    print("\n".join(lines(file.result, json.loads((RESULTS / "save_load-gpt.json").read_text()))))
 
 
 def lines(result: dict[str, Any], last: dict[str, Any]) -> list[str]:
@@ -52,8 +55,9 @@ def lines(result: dict[str, Any], last: dict[str, Any]) -> list[str]:
     found = [f"{'':26s}{'now':>9s}{'last':>9s}{'change':>9s}   (last: {last['machine']['date'][:10]})"]
     for name in SHOWN:
         found.append(f"{name:26s}{now[name]:9.3f}{then[name]:9.3f}{100 * (now[name] / then[name] - 1):8.0f}%")
-    if result["machine"]["load_before"] > 0.5:
-        found.append(f"The machine was busy before: load {result['machine']['load_before']:.1f}.")
+    shares = quiet.busy_shares(result)
+    if shares and max(shares) >= quiet.IDLE_SHARE:
+        found.append(f"The machine was busy before: {100 * max(shares):.0f} % of its processors' time.")
     return found
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import asyncckpt
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.mapping import Mapping
-from benchmarks import machine, states
+from benchmarks import machine, quiet, sources, states
 from benchmarks.limits import THREADS, copy_s
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,7 +52,8 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
     try:
-        result = {"benchmark": "recall", "machine": machine.describe(directory), **measure(directory, args.rounds)}
+        result = {"benchmark": "recall", "machine": machine.describe(directory), "code": sources.code_of("recall")}
+        result |= measure(directory, args.rounds)
     finally:
         subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
         shutil.rmtree(directory)
@@ -85,7 +86,8 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
             ctypes.memset(memory.address, 1, nbytes)
         for number in range(rounds + 1):  # the first one finds no memory
             path = directory / str(number)
-            row = {"stall_s": _saved_and_killed(path)}
+            idle = quiet.until_idle()
+            row = idle | {"stall_s": _saved_and_killed(path)}
             if not number:
                 time.sleep(IDLE_S)
             for name, where in (("memory_s", "memory"), ("disk_s", "disk")):

@@ -25,7 +25,7 @@ import asyncckpt
 from asyncckpt.format.layout import SAVE_ID_NBYTES
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.storage.files import Files
-from benchmarks import machine
+from benchmarks import machine, quiet, sources
 
 RESULTS = Path(__file__).parent / "results"
 N = 4096
@@ -75,6 +75,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     try:
         result: dict[str, Any] = {"benchmark": "reshard", "machine": machine.describe(directory)}
+        result |= {"code": sources.code_of("reshard"), **quiet.until_idle()}
         result |= measure(directory, max(1, args.mib * (1 << 20) // (N * N * 4)), args.rounds)
     finally:
         shutil.rmtree(directory)

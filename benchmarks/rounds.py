@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import Budget
+from benchmarks.kept import Budget, NoLimitsError
 
 NBYTES = {"gpt": 1_493_716_496, "small": 327_685_056, "large": 4_295_610_896, "tiny": 9_899_840}
+STATES = tuple(NBYTES)
 LEFT_ROOM_S = 10.0
 """For ending what has not ended, and for removing its files."""
 
@@ -100,7 +101,11 @@ class Rounds:
         return [*found, "--saves-only"] if loaded >= ROUNDS_OF_LOADS else found
 
     def limits(self) -> dict[str, float]:
-        """Return the machine's limits, measured in a process that gives its memory back."""
+        """Return the machine's limits, measured in a process that gives its memory back.
+
+        Raises:
+            NoLimitsError: They cannot be measured, or not before the deadline of a contender.
+        """
         self.settle()
         code = (
             "import json, pathlib, sys; from benchmarks.limits import Limits;"
@@ -110,9 +115,12 @@ class Rounds:
         nbytes = str(max(NBYTES[self._setting.state], 1 << 20))
         command = [sys.executable, "-c", code, str(self._directory), nbytes, json.dumps(self.best)]
         deadline_s = self._setting.deadline_s
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+        except subprocess.TimeoutExpired:
+            raise NoLimitsError(f"the limits are not measured after {deadline_s:.0f} s") from None
         if ended.returncode:
-            raise RuntimeError(f"the limits cannot be measured: {ended.stderr[-500:]}")
+            raise NoLimitsError(f"the limits cannot be measured: {ended.stderr[-500:]}")
         limits, self.best = json.loads(ended.stdout)
         return dict(limits)
 

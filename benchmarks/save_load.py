@@ -1,8 +1,11 @@
 """Save and load of one process against the machine's limits: stall, durable, memory, load cold and warm.
 
-    python -m benchmarks.save_load [--state gpt|small] [--rounds 5] [--dir D]
+    python -m benchmarks.save_load [--state gpt|small|large] [--rounds 5] [--saves 6] [--budget-s 900] [--dir D]
 
 Interleaved rounds: the limits are measured again beside every round of saves and loads. Nothing else should run.
+
+`large` (4.3 GB) takes 18 GB of memory: state, slot, and as much twice for the limits. It is loaded into itself, and
+saved three times a round unless more are asked for.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import asyncckpt
-from benchmarks import machine, states
-from benchmarks.limits import Limits
+from benchmarks import kept, machine, quiet, sources, states
+from benchmarks.limits import Limits, fresh_s
 
 SAVES_PER_ROUND = 6
+SAVES_OF_LARGE = 3
+STATES = ("gpt", "small", "large")
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {
     "written / write limit": 1.15,
@@ -34,70 +40,96 @@ TARGETS = {
     "memory over the state": 1.02,
     "load cold / read limit": 1.1,
 }
-"""For `gpt`, with nothing else running."""
+"""For `gpt` and `large`, with nothing else running."""
 
 
 def main() -> None:
     """Measure, print, and keep the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--state", choices=("gpt", "small"), default="gpt")
+    parser.add_argument("--state", choices=STATES, default="gpt")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--saves", type=int, help="in a round (default: 6, of `large` 3)")
+    parser.add_argument("--budget-s", type=float, default=900.0, help="no round is begun that would not end within it")
     parser.add_argument("--dir", type=Path, help="where to write (default: below the temporary directory)")
+    parser.add_argument("--out", type=Path, help="the result file (default: named after the state)")
     args = parser.parse_args()
+    saves = args.saves or (SAVES_OF_LARGE if args.state == "large" else SAVES_PER_ROUND)
+    target = args.out or RESULTS / f"save_load-{args.state}.json"
     directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
     os.environ["ASYNCCKPT_JOB"] = f"bench-{secrets.token_hex(4)}"
+    head = {"benchmark": "save_load", "state": args.state, "machine": machine.describe(directory)}
+    head |= {
+        "code": sources.code_of("save_load"),
+        "saves": saves,
+        "rounds_asked": args.rounds,
+        "budget_s": args.budget_s,
+    }
+    file = kept.Kept(target, head)
     try:
-        result = {"benchmark": "save_load", "state": args.state, "machine": machine.describe(directory)}
-        result |= measure(getattr(states, args.state)(), directory, args.rounds)
+        state = getattr(states, args.state)()
+        file.end(measure(state, directory, file, kept.Budget(args.budget_s), in_place=args.state == "large"))
     finally:
         subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop"], capture_output=True, check=False)
         shutil.rmtree(directory)
-    RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / f"save_load-{args.state}.json"
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    report(result)
+    report(file.result)
     print(f"kept in {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
 
 
-def measure(state: dict[str, Any], directory: Path, rounds: int) -> dict[str, Any]:
-    """Return every round's figures."""
+def measure(
+    state: dict[str, Any], directory: Path, file: kept.Kept, budget: kept.Budget, *, in_place: bool = False
+) -> str:
+    """Put every round into the result file; returns why no more are made.
+
+    Args:
+        state: What is saved.
+        directory: Where.
+        file: Says how many rounds, and how many "saves" in each.
+        budget: For all rounds.
+        in_place: Load into `state` itself, for want of memory for another.
+    """
     nbytes = states.nbytes(state)
-    limits = Limits(directory, nbytes)
-    started = _worker_start(directory)
-    target = _zeros_like(state)
-    before = _pss(os.getpid())
-    found: list[dict[str, Any]] = []
-    with asyncckpt.AsyncCheckpointer() as checkpointer:
-        first: list[dict[str, Any]] = []
-        _save(checkpointer, state, directory / "first", first)
-        for number in range(rounds):
+    target = state if in_place else _zeros_like(state)
+    with ExitStack() as ended:
+        limits = Limits(directory, nbytes)
+        ended.callback(limits.close)
+        started = _worker_start(directory)
+        before = _pss(os.getpid())
+        checkpointer = ended.enter_context(asyncckpt.AsyncCheckpointer())
+        first = _save(checkpointer, state, directory / "first")
+        _remove(directory / "first")
+        file.result |= {"nbytes": nbytes, "best": limits.best, "worker": started, "first_save": first}
+
+        def make() -> dict[str, Any]:
+            number = len(file.rounds)
             row: dict[str, Any] = {"limits": limits.measure(), "saves": []}
-            for turn in range(SAVES_PER_ROUND):
+            for turn in range(file.result["saves"]):
                 path = directory / f"{number}-{turn}"
-                copy_s = (
-                    limits.copy_s()
-                )  # beside each save: a machine's memory is shared, and its speed goes up and down
-                _save(checkpointer, state, path, row["saves"])
-                row["saves"][-1]["copy_s"] = copy_s
+                # Beside each save: a machine's memory is shared, and its speed goes up and down.
+                copy_s = limits.copy_s()
+                row["saves"].append(_save(checkpointer, state, path) | {"copy_s": copy_s})
                 if turn:
-                    shutil.rmtree(path)
+                    _remove(path)
             row["memory"] = _memory(before, nbytes, checkpointer)
             row["load_cold_s"] = _load(directory / f"{number}-0", target, cold=True)
             _cache(directory / f"{number}-0")
             row["load_warm_s"] = _load(directory / f"{number}-0", target, cold=False)
-            shutil.rmtree(directory / f"{number}-0")
-            found.append(row)
-    limits.close()
-    best = {"writes": limits.best_writes, "reads": limits.best_reads}
-    return {"nbytes": nbytes, "best": best, "worker": started, "first_save": first[0], "rounds": found}
+            _remove(directory / f"{number}-0")
+            return row
+
+        return file.grow(budget, make)
 
 
-def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path: Path, into: list[Any]) -> None:
+def _save(checkpointer: asyncckpt.AsyncCheckpointer, state: dict[str, Any], path: Path) -> dict[str, Any]:
     began = time.perf_counter()
     handle = checkpointer.save(state, path)
     stall = time.perf_counter() - began
     report = handle.written.result(300)
-    into.append({"stall_s": stall, "written_s": time.perf_counter() - began, "phases_s": report.seconds})
+    return {"stall_s": stall, "written_s": time.perf_counter() - began, "phases_s": report.seconds}
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path)
+    quiet.until_discarded(path.parent)
 
 
 def _load(path: Path, target: dict[str, Any], *, cold: bool) -> float:
@@ -175,7 +207,7 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
         return statistics.median(values)
 
     write = median([r["limits"]["write_s"] for r in rounds])
-    read = median([r["limits"]["read_s"] for r in rounds])
+    read = median([fresh_s(r["limits"]) for r in rounds])
     pairs = [(s["stall_s"], s.get("copy_s", r["limits"]["copy_s"])) for r in rounds for s in r["saves"]]
     stall, copy = median([s for s, _ in pairs]), median([c for _, c in pairs])
     written = median([s["written_s"] for r in rounds for s in r["saves"]])
@@ -201,10 +233,11 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
 def report(result: dict[str, Any]) -> None:
     """Print the summary, and each target as reached or missed."""
     print(
-        f"{result['state']}: {result['nbytes'] / 1e9:.2f} GB, {len(result['rounds'])} rounds of {SAVES_PER_ROUND} saves"
+        f"{result['state']}: {result['nbytes'] / 1e9:.2f} GB, {len(result['rounds'])} rounds of "
+        f"{len(result['rounds'][0]['saves'])} saves"
     )
     for name, value in summary(result).items():
-        target = TARGETS.get(name) if result["state"] == "gpt" else None
+        target = TARGETS.get(name) if result["state"] != "small" else None
         verdict = "" if target is None else f"   target {target}: {'reached' if value <= target else 'MISSED'}"
         print(f"  {name:24s} {value:8.3f}{verdict}")
 

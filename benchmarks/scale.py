@@ -23,6 +23,7 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, make_plan, signature_of
 from asyncckpt.planning.shard_comparison import compare_shards
+from benchmarks import quiet, sources
 from benchmarks.machine import describe, timed
 from benchmarks.many_commits import commit
 from benchmarks.many_states import LAYOUTS, contributions_of, state_of
@@ -104,7 +105,8 @@ def main() -> None:
         (ranks, tensors // 4),
         (ranks, 4 * tensors),
     ]
-    found: dict[str, Any] = {"machine": describe(Path("/dev/shm")), "planning": [], "commit": []}
+    found: dict[str, Any] = {"benchmark": "scale", "machine": describe(Path("/dev/shm"))}
+    found |= {"code": sources.code_of("scale"), **quiet.until_idle(), "planning": [], "commit": []}
     for layout in LAYOUTS if options.only != "commit" else ():
         for n_ranks, n_tensors in sizes:
             found["planning"].append(planning(layout, n_ranks, n_tensors, options.repeats))

@@ -3,6 +3,7 @@
 python -m benchmarks.table           rewrite tables and pictures
 python -m benchmarks.table --check   say whether the tables are up to date
 
+Either says which result files were made with other code than this checkout's: information, and no failure.
 What has not been measured, because its result file is not there, stays as it is.
 """
 
@@ -16,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chart, compare, cpu, overlap, ranks, targets, trace
-from benchmarks.on_rank import ARRANGEMENTS
-from benchmarks.rounds import NBYTES
+from benchmarks import chart, cpu, overlap, quiet, sources, targets, trace
+from benchmarks.contest_tables import ranks_table, where, with_picture
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def save_load_table(result: dict[str, Any]) -> str:
         f"{found['worker ready s']:.2f} s, {found['worker rss MB']:.0f} MB without slots.",
         f"First save of the run: `save()` took {found['first save stall s']:.2f} s.",
         "",
-        *_where(result, f"{len(rounds)} interleaved rounds of {SAVES_PER_ROUND} saves", machine),
+        *where(result, f"{len(rounds)} rounds of {result.get('saves', SAVES_PER_ROUND)} saves", machine),
     ]
     return "\n".join(lines)
 
@@ -81,7 +81,7 @@ def overlap_table(result: dict[str, Any]) -> str:
         f"A step without a save: {found['quiet step, ms']:.0f} ms. First `save()` after `prepare()`: "
         f"{found['first save after prepare(), overlap, ms']:.0f} ms behind the training.",
         "",
-        *_where(result, f"{len(rounds)} rounds of {result.get('saves', 6)} saves of either kind", result["machine"]),
+        *where(result, f"{len(rounds)} rounds of {result.get('saves', 6)} saves of either kind", result["machine"]),
     ]
     return "\n".join(lines)
 
@@ -101,105 +101,12 @@ def cpu_table(result: dict[str, Any]) -> str:
             )
             lines.append(f"| {name} | {staging} | {figures} | {found['worker']:.0f} |")
     machine = result["machine"]
-    lines += ["", f"Medians. {machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]}.", ""]
-    return "\n".join(lines)
-
-
-COLUMNS = {
-    "stall": "stall",
-    "lost cold": "lost, first save",
-    "lost warm": "lost",
-    "durable cold": "on disk, first save",
-    "durable warm": "on disk",
-    "memory": "memory x state",
-    "load cold": "load, cold",
-    "load warm": "load, warm",
-}
-
-
-def compare_table(result: dict[str, Any]) -> str:
-    """Return the medians of `benchmarks.compare` as Markdown, with the quartiles of the two that matter most."""
-    lines = ["| seconds | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    unsafe: set[str] = set()
-    for name in compare.names(result):
-        found = compare.values(result, name)
-        if isinstance(found, str):
-            lines.append(f"| {name} | *fails: {_cell(found)}* |" + " |" * (len(COLUMNS) - 1))
-            continue
-        mark = "" if result["rounds"][0]["contenders"][name]["fsyncs"] else "*"
-        unsafe.update(mark)
-        lines.append(f"| {name} | {' | '.join(_compare_cell(found, measure, mark) for measure in COLUMNS)} |")
-    limits = compare.limits(result)
-    rounds = f"{len(result['rounds'])} rounds of {compare.saves_of(result)} saves each"
     lines += [
         "",
-        *(["`*`: it does not fsync; the benchmark did.", ""] if unsafe else []),
-        f"The machine's limits in the same rounds: O_DIRECT write {limits['write_s']:.2f} s, read "
-        f"{limits['read_s']:.2f} s, copy into warm shared memory {limits['copy_s']:.2f} s. In brackets: quartiles.",
-        *compare.notes(result),
+        f"Medians. {machine['cpu']}, {machine['cores']} cores, {quiet.said(result)}, {machine['date'][:10]}.",
         "",
-        *_where(result | {"nbytes": NBYTES[result["state"]]}, rounds, result["machine"]),
     ]
     return "\n".join(lines)
-
-
-def ranks_table(result: dict[str, Any]) -> str:
-    """Return the medians of `benchmarks.ranks` as Markdown."""
-    columns = ("stall", "lost cold", "lost warm", "durable cold", "durable warm")
-    lines = ["| seconds, two ranks | " + " | ".join(COLUMNS[measure] for measure in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for arrangement in ARRANGEMENTS:
-        for name in result["rounds"][0][arrangement]:
-            found = ranks.values(result, arrangement, name)
-            if isinstance(found, str):
-                lines.append(f"| {arrangement}: {name} | *fails: {_cell(found)}* |" + " |" * (len(columns) - 1))
-                continue
-            cells = " | ".join(_compare_cell(found, measure, "") for measure in columns)
-            lines.append(f"| {arrangement}: {name} | {cells} |")
-    limits = compare.limits(result)
-    rounds = f"{len(result['rounds'])} rounds of {result['saves']} saves each"
-    nbytes = ranks.written_nbytes(result, "ddp")
-    lines += [
-        "",
-        f"The slower rank counts. The machine's O_DIRECT write limit in the same rounds: {limits['write_s']:.2f} s. "
-        "In brackets: quartiles.",
-        "",
-        *_where(result | {"nbytes": nbytes}, rounds, result["machine"]),
-    ]
-    return "\n".join(lines)
-
-
-def with_picture(result: dict[str, Any], images: str = "docs/images") -> str:
-    """Return the table behind its picture, which `draw` makes; `images` is where the document finds it."""
-    name = f"{images}/compare-{result['state']}.svg"
-    return f"![{result['state']}: ours beside other checkpointers]({name})\n\n{compare_table(result)}"
-
-
-def _compare_cell(found: dict[str, list[float]], measure: str, mark: str) -> str:
-    median = statistics.median(found[measure])
-    text = f"{median:.3f}" if measure == "stall" and median < 0.1 else f"{median:.2f}"
-    text += mark if measure.startswith("durable") else ""
-    if measure in ("lost warm", "durable warm"):
-        low, high = compare.interval(found[measure])
-        text += f" ({low:.2f} to {high:.2f})"
-    others = [key for key in found if key.startswith(f"{measure}, ")]
-    named = [f"{key.removeprefix(measure + ', ')} {statistics.median(found[key]):.2f}" for key in others]
-    return text + (f" ({', '.join(named)})" if named else "")
-
-
-def _cell(error: str) -> str:
-    """Return an error as it may stand in a table."""
-    return error[:160].replace("|", "/").replace("*", "").replace("<", "(").replace(">", ")")
-
-
-def _where(result: dict[str, Any], rounds: str, machine: dict[str, Any]) -> list[str]:
-    ram = f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
-    return [
-        f"{result['nbytes'] / 1e9:.2f} GB, {rounds}, nothing else running;",
-        f"{machine['cpu']}, {machine['cores']} cores, {ram}, {machine['file_system']}, Linux {machine['kernel']},",
-        f"torch {machine['versions']['torch']}, {machine['date'][:10]}.",
-        "",
-    ]
 
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -236,6 +143,7 @@ def draw(results: Path = RESULTS, images: Path = chart.IMAGES) -> None:
 
 def main() -> int:
     """Rewrite or check; returns the exit code."""
+    print("\n".join(sources.footer(RESULTS)), file=sys.stderr)
     if "--check" in sys.argv[1:]:
         return int(any(path.read_text() != rendered(path.read_text()) for path in DOCUMENTS))
     draw()

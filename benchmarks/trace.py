@@ -25,7 +25,7 @@ from typing import Any
 import asyncckpt
 from asyncckpt.staging import moving
 from asyncckpt.staging.slot_stager import SlotStager
-from benchmarks import machine, states, training
+from benchmarks import machine, quiet, sources, states, training
 from benchmarks.svg import Picture
 from benchmarks.traced_worker import Event, Events
 
@@ -72,7 +72,8 @@ def main() -> None:
         directory = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=args.dir))
         try:
             result = {"benchmark": "trace", "state": args.state, "machine": machine.describe(directory)}
-            result |= {"staging": args.staging} | measure(args.state, args.staging, directory)
+            result |= {"code": sources.code_of("trace"), **quiet.until_idle(), "staging": args.staging}
+            result |= measure(args.state, args.staging, directory)
         finally:
             shutil.rmtree(directory)
         target.write_text(json.dumps(result, indent=1) + "\n")

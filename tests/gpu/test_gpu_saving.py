@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from asyncckpt.errors import SnapshotTornError
 from asyncckpt.staging.cuda import CudaDevice
 from asyncckpt.staging.pinning import PIECE_NBYTES, Pin
 
-SAVES = 25
+SAVES = AT_A_TIME = 25
 MODES: list[dict[str, Any]] = [
     {},
     {"staging": "blocking"},
@@ -72,6 +73,25 @@ class Training:
             assert torch.equal(tensor.cpu(), torch.full(tensor.shape, float(steps))), name
 
 
+def save_and_check(checkpointer: AsyncCheckpointer, training: Training, directory: pathlib.Path, saves: int) -> None:
+    """Save again and again between two steps, and assert that each checkpoint is as the state was at its `save()`.
+
+    Every `AT_A_TIME` they are loaded and removed: all of 500 together would be 9 GB.
+    """
+    for first in range(0, saves, AT_A_TIME):
+        expected = {}
+        for n in range(first, min(first + AT_A_TIME, saves)):
+            training.keep_busy()
+            training.step()
+            expected[directory / str(n)] = training.steps
+            checkpointer.save(training.state(), directory / str(n))
+            training.step()
+        checkpointer.wait(DEADLINE_S)
+        for path, steps in expected.items():
+            training.check(path, steps)
+            shutil.rmtree(path)
+
+
 @pytest.mark.parametrize("fields", MODES)
 def test_many_saves_are_exact_while_kernels_write_behind_them(
     worker: RealWorker, tmp_path: pathlib.Path, fields: dict[str, Any]
@@ -79,14 +99,18 @@ def test_many_saves_are_exact_while_kernels_write_behind_them(
     training = Training(["cuda:0"])
     with AsyncCheckpointer(endpoint=worker.endpoint, **fields) as checkpointer:
         checkpointer.attach(training.optimizer)
-        for n in range(SAVES):
-            training.keep_busy()
-            training.step()
-            checkpointer.save(training.state(), tmp_path / str(n))
-            training.step()
-        checkpointer.wait(DEADLINE_S)
-    for n in range(SAVES):
-        training.check(tmp_path / str(n), 2 * n + 1)
+        save_and_check(checkpointer, training, tmp_path, SAVES)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("staging", ["overlap", "blocking"])
+def test_five_hundred_saves_are_exact_while_kernels_write_behind_them(
+    worker: RealWorker, tmp_path: pathlib.Path, staging: str
+) -> None:
+    training = Training(["cuda:0"])
+    with AsyncCheckpointer(endpoint=worker.endpoint, staging=staging) as checkpointer:
+        checkpointer.attach(training.optimizer)
+        save_and_check(checkpointer, training, tmp_path, 500)
 
 
 def test_a_producer_on_another_stream_that_is_current_comes_first(worker: RealWorker, tmp_path: pathlib.Path) -> None:
@@ -118,20 +142,14 @@ def test_save_and_step_do_not_wait_for_the_gpu(worker: RealWorker, tmp_path: pat
     training.check(tmp_path / "second", 0)
 
 
-def test_from_a_copy_on_the_gpu_nothing_need_wait_and_everything_may_change(
+@pytest.mark.timeout(1200)
+def test_from_a_copy_on_the_gpu_nothing_need_wait_and_everything_may_change_five_hundred_times(
     worker: RealWorker, tmp_path: pathlib.Path
 ) -> None:
     training = Training(["cuda:0"])
     with AsyncCheckpointer(endpoint=worker.endpoint, staging="device") as checkpointer:
         checkpointer.save(training.state(), tmp_path / "first").written.result(DEADLINE_S)
-        for n in range(500):
-            training.keep_busy()
-            training.step()
-            checkpointer.save(training.state(), tmp_path / str(n))
-            training.step()
-        checkpointer.wait(10 * DEADLINE_S)
-    for n in range(500):
-        training.check(tmp_path / str(n), 2 * n + 1)
+        save_and_check(checkpointer, training, tmp_path, 500)
 
 
 def test_the_slot_is_pinned_and_across_its_pieces_too(worker: RealWorker, tmp_path: pathlib.Path) -> None:

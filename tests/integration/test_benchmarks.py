@@ -11,7 +11,7 @@ import states
 import torch
 from real_worker import RealWorker
 
-from benchmarks import compare, contest, loads, quick, table, training
+from benchmarks import contest, contest_results, contest_tables, loads, quick, training
 from benchmarks.contenders import CONTENDERS
 
 HERE = ["asyncckpt", "asyncckpt, prepared", "asyncckpt, overlap", "torch.save", "safetensors"]
@@ -76,11 +76,13 @@ def test_a_contest_measures_everything_that_the_table_shows(
     assert one["prepare_s"] > 0 and set(one["other_loads"]) == {"disk"}
     of_loads = {"cold_s", "cold_late_s", "warm_s", "warm_late_s"}
     assert set(one["other_loads"]["disk"]) == of_loads and {f"load_{name}" for name in of_loads} <= set(one)
-    assert len(one["quiet_step_s"]) == 1 + 2, "one more after each save"
+    assert len(one["quiet_step_s"]) == 1 + 1 + 2, "one more after `prepare()`, and one after each save"
+    assert one["verifies"] and one["outlives"] and one["fresh_load"] == "disk"
+    assert one["memory_noise"] >= 0 and one["memory_over_state"] > 0
     assert {"making the state", "saving", "loading"} <= set(one["phases_s"])
     assert [path.name for path in tmp_path.iterdir()] == ["kept"], "removed when the next one makes its state"
     limits = {"write_s": 0.5, "read_s": 0.25, "copy_s": 0.125}
-    machine = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())["machine"]
+    machine = json.loads((contest_results.RESULTS / "save_load-gpt.json").read_text())["machine"]
     broken = {"error": "OSError: it does not work here\nTraceback"}
     contenders = {"asyncckpt": one, "torch.save": one | {"fsyncs": False}, "safetensors": broken}
     result = {
@@ -91,8 +93,12 @@ def test_a_contest_measures_everything_that_the_table_shows(
         "budget_s": 9,
         "rounds": [{"limits": limits, "contenders": contenders}],
     }
-    assert compare.limits(result) == limits and compare.names(result) == ["asyncckpt", "torch.save", "safetensors"]
-    shown = table.compare_table(result)
+    assert contest_results.limits(result) == limits and contest_results.names(result) == [
+        "asyncckpt",
+        "torch.save",
+        "safetensors",
+    ]
+    shown = contest_tables.compare_table(result)
     assert "| safetensors | *fails: OSError: it does not work here* |" in shown
     assert "does not fsync; the benchmark did" in shown and "O_DIRECT write 0.50 s" in shown
     (mine,) = [line for line in shown.splitlines() if line.startswith("| torch.save |")]
@@ -109,7 +115,7 @@ def test_looking_for_what_a_load_left_to_do_changes_no_value() -> None:
 
 
 def test_the_quick_table_compares_with_the_last_result() -> None:
-    last = json.loads((compare.RESULTS / "save_load-gpt.json").read_text())
+    last = json.loads((contest_results.RESULTS / "save_load-gpt.json").read_text())
     now = json.loads(json.dumps(last))
     for row in now["rounds"]:
         for save in row["saves"]:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import chart, compare, cpu, rounds, table, trace
+from benchmarks import chart, contest_results, contest_tables, cpu, rounds, table, trace
 
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -30,6 +30,8 @@ def figures(scale: float = 1.0, *, fsyncs: bool = True, **more: Any) -> dict[str
     save = {"stall_s": 0.0061 * scale, "lost_s": 0.12 * scale, "durable_s": 0.5 * scale, "steps": 1}
     return {
         "fsyncs": fsyncs,
+        "verifies": fsyncs,
+        "outlives": False,
         "cold": save,
         "warm": [save, save],
         "memory_over_state": 1.01,
@@ -87,11 +89,10 @@ def test_what_a_contender_leaves_is_its_figures_or_why_there_are_none(
 
 
 def test_the_table_shows_medians_failures_and_who_does_not_fsync() -> None:
-    lines = table.compare_table(compared()).splitlines()
+    lines = contest_tables.compare_table(compared()).splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
-    assert (
-        "| 0.006 | 0.12 | 0.12 (0.12 to 0.12) | 0.50 | 0.50 (0.50 to 0.50) | 1.01 | 0.80 | 0.20 |" in rows["asyncckpt"]
-    )
+    mine = "| 0.006 | 0.12 | 0.12 (0.12 to 0.12) | 0.50 | 0.50 (0.50 to 0.50) | 1.01 | memory 0.80 | memory 0.20 |"
+    assert f"{mine} yes | no |" in rows["asyncckpt"]
     assert "3.50*" in rows["torch.save"] and "5.60 (mmap 0.98)" in rows["torch.save"]
     assert "fails: OSError: [Errno 24] Too many / open files" in rows["torch _experimental"]
     assert len({line.count("|") for line in rows.values()}) == 1, "every row has every column"
@@ -99,14 +100,14 @@ def test_the_table_shows_medians_failures_and_who_does_not_fsync() -> None:
 
 
 def test_rounds_that_the_budget_left_out_are_told() -> None:
-    assert "3 of 5 rounds were left out: 60 s were up." in table.compare_table(compared(asked=5))
+    assert "3 of 5 rounds were left out: 60 s were up." in contest_tables.compare_table(compared(asked=5))
     interrupted = compared(asked=5) | {"ended": "not"}
-    assert "3 of 5 rounds were left out: the run was interrupted." in table.compare_table(interrupted)
+    assert "3 of 5 rounds were left out: the run was interrupted." in contest_tables.compare_table(interrupted)
 
 
 def test_the_table_says_what_was_measured_otherwise_than_the_rest() -> None:
     result = compared() | {"peer_saves_s": 15.0}
-    assert not compare.notes(compared()), "nothing, where all have done the same"
+    assert not contest_results.notes(compared()), "nothing, where all have done the same"
     ours = figures(other_loads={"disk": {"cold_s": 0.42, "warm_s": 0.13}})
     slow = figures(9)
     slow["warm"] = slow["warm"][:1]
@@ -115,13 +116,13 @@ def test_the_table_says_what_was_measured_otherwise_than_the_rest() -> None:
         contenders = {"asyncckpt": ours, "asyncckpt, prepared": ours | {"prepare_s": 0.5 + number}}
         contenders["dcp.save"] = slow if number < rounds.ROUNDS_OF_LOADS else saves_only
         result["rounds"][number:] = [{"limits": LIMITS, "contenders": contenders}]
-    shown = table.compare_table(result)
+    shown = contest_tables.compare_table(result)
     assert "`prepare()` took 2.00 s, before the training." in shown
-    assert "0.80 (disk 0.42) | 0.20 (disk 0.13)" in shown
-    assert "Our loads: from the worker's memory, in brackets from the disk." in shown
+    assert "0.42 (memory 0.80) | 0.13 (memory 0.20)" in shown
+    assert "Our loads: from the disk, in brackets from the worker's memory." in shown
     assert "Fewer saves in a round, since they take long: dcp.save 2." in shown
     assert "Memory and loads of the others are of 2 rounds." in shown
-    found = compare.values(result, "dcp.save")
+    found = contest_results.values(result, "dcp.save")
     assert isinstance(found, dict)
     assert {measure: len(found[measure]) for measure in ("lost cold", "lost warm", "load cold", "memory")} == {
         "lost cold": 4,
@@ -136,13 +137,15 @@ def test_a_load_costs_its_call_and_what_it_leaves_to_the_training() -> None:
     mapped = {"mmap": {"cold_s": 0.5, "cold_late_s": 1.0, "warm_s": 0.125, "warm_late_s": 0.75}}
     for row in result["rounds"]:
         row["contenders"]["torch.save"] |= {"load_cold_late_s": 0.5, "load_warm_late_s": 0.0, "other_loads": mapped}
-    assert "Loads: until the state can be changed as before" in table.compare_table(result)
-    assert "Loads: until the state can be changed as before" not in table.compare_table(compared())
-    found = compare.values(result, "torch.save")
+    assert "Loads: the call, and what it leaves to the training" in contest_tables.compare_table(result)
+    assert "Loads: the call, and what it leaves to the training" not in contest_tables.compare_table(compared())
+    found = contest_results.values(result, "torch.save")
     assert isinstance(found, dict)
     assert found["load cold"] == pytest.approx([0.8 * 7 + 0.5] * 2)
     assert found["load warm"] == pytest.approx([0.2 * 7] * 2)
-    ours = compare.values(result, "asyncckpt")
+    shown = contest_tables.compare_table(result)
+    assert "| 5.60 + 0.50 (mmap 0.50 + 1.00) | 1.40 (mmap 0.12 + 0.75) |" in shown
+    ours = contest_results.values(result, "asyncckpt")
     assert isinstance(ours, dict) and ours["load cold"] == [0.8] * 2, "of an older result the call alone"
     assert (found["load cold, mmap"], found["load warm, mmap"]) == ([1.5] * 2, [0.875] * 2)
 
@@ -230,3 +233,30 @@ def test_cpu_beyond_the_copy_is_what_the_trainer_used_less_the_copy() -> None:
         {"save()": 4.0, "copy": 100.0, "beyond": 10.0, "worker": 90.0}
     )
     assert "| gpt: 444 tensors, 1.00 GB | overlap | 4 | 100 | 10 | 20 | 90 |" in table.cpu_table(result)
+
+
+def test_a_single_value_stands_alone_in_the_table() -> None:
+    result = compared(asked=1)
+    result["rounds"] = result["rounds"][:1]
+    one = result["rounds"][0]["contenders"]
+    one["asyncckpt"]["warm"] = one["asyncckpt"]["warm"][:1]
+    assert "| 0.006 | 0.12 | 0.12 | 0.50 | 0.50 |" in contest_tables.compare_table(result)
+
+
+def test_tables_say_how_quiet_the_machine_was_as_far_as_the_result_does() -> None:
+    result = compared()
+    assert "2 rounds of 3 saves each; not told how busy it was;" in contest_tables.compare_table(result)
+    for share, row in zip((0.01, 0.3), result["rounds"], strict=True):
+        row["busy_before"] = share
+    assert "the processors at most 30 % busy before every round: not a quiet machine;" in contest_tables.compare_table(
+        result
+    )
+
+
+def test_the_limits_of_first_and_later_reads_are_told_apart() -> None:
+    result = compared()
+    assert "O_DIRECT write 0.40 s, read 0.70 s, copy" in contest_tables.compare_table(result)
+    for row in result["rounds"]:
+        row["limits"] = {"write_s": 0.4, "read_fresh_s": 0.45, "read_again_s": 0.25, "copy_s": 0.1}
+    assert "O_DIRECT write 0.40 s, first read 0.45 s, later ones 0.25 s, copy" in contest_tables.compare_table(result)
+    assert "the disk's limit 0.45" in "".join(ElementTree.fromstring(chart.draw(result)).itertext())

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import compare, contest, kept, ranks
+from benchmarks import compare, contest, kept, quiet, ranks
 from benchmarks.rounds import Rounds, Setting
 
 LIMITS = {"write_s": 0.4, "read_s": 0.7, "copy_s": 0.1}
@@ -49,6 +49,12 @@ class Told(Rounds):
         return {} if "--saves-only" in options else {"load_cold_s": 1.0}
 
 
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is as quiet as can be."""
+    monkeypatch.setattr(quiet, "until_idle", lambda: {"busy_before": 0.0, "idle_wait_s": 0.0})
+
+
 def head(asked: int = 3, **more: Any) -> dict[str, Any]:
     """Return what a result says besides its rounds."""
     machine = {"cpu": "CPU", "cores": 2, "date": "2026-01-02", "load_before": 0.1, "versions": {"torch": "2"}}
@@ -69,6 +75,7 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path: pathlib.Path)
     file = kept.Kept(tmp_path / "f.json", head(4))
     assert grown(file, rounds, [OURS, PEER]) == "budget"
     assert len(file.rounds) == 2 and rounds.clock.now_s == 40.0
+    assert [row["busy_before"] for row in file.rounds] == [0.0, 0.0]
     assert [name for name, _ in rounds.ran] == [OURS, PEER, OURS, PEER]
 
 
@@ -96,6 +103,22 @@ def test_each_contender_begins_a_round_where_there_are_as_many_rounds(tmp_path: 
     rounds = Told(tmp_path, [1.0] * 9, Clocked(1000.0))
     grown(kept.Kept(tmp_path / "f.json", head(3)), rounds, [OURS, PEER, OTHER])
     assert [name for name, _ in rounds.ran][::3] == [OURS, PEER, OTHER]
+
+
+def test_limits_that_cannot_be_measured_end_a_run_whose_rounds_are_kept(tmp_path: pathlib.Path) -> None:
+    file = kept.Kept(tmp_path / "f.json", head(3))
+    rounds = Told(tmp_path, [1.0, 1.0], Clocked(90.0))
+    first = rounds.limits()
+    answers = iter([first])
+
+    def limits() -> dict[str, float]:
+        for answer in answers:
+            return answer
+        raise kept.NoLimitsError("the limits cannot be measured")
+
+    rounds.limits = limits  # type: ignore[method-assign]
+    assert grown(file, rounds, [OURS, PEER]) == "limits"
+    assert len(file.rounds) == 1
 
 
 # ---- how much is measured
@@ -195,17 +218,6 @@ def test_a_file_of_an_older_kind_is_refused_and_says_so(tmp_path: pathlib.Path) 
         kept.Kept(path, head()).resume()
 
 
-def test_the_code_is_told_by_what_is_in_the_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = kept.code()
-    assert set(found) == {"asyncckpt", "asyncckpt_worker", "benchmarks", "commit"} and found == kept.code()
-    for name in kept.MEASURING:
-        assert (kept.HERE / f"{name}.py").is_file()
-        (tmp_path / f"{name}.py").write_text("")
-    monkeypatch.setattr(kept, "HERE", tmp_path)
-    other = kept.code()
-    assert other["benchmarks"] != found["benchmarks"] and other["asyncckpt"] == found["asyncckpt"]
-
-
 # ---- ranks
 
 
@@ -232,6 +244,25 @@ def test_ranks_that_have_failed_once_are_not_run_again_in_that_arrangement(
         ("fsdp2", OURS),
     ]
     assert rows[1]["ddp"][PEER] == {"error": "no"}
+
+
+@pytest.mark.parametrize(
+    ("state", "only", "asked"),
+    [
+        ("gpt", None, list(compare.CONTENDERS)),
+        ("large", None, list(compare.BEST)),
+        ("large", ["all"], list(compare.CONTENDERS)),
+        ("small", ["best", "dcp.save"], [n for n in compare.CONTENDERS if n in (*compare.BEST, "dcp.save")]),
+        ("gpt", ["torch.save"], ["torch.save"]),
+    ],
+)
+def test_who_runs_unless_it_is_said_depends_on_the_state(state: str, only: list[str] | None, asked: list[str]) -> None:
+    assert compare.asked_for(state, only) == asked
+
+
+def test_every_state_has_a_number_of_saves_a_deadline_and_a_budget() -> None:
+    for by_state in (compare.SAVES, compare.DEADLINES_S, compare.BUDGETS_S):
+        assert set(by_state) == set(compare.STATES)
 
 
 def test_the_best_peers_are_contenders_and_can_be_asked_for_together(
