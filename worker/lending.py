@@ -276,7 +276,8 @@ class Lending:
                 self._intake.abandon(self._t.saves[slot.key[0]], entry, "not_sealed", text)
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.fd >= 0 and not is_in_flight(self._t, slot) and not slot.writes and not slot.kept:
-                if slot.found is not None or self._keeping.is_undecided(slot):
+                # IMPORTANT: whoever reads it counts even while it cannot be said what is worth keeping.
+                if slot.held_by or slot.found is not None or self._keeping.is_undecided(slot):
                     continue
                 del self._t.slots[slot.number]
                 self._keeping.freed(slot)

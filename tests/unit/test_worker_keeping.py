@@ -412,6 +412,29 @@ def test_death_of_the_reader_ends_its_hold(keeper: Keeper) -> None:
     assert keeper.state(slot) == "freed"
 
 
+def test_slot_that_is_held_when_its_save_ends_stays_while_what_another_has_left_is_being_read(keeper: Keeper) -> None:
+    slot, newer = keeper.slot(), keeper.slot()
+    keeper.staged(slot)
+    keeper.staged(newer, SECOND, path="/ckpt/b")
+    keeper.dies()
+    before, left = (keeper.slot(keeper.restarted(n * 16, n.encode(), pid=80 + int(n))) for n in "34")
+    reader = keeper.restarted()
+    keeper.feed(ev.Died, session="3" * 16)
+    assert keeper.say(m.Recall, reader, path="/ckpt", hold=True) is None, "it waits for what that one has left"
+    keeper.reread([before])
+    assert keeper.brain.tables.slots[slot].held_by == {"2" * 16}
+    keeper.feed(ev.Died, session="4" * 16)
+    assert keeper.brain.tables.slots[left].reading
+    keeper.now += KEEP_S
+    keeper.feed(ev.Written, key=(FIRST, 0), result="r")
+    keeper.feed(ev.Published, save_id=FIRST)
+    assert keeper.phase(FIRST) == "committed" and keeper.state(slot) != "freed"
+    keeper.reread([left])
+    assert (keeper.state(slot), keeper.state(left)) == ("kept", "freed")
+    keeper.say(m.Goodbye, reader)
+    assert keeper.state(slot) == "freed"
+
+
 def test_held_slot_is_lent_to_nobody(keeper: Keeper) -> None:
     slot = keeper.slot()
     keeper.committed(slot)
