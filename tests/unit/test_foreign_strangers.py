@@ -239,7 +239,6 @@ def unread(value: Any, directory: pathlib.Path, kind: str = "torch", **options: 
         (Options(), {"value": f"{HERE}.Options"}),
         ([1, Options()], {"1": f"{HERE}.Options"}),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize(("kind", "protocol"), [("torch", 2), ("torch", 4), ("legacy", 2)])
 def test_the_smallest_leaf_around_an_object_is_not_read(
