@@ -10,10 +10,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from asyncckpt.errors import RanksDisagreeError
+from asyncckpt.foreign.assembly import ForeignSource
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.unpickling import MAX_NBYTES
 from asyncckpt.foreign.zip_directory import read_directory
@@ -22,6 +24,7 @@ from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.process_group import machine
 from asyncckpt.storage.contents import Contents, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
+from asyncckpt.storage.unread import Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Found:
         path: Where it is. Ranks that are given different paths are to load different checkpoints.
         save: Of ours the save id; of other formats what their files say of their content.
         machine: On which alone `stamps` can be compared: each node may have a copy of its own.
-        stamps: Of the files, where the content is not told whole; else empty.
+        stamps: Of the files, where nothing in them names the save; else empty.
     """
 
     path: str
@@ -63,7 +66,7 @@ class Coordinators:
 
 
 def found_in(contents: Contents, files: Files) -> Found:
-    """Return what tells the save whose structure was read.
+    """Return what tells the save whose structure was read; of the same files the same in every process.
 
     Raises:
         CorruptCheckpointError: It was overwritten since.
@@ -72,20 +75,39 @@ def found_in(contents: Contents, files: Files) -> Found:
     source, path, here = contents.source, contents.path, machine()
     if source is None:
         return Found(path, str(contents.manifest.save_id), here)
-    if source.kind == "dcp":  # torch puts a save id into it
+    stamps = repr(sorted((name, stamp[1:]) for name, stamp in source.stamps.items()))  # one mount's device is its own
+    if source.kind == "dcp":
         data = read_small_file(files, os.path.join(source.directory, DCP_METADATA_NAME), MAX_NBYTES)
         source.check_unchanged(files, [DCP_METADATA_NAME])
-        return Found(path, f".metadata of {file_checksum(data)}", here)
-    said = [repr((list(contents.tensors.values()), source.objects, source.metadata))]
+        is_named = isinstance(source, ForeignSource) and source.names_save
+        return Found(path, f".metadata of {file_checksum(data)}", here, "" if is_named else stamps)
+    said, is_summed = [repr((list(contents.tensors.values()), source.metadata))], bool(source.archives)
     for name, offset, length in source.archives:
         try:
             with opened(files, os.path.join(source.directory, name), os.O_RDONLY) as fd:
                 entries = read_directory(read_exactly(files, fd, length, offset), length)
         except ValueError as error:
             raise corrupt(path, name, f"it was changed while it was read: {error}") from error
-        said.append(repr(sorted(entries.values())))  # with a CRC-32 of each tensor
+        said.append(repr(sorted(entries.values())))  # with a CRC-32 of each tensor, and of the pickle of all else
+        is_summed = is_summed and any(entry.crc for entry in entries.values())
+    if not is_summed:
+        said += [repr(_settled(raw)) for raw in source.objects]
     content = file_checksum("\n".join(said).encode("utf-8", "surrogatepass"))
-    return Found(path, f"content of {content}", here, repr(sorted(source.stamps.items())))
+    return Found(path, f"content of {content}", here, stamps)
+
+
+def _settled(raw: Any) -> Any:
+    """Return the JSON form of a leaf without what depends on this process: where its sets begin, and end."""
+    if isinstance(raw, Unread):  # of what is in a set it names what it met first
+        return "not read"
+    if isinstance(raw, list):
+        return [_settled(value) for value in raw]
+    if not isinstance(raw, dict):
+        return raw
+    settled = {key: _settled(value) for key, value in raw.items()}
+    if settled.get("$") in ("set", "frozenset"):
+        settled["v"] = sorted(settled["v"], key=repr)
+    return settled
 
 
 def compared(plans: Sequence[LoadPlan], load_id: str, mine: Found) -> list[LoadPlan]:

@@ -45,8 +45,8 @@ class StorageReader(TorchStorageReader):
     are given as they are, so unpickling them runs what they say, as with any checkpoint of stock torch.
 
     Ranks that load together from one path load one save, or none: if it was overwritten between their first looks at
-    it, that is `RanksDisagreeError` on all of them. DANGER: files of safetensors say nothing of their values, so ranks
-    on different machines cannot tell two of the same names and shapes.
+    it, that is `RanksDisagreeError` on all of them. DANGER: files of safetensors, and DCP directories that `convert`
+    wrote, say nothing of their values, so ranks on different machines cannot tell two of the same names and shapes.
 
     Args:
         path: The checkpoint's directory, or file; `checkpoint_id` of `dcp.load` takes its place.

@@ -33,7 +33,10 @@ Lazy = Callable[[Files], Located | Strided | Inline]
 
 @dataclass(slots=True)
 class ForeignSource:
-    """See `storage.source.Source`. `places` is by part; None for a file."""
+    """See `storage.source.Source`. `places` is by part; None for a file.
+
+    `names_save`: Whether something in it is of this one save, as the save id in the `.metadata` of torch's directories.
+    """
 
     kind: str
     directory: str
@@ -43,6 +46,7 @@ class ForeignSource:
     archives: list[tuple[str, int, int]] = field(default_factory=list)
     stamps: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     changed: dict[str, dict[str, str]] = field(default_factory=dict)
+    names_save: bool = False
 
     def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
         """See `storage.source.Source.check_unchanged`."""

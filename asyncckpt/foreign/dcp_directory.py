@@ -66,6 +66,8 @@ class _Directory:
             storage = metadata.get("storage_data")
             if not isinstance(entries, dict) or not isinstance(storage, dict):
                 raise ValueError("it lacks the list of its items")
+            about = metadata.get("storage_meta")
+            assembly.source.names_save = isinstance(about, Record) and bool(about.get("save_id"))
             self._read_storage(storage)
             paths = _paths(metadata.get("planner_data"), entries)
             leaves = [(paths[fqn], self._leaf(fqn, paths[fqn], entry)) for fqn, entry in entries.items()]

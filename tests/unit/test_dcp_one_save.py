@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import dcp_calls
@@ -12,9 +16,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 
+import asyncckpt
 from asyncckpt.dcp import StorageWriter, one_save
 from asyncckpt.dcp.one_save import Coordinators, Found, Own, check, compared, found_in
 from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
+from asyncckpt.foreign import assembly
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.storage.files import Files
 
@@ -22,6 +28,51 @@ pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
 
 HERE, ELSEWHERE = "machine", "another"
+ASK = """
+import sys
+from asyncckpt.dcp.one_save import found_in
+from asyncckpt.foreign.kinds import read_any
+from asyncckpt.storage.files import Files
+for path in sys.argv[1:]:
+    print(found_in(read_any(path, Files()), Files()))
+"""
+
+
+class Colour(enum.Enum):
+    RED, GREEN = range(2)
+
+
+class Thing:
+    pass
+
+
+class Other(Thing):
+    pass
+
+
+def unordered(*, known: bool) -> dict[str, Any]:
+    """Leaves whose members a process has in an order of its own, of their hashes or of where they lie in memory."""
+    texts = [f"text {n}" for n in range(50)]
+    found: dict[str, Any] = {
+        "w": torch.arange(3.0),
+        "set": set(texts),
+        "frozenset": frozenset(texts),
+        "deep": {frozenset(texts[n : n + 9]) for n in range(9)},
+        "inside": [{"a": (set(texts), 1)}, {frozenset(texts): "key", "other": None}],
+        "none": {None, float("nan"), 1.5, b"bytes", *texts},
+    }
+    if not known:
+        found |= {"enum": Colour.RED, "enums": {Colour.RED, Colour.GREEN}, "strangers": {Thing(), Other(), *Colour}}
+    return found
+
+
+def without_sums(save: Callable[[], Any]) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save()
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def found_at(path: pathlib.Path) -> Found:
@@ -68,6 +119,74 @@ def test_saves_that_differ_in_their_elements_only_differ_on_any_machine(
         monkeypatch.setattr(one_save, "machine", str(n).__str__)
         found.append(found_at(path))
     assert found[0].differs(found[1])
+
+
+def test_every_process_finds_the_same_whatever_the_order_of_its_sets(tmp_path: pathlib.Path) -> None:
+    paths = {kind: tmp_path / kind for kind in ("torch", "without sums", "legacy", "dcp", "safetensors", "ours")}
+    torch.save(unordered(known=False), paths["torch"])
+    without_sums(lambda: torch.save(unordered(known=False), paths["without sums"]))
+    torch.save(unordered(known=False), paths["legacy"], _use_new_zipfile_serialization=False)
+    foreign_samples.save_dcp(unordered(known=False), paths["dcp"])
+    foreign_samples.save_safetensors({"a": torch.ones(2), "b": torch.zeros(3)}, paths["safetensors"])
+    dcp_calls.save(unordered(known=True), StorageWriter(paths["ours"]))
+    paths["converted"] = tmp_path / "converted"
+    asyncckpt.convert(paths["ours"], paths["converted"], to="dcp", keys=["w", "set", "none"])
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", ASK, *map(str, paths.values())],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            timeout=120,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    ]
+    assert dict(zip(paths, found[0], strict=True)) == dict(zip(paths, found[1], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["torch", "without sums", "legacy"])
+def test_files_that_differ_in_what_is_no_tensor_differ_on_any_machine(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, path = [], tmp_path / "c"
+    for n in range(2):
+        state = {"a": torch.ones(3), "members": {"a", "b", f"c{n}"}}
+        if kind == "without sums":
+            without_sums(lambda state=state: torch.save(state, path))  # type: ignore[misc]
+        else:
+            torch.save(state, path, _use_new_zipfile_serialization=kind == "torch")
+        monkeypatch.setattr(one_save, "machine", str(n).__str__)
+        found.append(found_at(path))
+    assert found[0].differs(found[1])
+
+
+def test_two_conversions_of_one_structure_to_dcp_are_told_apart_on_one_machine(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, path = [], tmp_path / "c"
+    for n in range(2):
+        torch.save({"a": torch.full((3,), float(n))}, tmp_path / "source")
+        asyncckpt.convert(tmp_path / "source", path, to="dcp", overwrite=True)
+        found.append(found_at(path))
+    assert found[0].save == found[1].save
+    assert found[0].differs(found[1])
+    again = found_at(path)
+    assert not found[1].differs(again)
+    monkeypatch.setattr(one_save, "machine", lambda: "another")
+    touched(path)
+    assert not again.differs(found_at(path))
+
+
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_one_file_on_two_mounts_of_one_machine_is_one_save(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = foreign_samples.write(kind, tmp_path)
+    first = found_at(path)
+    stamp_of = assembly.stamp_of
+    monkeypatch.setattr(assembly, "stamp_of", lambda found: (stamp_of(found)[0] + 1, *stamp_of(found)[1:]))
+    assert not first.differs(found_at(path))
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
