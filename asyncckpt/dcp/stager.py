@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 
@@ -15,7 +15,7 @@ class Stager(BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy on the CPU."""
         if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
-            # The name is torch's own: where it is gone, the first copy is made twice.
-            allocate = getattr(_state_dict_utils, "_create_cpu_state_dict", BlockingAsyncStager().stage)
+            # Where torch has dropped this name, which is its own, the first copy is made twice.
+            allocate = getattr(staging, "_create_cpu_state_dict", BlockingAsyncStager().stage)
             self.state_dict_cache = allocate(state_dict)
         return super().stage(state_dict)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import staging
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncckpt.dcp.stager import Stager
@@ -49,7 +50,10 @@ def test_a_state_is_copied_once(cached: bool) -> None:
 
 
 def test_a_torch_without_the_name_that_allocates_stages_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_state_dict_utils, "_create_cpu_state_dict")
+    stock: Any = staging.BlockingAsyncStager.stage
+    with_the_name = types.FunctionType(stock.__code__, dict(vars(staging)))
+    monkeypatch.setattr(staging.BlockingAsyncStager, "stage", with_the_name)
+    monkeypatch.delattr(staging, "_create_cpu_state_dict")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     stager = Stager(cache_staged_state_dict=True)
     for value in (1.0, 2.0):
