@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -19,47 +19,70 @@ from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.verification import crc_of, damaged
 from asyncckpt.foreign.zip_directory import ZipEntry, data_offset, read_directory
 from asyncckpt.format.crc import joined
+from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files, opened
 from asyncckpt.storage.source import Inline, Located, Strided
+
+_BATCH = 16
+"""Chunks that a thread looks up at once."""
+
+
+class _Archive:
+    """Where an archive lies, and its storages in their order: None until somebody has read its directory.
+
+    Attributes:
+        lock: Held by who reads that, which may take long; who wants another archive does not wait for it.
+        left: Storages that are not known to be sound.
+    """
+
+    __slots__ = ("left", "lock", "name", "nbytes", "start", "storages")
+
+    def __init__(self, name: str, start: int, nbytes: int) -> None:
+        self.name, self.start, self.nbytes = name, start, nbytes
+        self.lock = threading.Lock()
+        self.storages: Sequence[_Storage] | None = None
+        self.left = 0
 
 
 class _Storage:
     """An entry that holds elements.
 
     Attributes:
-        name, start: Its file, and where its bytes begin there.
-        archive: Where its archive begins there, and how long that is.
-        sums: By offset in it: length and CRC-32 of what has passed. None: they overlap.
+        archive: That it is of.
+        start: Where its bytes begin in the file.
+        sums: By offset in it: length and CRC-32 of what has passed. None: nothing has, or nothing more is wanted.
         passed: Bytes of these.
+        is_over: Whether no more is wanted: all of it has passed, or ranges that overlap.
         is_sound: Whether all of it has passed, and was what its CRC-32 says.
     """
 
-    __slots__ = ("archive", "entry", "is_sound", "name", "passed", "start", "sums")
+    __slots__ = ("archive", "entry", "is_over", "is_sound", "passed", "start", "sums")
 
-    def __init__(self, name: str, archive: tuple[int, int], start: int, entry: ZipEntry) -> None:
-        self.name, self.archive, self.start, self.entry = name, archive, start, entry
-        self.sums: dict[int, tuple[int, int]] | None = {}
+    def __init__(self, archive: _Archive, start: int, entry: ZipEntry) -> None:
+        self.archive, self.start, self.entry = archive, start, entry
+        self.sums: dict[int, tuple[int, int]] | None = None
         self.passed = 0
-        self.is_sound = not entry.nbytes
+        self.is_over = self.is_sound = not entry.nbytes
 
     def take(self, at: int, nbytes: int, crc: int) -> bool:
         """Take the CRC-32 of the bytes from `at` on; False if with them all have passed, and its own is another."""
-        if self.is_sound or self.sums is None or at in self.sums:  # perhaps the other name of a tied tensor
+        if self.is_over or at in (self.sums or ()):  # perhaps the other name of a tied tensor
             return True
-        self.sums[at] = (nbytes, crc)
         self.passed += nbytes
         if self.passed < self.entry.nbytes:
+            self.sums = self.sums or {}
+            self.sums[at] = (nbytes, crc)
             return True
+        sums = {**(self.sums or {}), at: (nbytes, crc)}
+        self.is_over, self.sums = True, None
         end = whole = 0
-        for start, (length, part) in sorted(self.sums.items()):
+        for start, (length, part) in sorted(sums.items()):
             if start != end:
-                self.sums = None
                 return True
             whole = joined(whole, part, length) if start else part
             end += length
         self.is_sound = whole == self.entry.crc and end == self.entry.nbytes
-        self.sums = None
         return self.is_sound or end != self.entry.nbytes
 
 
@@ -78,7 +101,7 @@ class SourceChecksums:
         self._contents, self._files = contents, files
         self._lock = threading.Lock()
         self._archives: dict[str, list[tuple[int, int]]] = {}
-        self._storages: dict[tuple[str, int], tuple[list[int], list[_Storage]]] = {}
+        self._known: dict[tuple[str, int], _Archive | None] = {}  # None: nothing of it is to be compared any more
         for name, start, nbytes in sorted(contents.source.archives) if contents.source is not None else []:
             self._archives.setdefault(name, []).append((start, nbytes))
         self.are_there = bool(self._archives)
@@ -96,9 +119,13 @@ class SourceChecksums:
         if storage is None or not isinstance(place, Located):
             return
         with self._lock:
-            is_sound = storage.take(place.offset + offset - storage.start, nbytes, crc)
-        if not is_sound:
-            raise damaged(self._contents, storage.name, storage.entry, storage.start)
+            was_sound = storage.is_sound
+            is_right = storage.take(place.offset + offset - storage.start, nbytes, crc)
+            if storage.is_sound and not was_sound:
+                storage.archive.left -= 1
+                self._forget_finished(storage.archive)
+        if not is_right:
+            raise damaged(self._contents, storage.archive.name, storage.entry, storage.start)
 
     def check_rest(self, tensors: Iterable[SavedTensor], threads: int) -> None:
         """Read and compare the storages of these tensors that were not compared while they passed.
@@ -113,35 +140,35 @@ class SourceChecksums:
 
         Blocks: for the reads.
         """
-        source = self._contents.source
-        if source is None or not self._archives:
+        if not self._archives:
             return
-        rest: dict[tuple[str, int], _Storage] = {}
-        for tensor in tensors:
-            for _, chunk in tensor.chunks:
-                if not chunk.nbytes:
-                    continue
-                storage = self._storage_of(source.place(chunk.part, self._files), chunk.offset_bytes)
-                if storage is not None and not storage.is_sound:
-                    rest[storage.name, storage.start] = storage
-        if rest:
-            with ThreadPoolExecutor(threads, "asyncckpt-sums") as pool:
-                for _ in pool.map(self._read, rest.values()):
-                    pass
+        chunks = [chunk for tensor in tensors for _, chunk in tensor.chunks if chunk.nbytes]
+        batches = (chunks[at : at + _BATCH] for at in range(0, len(chunks), _BATCH))
+        with ThreadPoolExecutor(threads, "asyncckpt-sums") as pool:
+            found = (storage for storages in pool.map(self._not_sound, batches) for storage in storages)
+            rest = {(storage.archive.name, storage.start): storage for storage in found}
+            for _ in pool.map(self._read, rest.values()):
+                pass
+
+    def _not_sound(self, chunks: Sequence[Chunk]) -> list[_Storage]:
+        source = self._contents.source
+        assert source is not None
+        found = [self._storage_of(source.place(chunk.part, self._files), chunk.offset_bytes) for chunk in chunks]
+        return [storage for storage in found if storage is not None and not storage.is_sound]
 
     def _read(self, storage: _Storage) -> None:
-        start, nbytes = storage.archive
-        with self._opened_archive(storage.name) as fd:
-            read_at = read_exactly(self._files, fd, nbytes, start)
+        archive = storage.archive
+        with self._opened_archive(archive) as fd:
+            read_at = read_exactly(self._files, fd, archive.nbytes, archive.start)
             try:
-                crc = crc_of(read_at, storage.entry, storage.start - start)
+                crc = crc_of(read_at, storage.entry, storage.start - archive.start)
             except ValueError as error:
-                raise self._unreadable(storage.name, storage.archive, error) from error
+                raise self._unreadable(archive, error) from error
         if crc != storage.entry.crc:
-            raise damaged(self._contents, storage.name, storage.entry, storage.start)
+            raise damaged(self._contents, archive.name, storage.entry, storage.start)
 
     def _storage_of(self, place: Located | Strided | Inline, offset: int) -> _Storage | None:
-        """Return the storage in which byte `offset` of a place lies; None: in none that has a CRC-32."""
+        """Return the storage in which byte `offset` of a place lies; None: in none that is to be compared."""
         if isinstance(place, Inline):
             return None
         name, at = self._contents.ranks[0].index.shards[place.part].name, place.offset + offset
@@ -149,37 +176,54 @@ class SourceChecksums:
         number = bisect_right(archives, at, key=lambda archive: archive[0]) - 1
         if number < 0:
             return None
+        storages = self._storages(name, *archives[number])
+        found = bisect_right(storages, at, key=lambda storage: storage.start) - 1
+        return storages[found] if found >= 0 and at < storages[found].start + storages[found].entry.nbytes else None
+
+    def _storages(self, name: str, start: int, nbytes: int) -> Sequence[_Storage]:
+        """Return the storages of an archive in their order; none of one without CRC-32s, or that are all sound."""
         with self._lock:
-            starts, storages = self._entries(name, archives[number])
-        found = bisect_right(starts, at) - 1
-        return storages[found] if found >= 0 and at < starts[found] + storages[found].entry.nbytes else None
+            if (name, start) not in self._known:
+                self._known[name, start] = _Archive(name, start, nbytes)
+            archive = self._known[name, start]
+        if archive is None:
+            return ()
+        with archive.lock:
+            if archive.storages is None:
+                storages = self._storages_of(archive)
+                archive.left = sum(not storage.is_sound for storage in storages)
+                archive.storages = storages
+                with self._lock:
+                    self._forget_finished(archive)
+        return archive.storages
 
-    def _entries(self, name: str, archive: tuple[int, int]) -> tuple[list[int], list[_Storage]]:
-        """Return where the storages of an archive begin in their file, and these; none of one without CRC-32s."""
-        if (name, archive[0]) not in self._storages:
-            found: list[_Storage] = []
-            start, nbytes = archive
-            with self._opened_archive(name) as fd:
-                read_at = read_exactly(self._files, fd, nbytes, start)
-                try:
-                    entries = read_directory(read_at, nbytes).values()
-                    if any(entry.crc for entry in entries):  # else: torch.serialization.set_crc32_options(False)
-                        held = [entry for entry in entries if "/data/" in entry.name]
-                        found = [_Storage(name, archive, start + data_offset(read_at, entry), entry) for entry in held]
-                except ValueError as error:
-                    raise self._unreadable(name, archive, error) from error
-            found.sort(key=lambda storage: storage.start)
-            self._storages[name, start] = ([storage.start for storage in found], found)
-        return self._storages[name, archive[0]]
+    def _forget_finished(self, archive: _Archive) -> None:
+        """Under the lock: of very many archives, those that are known to be sound take no memory."""
+        if not archive.left:
+            self._known[archive.name, archive.start] = None
+            archive.storages = ()  # which refer to it
 
-    def _opened_archive(self, name: str) -> AbstractContextManager[int]:
+    def _storages_of(self, archive: _Archive) -> list[_Storage]:
+        with self._opened_archive(archive) as fd:
+            read_at = read_exactly(self._files, fd, archive.nbytes, archive.start)
+            try:
+                entries = read_directory(read_at, archive.nbytes).values()
+                if not any(entry.crc for entry in entries):  # torch.serialization.set_crc32_options(False)
+                    return []
+                held = [entry for entry in entries if "/data/" in entry.name]
+                found = [_Storage(archive, archive.start + data_offset(read_at, entry), entry) for entry in held]
+            except ValueError as error:
+                raise self._unreadable(archive, error) from error
+        return sorted(found, key=lambda storage: storage.start)
+
+    def _opened_archive(self, archive: _Archive) -> AbstractContextManager[int]:
         assert self._contents.source is not None
-        return opened(self._files, os.path.join(self._contents.source.directory, name), os.O_RDONLY)
+        return opened(self._files, os.path.join(self._contents.source.directory, archive.name), os.O_RDONLY)
 
-    def _unreadable(self, name: str, archive: tuple[int, int], error: ValueError) -> AsyncCkptError:
+    def _unreadable(self, archive: _Archive, error: ValueError) -> AsyncCkptError:
         if isinstance(error, AsyncCkptError):
             return error
         assert self._contents.source is not None
-        detail = f"bytes {archive[0]} to {sum(archive)}: {error}"
-        where = os.path.join(self._contents.source.directory, name)
-        return CorruptCheckpointError(f"{where}: {detail}", path=self._contents.path, file=name, detail=detail)
+        detail = f"bytes {archive.start} to {archive.start + archive.nbytes}: {error}"
+        where = os.path.join(self._contents.source.directory, archive.name)
+        return CorruptCheckpointError(f"{where}: {detail}", path=self._contents.path, file=archive.name, detail=detail)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.safetensors_header import HeaderEntry, read_header
@@ -22,6 +21,9 @@ _SHARDING = "DCP_SHARDING_INFO"
 OF_ONE_FILE = (_SHARDING, "DCP_VERSION")
 """Metadata of a header that say how DCP reads that file, and nothing of the checkpoint."""
 
+COPIES = "of the copies in several files only that of the file that the index names was read"
+"""What `Source.changed` says of such tensors."""
+
 
 def read_safetensors_file(path: str, files: Files) -> Contents:
     """Read the structure of a safetensors file: its names become a flat dict.
@@ -34,7 +36,7 @@ def read_safetensors_file(path: str, files: Files) -> Contents:
     assembly = Assembly("safetensors", path, directory, files)
     entries, metadata = _header(assembly, name, files)
     assembly.source.metadata.update(metadata)
-    return _assembled(assembly, [(name, entry) for entry in entries], {}, "safetensors")
+    return _assembled(assembly, [(name, entry) for entry in entries], {}, {}, "safetensors")
 
 
 def index_names(names: Iterable[str]) -> list[str]:
@@ -51,12 +53,14 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
         files: The storage seam.
 
     Raises:
-        CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files have a tensor.
+        CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files have a tensor,
+            and the index does not say which is meant, or they differ in shape or dtype.
         OSError: It cannot be read.
 
     Of the files that the index names every tensor is read, also one that it lacks: transformers and huggingface_hub
-    load whole files too, and take of the index their names alone. One that another file has as well is refused, as it
-    is without an index: which of the two is meant nobody can tell.
+    load whole files too, and take of the index their names alone. Of one that another file has as well that copy is
+    read that is in the file that the index names, and `Source.changed` has the others. It is refused where nobody can
+    tell which is meant: the index lacks it, or there is none; and where the copies differ in shape or dtype.
     """
     assembly = Assembly("hf", path, path, files)
     indexes = index_names(names)
@@ -79,7 +83,7 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
             name, _ = min(missing)
             raise assembly.corrupt(f"{expected[name]} lacks tensor {name!r}, which the index promises", chosen or "")
     assembly.source.metadata |= {**_joined(headers), "files": shards}
-    return _assembled(assembly, found, sharding, "safetensors, as Hugging Face has it")
+    return _assembled(assembly, found, sharding, expected or {}, "safetensors, as Hugging Face has it")
 
 
 def _joined(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -141,16 +145,20 @@ def _assembled(
     assembly: Assembly,
     found: list[tuple[str, HeaderEntry]],
     sharding: dict[tuple[str, str], list[int]],
+    expected: dict[str, str],
     writer: str,
 ) -> Contents:
     by_name: dict[str, list[tuple[str, HeaderEntry]]] = {}
     for shard, entry in found:
         by_name.setdefault(entry.name, []).append((shard, entry))
     members: list[Any] = []
-    for name, parts in by_name.items():
+    for name, held in by_name.items():
+        if len(held) > 1 and any((shard, name) not in sharding for shard, _ in held):
+            is_whole = not any((shard, name) in sharding for shard, _ in held)
+            parts = [_copy_meant(assembly, name, held, expected.get(name) if is_whole else None)]
+        else:
+            parts = held
         chunks, dtype = [], parts[0][1].dtype
-        if len(parts) > 1 and any((shard, name) not in sharding for shard, _ in parts):
-            raise _twice(assembly, name, [shard for shard, _ in parts])
         for shard, entry in parts:
             offsets = tuple(sharding.get((shard, name)) or (0,) * len(entry.shape))
             if len(offsets) != len(entry.shape) or entry.dtype != dtype:
@@ -169,5 +177,17 @@ def _assembled(
     return assembly.contents(("d", tuple(members)), writer)
 
 
-def _twice(assembly: Assembly, name: str, shards: list[str]) -> CorruptCheckpointError:
-    return assembly.corrupt(f"tensor {name!r} is in {' and '.join(shards[:4])}", fqn=name)
+def _copy_meant(
+    assembly: Assembly, name: str, held: list[tuple[str, HeaderEntry]], file: str | None
+) -> tuple[str, HeaderEntry]:
+    """Return of a tensor that several files have the one in `file`, which the index names, and note the others."""
+    found = " and ".join([shard for shard, _ in held][:4])
+    meant = next((part for part in held if part[0] == file), None)
+    if meant is None:
+        raise assembly.corrupt(f"tensor {name!r} is in {found}", fqn=name)
+    if any((entry.dtype, entry.shape) != (meant[1].dtype, meant[1].shape) for _, entry in held):
+        raise assembly.corrupt(f"tensor {name!r} is in {found}, with other shapes or dtypes", fqn=name)
+    others = [shard for shard, _ in held if shard != file]
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    assembly.source.changed.setdefault(COPIES, {})[name] = f" (not from {', '.join(others[:4])}{more})"
+    return meant

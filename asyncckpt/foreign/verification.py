@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError
 from asyncckpt.foreign.kinds import OURS, kind_at, read_any
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.safetensors_files import COPIES
 from asyncckpt.foreign.zip_directory import ReadAt, ZipEntry, data_offset, read_directory
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import Contents
@@ -16,6 +17,7 @@ from asyncckpt.storage.files import Files, opened
 from asyncckpt.storage.verification import Verdict, verify_checkpoint
 
 _STEP_NBYTES = 4 << 20
+_MAX_SHOWN = 8
 _NO_CHECKSUMS = "the format has no checksums: names, shapes, sizes and lengths were checked, not the data"
 _FAST = "names, shapes, sizes and lengths were checked, not the data"
 
@@ -44,12 +46,20 @@ def verify_any(path: str, files: Files, *, fast: bool = False, threads: int = DE
         verdict.contents = read_any(path, files)
         source = verdict.contents.source
         if fast or source is None or not source.archives:
-            verdict.unchecked = _FAST if fast else _NO_CHECKSUMS
+            verdict.unchecked = (_FAST if fast else _NO_CHECKSUMS) + _copies(verdict.contents)
             return verdict
         _check_archives(verdict, files, threads)
     except (AsyncCkptError, OSError) as error:
         verdict.faults.append(error)
     return verdict
+
+
+def _copies(contents: Contents) -> str:
+    """Return what is said of tensors that several files have."""
+    found = contents.source.changed.get(COPIES, {}) if contents.source is not None else {}
+    names = [name + more for name, more in found.items()]
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"; {COPIES}: {', '.join(names[:_MAX_SHOWN])}{more}" if names else ""
 
 
 def _check_archives(verdict: Verdict, files: Files, threads: int) -> None:

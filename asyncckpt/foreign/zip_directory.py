@@ -6,7 +6,8 @@ Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3; what torch writes: `c
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 _END = struct.Struct("<4s4H2LH")
@@ -44,7 +45,7 @@ def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
     """Return the entries of an archive of `nbytes`, by name.
 
     Raises:
-        ValueError: No zip archive, a damaged one, or one with a compressed or encrypted entry.
+        ValueError: No zip archive, a damaged one, or one whose entries overlap, or are compressed or encrypted.
     """
     tail_nbytes = min(nbytes, _FIRST_TAIL_NBYTES)
     tail = read_at(nbytes - tail_nbytes, tail_nbytes)
@@ -65,7 +66,9 @@ def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
         raise ValueError("the directory lies outside of the archive")
     first = nbytes - tail_nbytes
     data = tail[start - first : start - first + length] if start >= first else read_at(start, length)
-    return _entries(data, count, start)
+    found = _entries(data, count, start)
+    _check_apart(found.values())
+    return found
 
 
 def _end64(read_at: ReadAt, end_offset: int, plain: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -106,6 +109,13 @@ def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipEntry]:
             raise ValueError(f"entry {name!r} is there twice")
         found[name] = ZipEntry(name, offset, nbytes, crc, limit)
     return found
+
+
+def _check_apart(entries: Iterable[ZipEntry]) -> None:
+    """Refuse entries that have bytes in common: who reads them all would read many times what the archive has."""
+    for entry, following in pairwise(sorted(entries, key=lambda entry: entry.header_offset)):
+        if entry.header_offset + _LOCAL.size + entry.nbytes > following.header_offset:
+            raise ValueError(f"entries {entry.name!r} and {following.name!r} overlap")
 
 
 def _extra64(extra: bytes, nbytes: int, packed: int, offset: int) -> tuple[int, int, int]:

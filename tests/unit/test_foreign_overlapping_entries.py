@@ -1,0 +1,129 @@
+"""Entries of a zip archive that claim the same bytes: whoever reads all reads far more than it has (CVE-2024-0450)."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import states
+import torch
+
+import asyncckpt
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.foreign.kinds import read_any
+from asyncckpt.foreign.verification import verify_any
+from asyncckpt.foreign.zip_directory import read_directory
+from asyncckpt.storage.files import Files
+
+FILES = Files()
+PAYLOAD_NBYTES = 1 << 16
+
+
+def archive(claims: Callable[[int, int], int], count: int) -> bytes:
+    """An archive of `torch.save` of `count` tensors, whose local headers lie one behind the other.
+
+    Args:
+        claims: (where the bytes of an entry begin, where the directory begins) -> the length that the directory says.
+    """
+    real = io.BytesIO()
+    torch.save({f"t{n}": torch.zeros(0) for n in range(count)}, real)
+    with zipfile.ZipFile(real) as opened:
+        pickled = opened.read(next(name for name in opened.namelist() if name.endswith("/data.pkl")))
+    members = [("archive/data.pkl", pickled), *((f"archive/data/{n}", b"") for n in range(count))]
+    body, starts = bytearray(), []
+    for name, data in members:
+        starts.append(len(body))
+        body += struct.pack("<4s5H3L2H", b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(name), 0) + name.encode() + data
+    body += bytes(PAYLOAD_NBYTES)
+    directory = bytearray()
+    for (name, data), start in zip(members, starts, strict=True):
+        begin = start + 30 + len(name)
+        nbytes = len(data) or claims(begin, len(body))
+        crc = zlib.crc32(body[begin : begin + nbytes])
+        directory += struct.pack(
+            "<4s6H3L5H2L", b"PK\x01\x02", 0, 0, 0, 0, 0, 0, crc, nbytes, nbytes, len(name), 0, 0, 0, 0, 0, start
+        )
+        directory += name.encode()
+    n = len(members)
+    return bytes(body + directory + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, n, n, len(directory), len(body), 0))
+
+
+def entries_of(data: bytes) -> dict[str, Any]:
+    return dict(read_directory(lambda at, length: data[at : at + length], len(data)))
+
+
+@pytest.fixture
+def overlapping(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "a.pt"
+    path.write_bytes(archive(lambda begin, end: end - begin, 300))
+    return path
+
+
+def test_an_archive_whose_headers_lie_together_and_claim_nothing_is_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.pt").write_bytes(archive(lambda *_: 0, 3))
+    states.assert_same(asyncckpt.load(tmp_path / "a.pt"), {f"t{n}": torch.zeros(0) for n in range(3)})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: read_any(str(path), FILES),
+        asyncckpt.load,
+        lambda path: asyncckpt.convert(path, path.with_name("out"), to="asyncckpt"),
+    ],
+    ids=["read_any", "load", "convert"],
+)
+def test_entries_that_overlap_are_refused(read: Callable[[pathlib.Path], Any], overlapping: pathlib.Path) -> None:
+    with pytest.raises(CorruptCheckpointError, match="overlap") as caught:
+        read(overlapping)
+    assert str(overlapping) in str(caught.value)
+    assert [path.name for path in overlapping.parent.iterdir()] == ["a.pt"]
+
+
+def test_verify_reads_nothing_of_entries_that_overlap(overlapping: pathlib.Path) -> None:
+    verdict = verify_any(str(overlapping), FILES)
+    assert (verdict.state, verdict.read_nbytes) == ("corrupt", 0)
+    assert "overlap" in str(verdict.faults[0])
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_an_entry_may_reach_to_the_next_header_and_no_further(more: int) -> None:
+    name_nbytes = len("archive/data/0")  # what lies between the bytes that the directory tells and the next header
+    data = archive(lambda *_: name_nbytes + more, 2)
+    if more > 0:
+        with pytest.raises(ValueError, match="overlap"):
+            entries_of(data)
+    else:
+        assert len(entries_of(data)) == 3
+
+
+def test_two_names_for_one_header_are_refused() -> None:
+    data = bytearray(archive(lambda *_: 0, 2))
+    first = data.find(b"PK\x01\x02", data.find(b"PK\x01\x02") + 4)
+    second = data.find(b"PK\x01\x02", first + 4)
+    data[second + 42 : second + 46] = data[first + 42 : first + 46]
+    with pytest.raises(ValueError, match="overlap"):
+        entries_of(bytes(data))
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 4096])
+@pytest.mark.parametrize("has_crcs", [True, False])
+def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: bool, tmp_path: pathlib.Path) -> None:
+    config = pytest.importorskip("torch.utils.serialization").config
+    if not hasattr(config.save, "storage_alignment"):
+        pytest.skip("this torch aligns storages as it likes")
+    state = {"a": torch.zeros(0), "b": torch.ones(5, dtype=torch.uint8), "c": torch.zeros(0), "d": torch.ones(9000)}
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(has_crcs)
+    try:
+        with config.patch("save.storage_alignment", alignment):
+            torch.save(state, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    states.assert_same(asyncckpt.load(tmp_path / "a.pt"), state)
