@@ -5,6 +5,7 @@ Where the elements lie inside an item is found when they are read: its directory
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -97,6 +98,10 @@ class _Directory:
                 raise self._assembly.corrupt("it was cut short", file=name, fqn=fqn)
             archives[name, offset, length] = None
             self._items[fqn, None if at is None else size_of(at)] = (part, offset, length)
+        for (name, offset, length), (other, start, _) in itertools.pairwise(sorted(archives)):
+            # Tied tensors may share an item. What overlaps would be read as often as somebody has written it down.
+            if name == other and offset + length > start:
+                raise self._assembly.corrupt("two of its items overlap", file=name)
         self._assembly.source.archives += archives
 
     def _leaf(self, fqn: str, path: Path, entry: Any) -> Node:

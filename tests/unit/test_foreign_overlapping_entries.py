@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+import pickle
 import struct
 import zipfile
 import zlib
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import states
 import torch
+import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError
@@ -127,3 +129,19 @@ def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: b
     finally:
         torch.serialization.set_crc32_options(before)
     states.assert_same(asyncckpt.load(tmp_path / "a.pt"), state)
+
+
+def test_items_of_dcp_that_overlap_are_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "dcp"
+    dcp.save({"a": torch.ones(300), "b": torch.zeros(300)}, checkpoint_id=path, no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    first, second = sorted(metadata.storage_data.values(), key=lambda info: info.offset)
+    assert read_any(str(path), FILES), "they lie side by side"
+    second.offset, second.length = first.offset + 1, first.length
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for read in (lambda: asyncckpt.load(path), lambda: read_any(str(path), FILES)):
+        with pytest.raises(CorruptCheckpointError, match="overlap"):
+            read()
+    second.offset = first.offset
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert torch.equal(asyncckpt.load(path, keys=["a"])["a"], torch.ones(300)), "an item may be two tensors"
