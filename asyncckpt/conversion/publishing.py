@@ -125,9 +125,10 @@ def put_into_place(
 
 def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]:
     """Look once more at what stands there, and put the target in its place; return what came along."""
+    # IMPORTANT: ahead of the checks, so that each file is one that they have seen, or one that came after this look.
+    before = look_at(path, files)
     standing_at(path, files, overwrite=True, is_hub=is_hub)  # again: what has come into it meanwhile would be lost
     refuse_saves(path, files)
-    before = look_at(path, files)
     carried = carry_over(path, temporary, companions_at(path, files), files) if is_hub else []
     if carried:
         fsync_directory(files, temporary)
