@@ -82,6 +82,9 @@ def _reserve(temporary: str, path: str, files: Files) -> None:
 def replace_by_steps(temporary: str, path: str, before: Look, files: Files) -> None:
     """Where names cannot be exchanged: a file by one rename, else the old one is aside for an instant.
 
+    At the end the old one is at `temporary`, as after an exchange: for the caller to remove, once it holds no lock in
+    it, whose open file keeps a directory from being removed on NFS.
+
     Raises:
         AsyncCkptError: Something came to what stands there, or into its place. It stands there.
         OSError: A call failed.
@@ -101,7 +104,10 @@ def replace_by_steps(temporary: str, path: str, before: Look, files: Files) -> N
     except BaseException:
         _put_back(aside, path, temporary)
         raise
-    remove(aside)
+    try:
+        os.rename(aside, temporary)
+    except OSError as error:
+        _logger.warning("%s, which was replaced, stays behind: %s", aside, error)
 
 
 def _put_back(aside: str, path: str, temporary: str) -> None:

@@ -19,7 +19,9 @@ import asyncckpt
 from asyncckpt.conversion import converter, publishing, renaming_by_steps
 from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
+from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.overwrite_lock import overwrite_lock
 
 KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
 
@@ -162,6 +164,55 @@ def test_a_step_that_fails_or_is_not_durable_leaves_the_old_one(
         assert list(asyncckpt.load(tmp_path / "x")) == ["old"]
         assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
         shutil.rmtree(tmp_path / "x")
+
+
+def test_the_old_one_is_removed_by_its_temporary_name_when_no_lock_is_held_any_more(
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    plain: Renameat2,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(tmp_path / "x", "asyncckpt")
+    removed: list[list[str]] = []
+    real = shutil.rmtree
+
+    def rmtree(path: str) -> None:
+        assert list(asyncckpt.load(path)) == ["old"] and list(asyncckpt.load(tmp_path / "x")) == ["new"]
+        for one in (path, str(tmp_path / "x")):
+            assert LOCK_NAME not in os.listdir(one)
+            with overwrite_lock(one, files=Files(), umask=0o22, timeout_s=0):
+                pass
+        removed.append(sorted(name[-11:] for name in os.listdir(tmp_path)))
+        real(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    asyncckpt.convert(source, tmp_path / "x", to="asyncckpt", overwrite=True)
+    assert removed == [[".converting", "a.pt", "x"]]
+    assert not caplog.records
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+def test_an_old_one_that_cannot_be_renamed_again_is_said_and_the_new_one_stands(
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    plain: Renameat2,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(tmp_path / "x", "dcp")
+    real = os.rename
+
+    def rename(one: Any, other: Any) -> None:
+        if str(one).endswith(".old"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", rename)
+    asyncckpt.convert(source, tmp_path / "x", to="dcp", overwrite=True)
+    assert list(asyncckpt.load(tmp_path / "x")) == ["new"]
+    (left,) = (name for name in os.listdir(tmp_path) if name.endswith(".converting.old"))
+    assert left in caplog.text and list(asyncckpt.load(tmp_path / left)) == ["old"]
 
 
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
