@@ -338,3 +338,56 @@ def test_signals_are_put_off_and_handled_once_each_and_other_threads_are_as_they
         signal.signal(signal.SIGHUP, ignored)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_each_signal_is_handled_although_the_handler_of_another_raises() -> None:
+    heard: list[int] = []
+
+    def count(number: int, _: Any) -> None:
+        heard.append(number)
+        raise RuntimeError("the second one")
+
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: count, signal.SIGHUP: count}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+            for number in handlers:
+                signal.raise_signal(number)
+            raise ValueError("of the block")
+        assert heard == [signal.SIGTERM, signal.SIGHUP]
+        assert isinstance(caught.value.__context__, ValueError)
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_handlers_are_given_back_leaves_none_of_ours(
+    first: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+
+    def count(number: int, _: Any) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, count) for number in numbers}
+    real, coming = signal.signal, [first]
+
+    def giving_back(number: int, handler: Any) -> Any:
+        found = real(number, handler)
+        if handler is count and number == first and coming:
+            signal.raise_signal(coming.pop())  # by a handler that is back, while others are not
+        return found
+
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            monkeypatch.setattr(signal, "signal", giving_back)
+            signal.raise_signal(signal.SIGTERM)
+        assert sorted(heard) == sorted([first, signal.SIGTERM])
+        assert all(signal.getsignal(number) is count for number in numbers)
+    finally:
+        for number, handler in before.items():
+            real(number, handler)
