@@ -12,18 +12,20 @@ from asyncckpt.conversion.replaceable import may_belong, standing_at
 from asyncckpt.conversion.under_way import refuse_saves
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.kinds import read_any
-from asyncckpt.format.names import is_converting, set_aside_from, set_aside_name
+from asyncckpt.format.names import is_converting, is_kept, set_aside_from, set_aside_name
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.garbage import CONVERSION
 from asyncckpt.storage.temporaries import Temporary
 
 
 def _is_left(name: str) -> bool:
-    return is_converting(name) or set_aside_from(name) is not None
+    return is_converting(name) or is_kept(name) or set_aside_from(name) is not None
 
 
 def _keeps(path: str, files: Files) -> str:
     directory, name = os.path.split(path)
+    if is_kept(name):
+        return "a conversion that failed could not put it back to where it was: it may be the only copy"
     aside = set_aside_from(name)
     if aside is not None:
         converting, target = (os.path.join(directory, one) if one else "" for one in aside)

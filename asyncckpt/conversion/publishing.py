@@ -19,7 +19,7 @@ from asyncckpt.conversion.replaceable import Standing, companions_at, standing_a
 from asyncckpt.conversion.under_way import Look, held, look_at, refuse_arrivals, refuse_saves
 from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
-from asyncckpt.format.names import converting_name, set_aside_name
+from asyncckpt.format.names import converting_name, kept_name
 from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import Files, fsync_directory
 
@@ -162,10 +162,10 @@ def _settle(temporary: str, path: str, before: Look, own: Collection[str], files
 
 def _keep(temporary: str, path: str) -> None:
     """Save from its removal what stood there and cannot be put back."""
-    aside = set_aside_name(temporary)
+    kept = kept_name(temporary)
     try:
-        os.rename(temporary, aside)
-        _logger.warning("what stood at %s is at %s now, and could not be put back", path, aside)
+        os.rename(temporary, kept)
+        _logger.warning("what stood at %s is at %s now, and could not be put back", path, kept)
     except OSError as error:
         _logger.warning("what stood at %s could not be put back: %s", path, error)
 

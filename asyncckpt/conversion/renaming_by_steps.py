@@ -13,7 +13,7 @@ import shutil
 
 from asyncckpt.conversion.under_way import Look, look_at, refuse_arrivals
 from asyncckpt.errors import CheckpointExistsError
-from asyncckpt.format.names import set_aside_name
+from asyncckpt.format.names import kept_name, set_aside_name
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.put_if_absent import NO_HARD_LINKS
 
@@ -122,6 +122,9 @@ def _put_back(aside: str, path: str, temporary: str) -> None:
         why = "something else came there"
     except OSError as error:
         why = str(error)
+    with contextlib.suppress(OSError):  # a name that says that nobody else has it, and which nobody removes
+        os.rename(aside, kept_name(temporary))
+        aside = kept_name(temporary)
     _logger.warning("what stood at %s is at %s now, and could not be put back: %s", path, aside, why)
 
 

@@ -29,6 +29,7 @@ _RESERVED = re.compile(r"@rank[0-9]+\Z")
 _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _CONVERTING = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\Z")
 _SET_ASIDE = re.compile(r"(?s)(\.(.+)\.[0-9a-f]{12}\.converting)\.old\Z")
+_KEPT = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\.kept\Z")
 _CONVERTED_CHARS = 200
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
@@ -152,6 +153,16 @@ def set_aside_from(name: str) -> tuple[str, str] | None:
     """Return what `set_aside_name` made this name of, and the target's name, "" where it was cut; None: it did not."""
     found = _SET_ASIDE.match(name)
     return (found[1], found[2] if len(found[2]) < _CONVERTED_CHARS else "") if found else None
+
+
+def kept_name(converting: str) -> str:
+    """Return what a checkpoint is called that was to be replaced, was not, and could not be put back to its place."""
+    return f"{converting}.kept"
+
+
+def is_kept(name: str) -> bool:
+    """Whether a file or directory is called as `kept_name` has it: nobody removes it but people."""
+    return _KEPT.match(name) is not None
 
 
 def replacing_name(name: str) -> str:

@@ -61,7 +61,15 @@ def test_the_temporary_name_is_known_however_the_target_is_called(tmp_path: Path
     for name in ("out", "a b", ".hidden", "x" * 255, "line\nbreak", "model.safetensors"):
         with beside(str(tmp_path / name)) as temporary:
             assert is_converting(os.path.basename(temporary))
-    for name in ("out", "out.converting", ".out.converting", ".out.0123456789AB.converting", f"{NAME}.old", f"x{NAME}"):
+    for name in (
+        "out",
+        "out.converting",
+        ".out.converting",
+        ".out.0123456789AB.converting",
+        f"{NAME}.old",
+        f"{NAME}.kept",
+        f"x{NAME}",
+    ):
         assert not is_converting(name)
 
 
@@ -154,7 +162,8 @@ def test_gc_removes_what_was_set_aside_where_its_successor_stands(
 
 
 @pytest.mark.parametrize(
-    "why", ["nothing", "an empty directory", "somebody else's file", "a damaged one", "a cut name", "young"]
+    "why",
+    ["nothing", "an empty directory", "somebody else's file", "a damaged one", "a cut name", "young", "not put back"],
 )
 @pytest.mark.parametrize("kind", ["asyncckpt", "torch"])
 def test_what_was_set_aside_and_may_be_the_only_copy_is_named_and_stays(
@@ -169,6 +178,8 @@ def test_what_was_set_aside_and_may_be_the_only_copy_is_named_and_stays(
             one.write_bytes(b"")
     elif why == "young":
         age(old, 3600)
+    elif why == "not put back":
+        old = old.rename(root / f"{NAME}.kept")
     else:
         shutil.rmtree(final) if final.is_dir() else final.unlink()
         if why == "an empty directory":

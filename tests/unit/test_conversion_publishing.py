@@ -127,6 +127,7 @@ def test_what_comes_to_the_name_in_the_last_instant_is_not_replaced(
     assert (tmp_path / "x").read_text() == "dear"
     left = [name for name in os.listdir(tmp_path) if name not in ("a.pt", "x")]
     assert len(left) == overwrite  # what stood there is whole beside it
+    assert all(name.endswith(".converting.kept") for name in left)
     assert all(list(asyncckpt.load(tmp_path / name)) == ["old"] for name in left)
 
 

@@ -267,7 +267,7 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
     monkeypatch.setattr(publishing, "exchange", exchange)
     with pytest.raises(CheckpointExistsError):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
-    aside = pathlib.Path(f"{calls[0]}.old")
+    aside = pathlib.Path(f"{calls[0]}.kept")
     assert (aside / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(aside)) == ["old"]
     assert list(asyncckpt.load(path)) == ["new"]
     assert sorted(os.listdir(tmp_path)) == [aside.name, "a.pt", "x"]
