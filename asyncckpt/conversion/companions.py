@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable
@@ -10,6 +11,9 @@ from asyncckpt.foreign.safetensors_files import index_names
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.put_if_absent import NO_HARD_LINKS
+
+_NO_LINK = NO_HARD_LINKS | {errno.EXDEV}
+"""EXDEV: a mount, a quota, or a file system that links only within one directory, lies between the two."""
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx")
 """Endings of files in a Hugging Face directory that hold weights, and so are not copied along."""
@@ -78,7 +82,7 @@ def carry_over(path: str, temporary: str, names: Iterable[str], files: Files) ->
         except FileNotFoundError:  # its owner has removed it meanwhile
             continue
         except OSError as error:
-            if error.errno not in NO_HARD_LINKS:
+            if error.errno not in _NO_LINK:
                 raise
             shutil.copy2(source, target, follow_symlinks=False)
             if not os.path.islink(target):

@@ -183,6 +183,7 @@ class _Conversion:
         extras, not_copied = self._beside(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
         check_room(self.path, room, self._files)
+        changed = tuple(holding.changed + changes(whole, outline, self._to, keys, self._files))
         self._total = target.nbytes * (2 if self._read_back else 1)
         with beside(self.path) as temporary:
             try:
@@ -205,7 +206,7 @@ class _Conversion:
             tensors=len(kinds) - kinds.count("O"),
             objects=kinds.count("O"),
             nbytes=target.nbytes,
-            changed=tuple(holding.changed + changes(whole, outline, self._to, keys, self._files)),
+            changed=changed,
             left_out=tuple(fqn for fqn in [*holding.cannot, *whole.away]),
             copied=tuple(extras),
             not_copied=tuple(not_copied),

@@ -19,7 +19,7 @@ from asyncckpt.conversion.replaceable import Standing, companions_at, standing_a
 from asyncckpt.conversion.under_way import Look, held, look_at, refuse_arrivals, refuse_saves
 from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
-from asyncckpt.format.names import converting_name, set_aside_name
+from asyncckpt.format.names import converting_name, kept_name
 from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import Files, fsync_directory
 
@@ -125,9 +125,10 @@ def put_into_place(
 
 def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]:
     """Look once more at what stands there, and put the target in its place; return what came along."""
+    # IMPORTANT: ahead of the checks, so that each file is one that they have seen, or one that came after this look.
+    before = look_at(path, files)
     standing_at(path, files, overwrite=True, is_hub=is_hub)  # again: what has come into it meanwhile would be lost
     refuse_saves(path, files)
-    before = look_at(path, files)
     carried = carry_over(path, temporary, companions_at(path, files), files) if is_hub else []
     if carried:
         fsync_directory(files, temporary)
@@ -161,10 +162,10 @@ def _settle(temporary: str, path: str, before: Look, own: Collection[str], files
 
 def _keep(temporary: str, path: str) -> None:
     """Save from its removal what stood there and cannot be put back."""
-    aside = set_aside_name(temporary)
+    kept = kept_name(temporary)
     try:
-        os.rename(temporary, aside)
-        _logger.warning("what stood at %s is at %s now, and could not be put back", path, aside)
+        os.rename(temporary, kept)
+        _logger.warning("what stood at %s is at %s now, and could not be put back", path, kept)
     except OSError as error:
         _logger.warning("what stood at %s could not be put back: %s", path, error)
 

@@ -13,7 +13,7 @@ import shutil
 
 from asyncckpt.conversion.under_way import Look, look_at, refuse_arrivals
 from asyncckpt.errors import CheckpointExistsError
-from asyncckpt.format.names import set_aside_name
+from asyncckpt.format.names import kept_name, set_aside_name
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.put_if_absent import NO_HARD_LINKS
 
@@ -82,6 +82,9 @@ def _reserve(temporary: str, path: str, files: Files) -> None:
 def replace_by_steps(temporary: str, path: str, before: Look, files: Files) -> None:
     """Where names cannot be exchanged: a file by one rename, else the old one is aside for an instant.
 
+    At the end the old one is at `temporary`, as after an exchange: for the caller to remove, once it holds no lock in
+    it, whose open file keeps a directory from being removed on NFS.
+
     Raises:
         AsyncCkptError: Something came to what stands there, or into its place. It stands there.
         OSError: A call failed.
@@ -101,7 +104,10 @@ def replace_by_steps(temporary: str, path: str, before: Look, files: Files) -> N
     except BaseException:
         _put_back(aside, path, temporary)
         raise
-    remove(aside)
+    try:
+        os.rename(aside, temporary)
+    except OSError as error:
+        _logger.warning("%s, which was replaced, stays behind: %s", aside, error)
 
 
 def _put_back(aside: str, path: str, temporary: str) -> None:
@@ -116,6 +122,9 @@ def _put_back(aside: str, path: str, temporary: str) -> None:
         why = "something else came there"
     except OSError as error:
         why = str(error)
+    with contextlib.suppress(OSError):  # a name that says that nobody else has it, and which nobody removes
+        os.rename(aside, kept_name(temporary))
+        aside = kept_name(temporary)
     _logger.warning("what stood at %s is at %s now, and could not be put back: %s", path, aside, why)
 
 

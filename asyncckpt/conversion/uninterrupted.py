@@ -15,6 +15,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def uninterrupted() -> Iterator[None]:
     """Keep signals whose handlers are Python's from interrupting the block; they are handled at its end.
 
+    Every handler is given back, and every signal that came is handled, also where the handler of another one raises:
+    what the first of them raised is raised at the end.
+
     Handlers run in the main thread alone, so in others there is nothing to do. What ends the process at once, or is
     ignored, stays so.
     """
@@ -36,7 +39,18 @@ def uninterrupted() -> Iterator[None]:
                 signal.signal(one, note)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        first: BaseException | None = None
+        while before or came:
+            try:
+                while before:
+                    # IMPORTANT: Ctrl-C, whose handler raises, was taken first and is given back last.
+                    number, handler = next(reversed(before.items()))
+                    if signal.getsignal(number) is note:
+                        signal.signal(number, handler)
+                    del before[number]
+                while came:
+                    signal.raise_signal(came.pop(0))
+            except BaseException as error:
+                first = error if first is None else first
+        if first is not None:
+            raise first

@@ -28,6 +28,9 @@ _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
 _RESERVED = re.compile(r"@rank[0-9]+\Z")
 _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _CONVERTING = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\Z")
+_SET_ASIDE = re.compile(r"(?s)(\.(.+)\.[0-9a-f]{12}\.converting)\.old\Z")
+_KEPT = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\.kept\Z")
+_CONVERTED_CHARS = 200
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)(?:\.tmp)?\Z"),
@@ -133,7 +136,7 @@ def is_quarantined(name: str) -> bool:
 
 def converting_name(name: str, token: str) -> str:
     """Return what a conversion's target `name` is called until it is complete; `token`: 12 random hex digits."""
-    return f".{name[:200]}.{token}.converting"
+    return f".{name[:_CONVERTED_CHARS]}.{token}.converting"
 
 
 def is_converting(name: str) -> bool:
@@ -144,6 +147,22 @@ def is_converting(name: str) -> bool:
 def set_aside_name(converting: str) -> str:
     """Return what the checkpoint that is being replaced is called for an instant, where names cannot be exchanged."""
     return f"{converting}.old"
+
+
+def set_aside_from(name: str) -> tuple[str, str] | None:
+    """Return what `set_aside_name` made this name of, and the target's name, "" where it was cut; None: it did not."""
+    found = _SET_ASIDE.match(name)
+    return (found[1], found[2] if len(found[2]) < _CONVERTED_CHARS else "") if found else None
+
+
+def kept_name(converting: str) -> str:
+    """Return what a checkpoint is called that was to be replaced, was not, and could not be put back to its place."""
+    return f"{converting}.kept"
+
+
+def is_kept(name: str) -> bool:
+    """Whether a file or directory is called as `kept_name` has it: nobody removes it but people."""
+    return _KEPT.match(name) is not None
 
 
 def replacing_name(name: str) -> str:

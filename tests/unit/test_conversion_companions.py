@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import cli
+from asyncckpt.conversion import converter
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.storage.files import Files
 
@@ -48,15 +50,15 @@ def everything(path: pathlib.Path) -> dict[str, bytes]:
     return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("answer", [0, errno.EPERM, errno.EXDEV])
 def test_what_lies_beside_the_weights_is_carried_over_and_said(
-    links: bool, source: pathlib.Path, hub: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    answer: int, source: pathlib.Path, hub: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(self: Files, source: str, target: str) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        raise OSError(answer, os.strerror(answer))
 
     (hub / "LICENSE").symlink_to("../license-of-all")
-    if not links:
+    if answer:
         monkeypatch.setattr(Files, "link", none)
     report = asyncckpt.convert(source, hub, to="hf", overwrite=True)
     assert report.carried_over == tuple(sorted([*BESIDE, "LICENSE"]))
@@ -149,3 +151,20 @@ def test_what_of_a_source_is_not_copied_is_named(
     assert cli.main(["convert", str(hub), str(tmp_path / "y"), "--to", "hf"]) == 0
     assert "not copied: 1_Pooling\n" in capsys.readouterr().out
     assert asyncckpt.convert(hub, tmp_path / "z", to="dcp").not_copied == ()
+
+
+def test_a_source_that_goes_away_once_its_target_is_in_place_is_no_error(
+    hub: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hub / "unread.safetensors").write_bytes(b"")
+    real = converter.put_into_place
+
+    def put(*arguments: Any, **kw: Any) -> Any:
+        found = real(*arguments, **kw)
+        shutil.rmtree(hub)
+        return found
+
+    monkeypatch.setattr(converter, "put_into_place", put)
+    report = asyncckpt.convert(hub, tmp_path / "x", to="dcp")
+    assert any("unread.safetensors" in one for one in report.changed)
+    assert sorted(asyncckpt.load(tmp_path / "x")) == ["old", "older"] and not hub.exists()

@@ -19,7 +19,9 @@ import asyncckpt
 from asyncckpt.conversion import converter, publishing, renaming_by_steps
 from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
+from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.overwrite_lock import overwrite_lock
 
 KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
 
@@ -125,6 +127,7 @@ def test_what_comes_to_the_name_in_the_last_instant_is_not_replaced(
     assert (tmp_path / "x").read_text() == "dear"
     left = [name for name in os.listdir(tmp_path) if name not in ("a.pt", "x")]
     assert len(left) == overwrite  # what stood there is whole beside it
+    assert all(name.endswith(".converting.kept") for name in left)
     assert all(list(asyncckpt.load(tmp_path / name)) == ["old"] for name in left)
 
 
@@ -162,6 +165,55 @@ def test_a_step_that_fails_or_is_not_durable_leaves_the_old_one(
         assert list(asyncckpt.load(tmp_path / "x")) == ["old"]
         assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
         shutil.rmtree(tmp_path / "x")
+
+
+def test_the_old_one_is_removed_by_its_temporary_name_when_no_lock_is_held_any_more(
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    plain: Renameat2,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(tmp_path / "x", "asyncckpt")
+    removed: list[list[str]] = []
+    real = shutil.rmtree
+
+    def rmtree(path: str) -> None:
+        assert list(asyncckpt.load(path)) == ["old"] and list(asyncckpt.load(tmp_path / "x")) == ["new"]
+        for one in (path, str(tmp_path / "x")):
+            assert LOCK_NAME not in os.listdir(one)
+            with overwrite_lock(one, files=Files(), umask=0o22, timeout_s=0):
+                pass
+        removed.append(sorted(name[-11:] for name in os.listdir(tmp_path)))
+        real(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    asyncckpt.convert(source, tmp_path / "x", to="asyncckpt", overwrite=True)
+    assert removed == [[".converting", "a.pt", "x"]]
+    assert not caplog.records
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+def test_an_old_one_that_cannot_be_renamed_again_is_said_and_the_new_one_stands(
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    plain: Renameat2,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(tmp_path / "x", "dcp")
+    real = os.rename
+
+    def rename(one: Any, other: Any) -> None:
+        if str(one).endswith(".old"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", rename)
+    asyncckpt.convert(source, tmp_path / "x", to="dcp", overwrite=True)
+    assert list(asyncckpt.load(tmp_path / "x")) == ["new"]
+    (left,) = (name for name in os.listdir(tmp_path) if name.endswith(".converting.old"))
+    assert left in caplog.text and list(asyncckpt.load(tmp_path / left)) == ["old"]
 
 
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
@@ -287,3 +339,56 @@ def test_signals_are_put_off_and_handled_once_each_and_other_threads_are_as_they
         signal.signal(signal.SIGHUP, ignored)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_each_signal_is_handled_although_the_handler_of_another_raises() -> None:
+    heard: list[int] = []
+
+    def count(number: int, _: Any) -> None:
+        heard.append(number)
+        raise RuntimeError("the second one")
+
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: count, signal.SIGHUP: count}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+            for number in handlers:
+                signal.raise_signal(number)
+            raise ValueError("of the block")
+        assert heard == [signal.SIGTERM, signal.SIGHUP]
+        assert isinstance(caught.value.__context__, ValueError)
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_handlers_are_given_back_leaves_none_of_ours(
+    first: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+
+    def count(number: int, _: Any) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, count) for number in numbers}
+    real, coming = signal.signal, [first]
+
+    def giving_back(number: int, handler: Any) -> Any:
+        found = real(number, handler)
+        if handler is count and number == first and coming:
+            signal.raise_signal(coming.pop())  # by a handler that is back, while others are not
+        return found
+
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            monkeypatch.setattr(signal, "signal", giving_back)
+            signal.raise_signal(signal.SIGTERM)
+        assert sorted(heard) == sorted([first, signal.SIGTERM])
+        assert all(signal.getsignal(number) is count for number in numbers)
+    finally:
+        for number, handler in before.items():
+            real(number, handler)

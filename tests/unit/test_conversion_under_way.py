@@ -267,7 +267,41 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
     monkeypatch.setattr(publishing, "exchange", exchange)
     with pytest.raises(CheckpointExistsError):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
-    aside = pathlib.Path(f"{calls[0]}.old")
+    aside = pathlib.Path(f"{calls[0]}.kept")
     assert (aside / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(aside)) == ["old"]
     assert list(asyncckpt.load(path)) == ["new"]
     assert sorted(os.listdir(tmp_path)) == [aside.name, "a.pt", "x"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", SAVES_FILE])
+@pytest.mark.parametrize(("kind", "to"), [("asyncckpt", "asyncckpt"), ("dcp", "dcp"), ("hf", "hf")])
+@pytest.mark.parametrize("check", ["standing_at", "refuse_saves"])
+def test_what_comes_while_the_last_checks_look_is_not_removed(
+    check: str,
+    kind: str,
+    to: str,
+    name: str,
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, calls = make(tmp_path / "x", kind), []
+    real = getattr(publishing, check)
+
+    def checking(*arguments: Any, **kw: Any) -> Any:
+        found = real(*arguments, **kw)
+        calls.append(check)
+        if len(calls) == 2:  # the first one is ahead of the writing
+            (path / name).write_text("dear")
+        return found
+
+    monkeypatch.setattr(publishing, check, checking)
+    with pytest.raises((CheckpointExistsError, SaveFailedError)) as caught:
+        asyncckpt.convert(source, path, to=to, overwrite=True)
+    assert len(calls) == 2
+    error = caught.value
+    assert error.code == "EAGAIN" if isinstance(error, SaveFailedError) else name == "notes.txt"
+    assert (path / name).read_text() == "dear"
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+    (path / name).unlink()
+    assert list(asyncckpt.load(path)) == ["old"]
