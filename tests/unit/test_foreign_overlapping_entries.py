@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import states
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_calls import save
+from torch.distributed.checkpoint import FileSystemWriter
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError
@@ -133,7 +134,7 @@ def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: b
 
 def test_items_of_dcp_that_overlap_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "dcp"
-    dcp.save({"a": torch.ones(300), "b": torch.zeros(300)}, checkpoint_id=path, no_dist=True)
+    save({"a": torch.ones(300), "b": torch.zeros(300)}, FileSystemWriter(path))
     metadata = pickle.loads((path / ".metadata").read_bytes())
     first, second = sorted(metadata.storage_data.values(), key=lambda info: info.offset)
     assert read_any(str(path), FILES), "they lie side by side"
