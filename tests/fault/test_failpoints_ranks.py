@@ -219,9 +219,9 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
         ("peers: sending", 1),
         ("peers: connecting", 1),
         ("peers: listening", 0),
-        ("commit: others seen", 0),
-        ("peers: heard", 0),
-        ("peers: sending", 0),
+        pytest.param("commit: others seen", 0, marks=pytest.mark.soak),
+        pytest.param("peers: heard", 0, marks=pytest.mark.soak),
+        pytest.param("peers: sending", 0, marks=pytest.mark.soak),
     ],
 )
 def test_a_worker_that_is_killed_among_several_lists_nothing_in_part(

@@ -256,7 +256,7 @@ def test_a_worker_that_is_killed_while_it_takes_memory_over_leaves_it_to_the_nex
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
 
 
-@pytest.mark.parametrize("action", ["kill", "sleep"])
+@pytest.mark.parametrize("action", [pytest.param("kill", marks=pytest.mark.soak), "sleep"])
 @pytest.mark.parametrize("point", TOLD["worker"])
 def test_a_worker_that_is_killed_before_any_of_its_messages_costs_no_save_or_says_so(
     endpoint: str, tmp_path: pathlib.Path, point: str, action: str
