@@ -58,10 +58,10 @@ class Memory:
     def now(self) -> int:
         """Return how many bytes of shared memory lie in the worker's slots."""
         found = 0
-        for fd in os.scandir(f"/proc/{self._pid}/fd"):
+        for fd in os.listdir(f"/proc/{self._pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
-                if os.readlink(fd.path).startswith("/memfd:asyncckpt-slot"):
-                    found += os.stat(fd.path).st_blocks * 512
+                if os.readlink(f"/proc/{self._pid}/fd/{fd}").startswith("/memfd:asyncckpt-slot"):
+                    found += os.stat(f"/proc/{self._pid}/fd/{fd}").st_blocks * 512
         return found
 
     def _watch(self) -> None:

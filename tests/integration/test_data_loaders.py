@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -44,9 +45,10 @@ def slots_of(pid: int) -> set[int]:
         for line in pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines():
             if "memfd:asyncckpt" in line:
                 found.add(int(line.split()[4]))
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            if "memfd:asyncckpt" in os.readlink(entry.path):
-                found.add(os.stat(entry.path).st_ino)
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if "memfd:asyncckpt" in os.readlink(f"/proc/{pid}/fd/{fd}"):
+                    found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         pass  # it has ended, or is not ours
     return found

@@ -231,10 +231,10 @@ def saves_once(rank: int, root: str, step: int) -> None:
 def slots_in(pid: int) -> dict[int, int]:
     """Return the memory of a worker's slots: inode -> how many bytes of it are there."""
     found = {}
-    for fd in os.scandir(f"/proc/{pid}/fd"):
+    for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
-            if os.readlink(fd.path).startswith("/memfd:asyncckpt-slot"):
-                there = os.stat(fd.path)
+            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:asyncckpt-slot"):
+                there = os.stat(f"/proc/{pid}/fd/{fd}")
                 found[there.st_ino] = there.st_blocks * 512
     return found
 
