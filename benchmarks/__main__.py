@@ -23,6 +23,7 @@ COMMANDS = (
         ("scale",),
         ("convert",),
         ("recall",),
+        ("bare_load",),
     ),
     ("pace",),
 )
