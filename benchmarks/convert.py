@@ -42,7 +42,13 @@ from benchmarks.spread import text_of
 
 RESULTS = Path(__file__).parent / "results"
 TENSOR_NBYTES = 64 << 20
-PAIRS = (("dcp", "safetensors"), ("dcp", "torch"), ("torch", "dcp"), ("torch", "hf"), ("asyncckpt", "safetensors"))
+PAIRS = (
+    *(("dcp", "safetensors"), ("dcp", "torch"), ("torch", "dcp"), ("torch", "hf"), ("torch", "asyncckpt")),
+    *(("asyncckpt", "safetensors"), ("hf", "asyncckpt")),
+)
+SHARD_NBYTES = 1 << 30
+"""Of the files of a Hugging Face directory."""
+
 LIMIT_SHARE = 0.8
 LIMIT_CHOICES = ((4 << 20, 2), (16 << 20, 2), (16 << 20, 4))
 
@@ -182,6 +188,11 @@ def _write_source(kind: str, path: Path, n_tensors: int) -> None:
         torch.save(state, path)
     elif kind == "dcp":
         save(state, checkpoint_id=str(path), no_dist=True)
+    elif kind == "hf":
+        whole = path.with_name("whole.pt")
+        torch.save(state, whole)
+        asyncckpt.convert(whole, path, to="hf", max_shard_bytes=SHARD_NBYTES, read_back=False)
+        whole.unlink()
     else:
         with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
             checkpointer.save(state, path)
