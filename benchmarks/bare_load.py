@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,15 +154,14 @@ def loop_s(loop: Loop, path: Path, buffers: Mapping, target: Mapping) -> float:
                     if loop.copy:
                         ctypes.memmove(target.address + offset + at, buffers.address + begin + at, step)
 
-    helpers = [threading.Thread(target=run, args=(number,)) for number in range(loop.threads)]
-    began = time.perf_counter()
-    for helper in helpers:
-        helper.start()
-    for helper in helpers:
-        helper.join()
-    seconds = time.perf_counter() - began
-    os.close(fd)
-    return seconds
+    try:
+        with ThreadPoolExecutor(loop.threads) as pool:
+            began = time.perf_counter()
+            for running in [pool.submit(run, number) for number in range(loop.threads)]:
+                running.result()  # raises what a thread has raised: a loop that stopped early would look quick
+            return time.perf_counter() - began
+    finally:
+        os.close(fd)
 
 
 def load_s(path: Path, state: dict[str, Any], *, verify: bool) -> float:

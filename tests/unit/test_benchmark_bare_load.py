@@ -36,6 +36,15 @@ def test_a_loop_reads_all_whole_pages_of_a_file_and_copies_them_if_it_copies(
     assert [offset for offset, _ in sorted(read)] == ends[:-1] and ends[-1] == len(content)
 
 
+def test_a_loop_that_reads_less_than_it_asked_for_has_no_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(MIB))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0)
+    with Mapping(-1, MIB) as memory, pytest.raises(AssertionError):
+        bare_load.loop_s(Loop(1, MIB, 1), tmp_path / "f", memory, memory)
+
+
 def test_a_load_is_compared_with_the_quickest_loop_of_its_own_round_that_verifies_and_copies() -> None:
     slow = dict.fromkeys([*LOOPS, *LOADS], 9.0)
     rounds = [
