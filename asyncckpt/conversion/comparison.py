@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.payloads import SLAB_NBYTES, slab_slices
 from asyncckpt.errors import MissingKeysError
@@ -85,7 +86,10 @@ def compare(
     ours, theirs = _outlines(first, second, names, files)
     mine, others = dict(ours.leaves()), dict(theirs.leaves())
     found = Comparison(leaves=len(mine.keys() | others.keys()))
+    alike = alike_when_opened(ours, theirs) if mine.keys() ^ others.keys() else set()
     for fqn in [*mine, *(name for name in others if name not in mine)]:
+        if fqn in alike:
+            continue
         if fqn not in others:
             found.differences.append(Difference(fqn=fqn, what="only in A", first=_shown(ours, mine[fqn])))
         elif fqn not in mine:
@@ -151,10 +155,11 @@ def _compared(
     if (mine[0] == "O") != (other[0] == "O"):
         return Difference(fqn=fqn, what="kind", first=first, second=second)
     if mine[0] == "O":
-        if ours.objects[mine[1]] == theirs.objects[other[1]]:
+        if is_same_value(ours.objects[mine[1]], theirs.objects[other[1]]):
             return None
+        apart = _apart(ours, mine, theirs, other)
         return Difference(
-            fqn=fqn, what="value", first=first, second=second, max_abs_difference=_apart(ours, mine, theirs, other)
+            fqn=fqn, what="bits" if apart == 0.0 else "value", first=first, second=second, max_abs_difference=apart
         )
     a, b = ours.tensors[mine[1]], theirs.tensors[other[1]]
     if a.global_shape != b.global_shape:

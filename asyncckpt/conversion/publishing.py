@@ -71,20 +71,31 @@ def check_room(path: str, nbytes: int, files: Files) -> None:
         )
 
 
+class Beside(str):
+    """The temporary path of a target.
+
+    Attributes:
+        stays: What stood at the target is there, and could be put nowhere else: it is not removed.
+    """
+
+    stays = False
+
+
 @contextlib.contextmanager
-def beside(path: str) -> Iterator[str]:
-    """Give a temporary name in the target's directory; whatever stands there at the end is removed."""
+def beside(path: str) -> Iterator[Beside]:
+    """Give a temporary path in the target's directory; what is there at the end is removed, unless it `stays`."""
     directory, name = os.path.split(path)
-    temporary = os.path.join(directory, converting_name(name, secrets.token_hex(6)))
+    temporary = Beside(os.path.join(directory, converting_name(name, secrets.token_hex(6))))
     try:
         yield temporary
     finally:
-        with uninterrupted():  # a second Ctrl-C, while a large one is removed
-            remove(temporary)
+        if not temporary.stays:
+            with uninterrupted():  # a second Ctrl-C, while a large one is removed
+                remove(temporary)
 
 
 def put_into_place(
-    temporary: str, path: str, files: Files, umask: int, *, standing: Standing, is_hub: bool = False
+    temporary: Beside, path: str, files: Files, umask: int, *, standing: Standing, is_hub: bool = False
 ) -> tuple[str, ...]:
     """Rename a finished target.
 
@@ -123,7 +134,7 @@ def put_into_place(
     return ()
 
 
-def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]:
+def _replace(temporary: Beside, path: str, files: Files, is_hub: bool) -> list[str]:
     """Look once more at what stands there, and put the target in its place; return what came along."""
     # IMPORTANT: ahead of the checks, so that each file is one that they have seen, or one that came after this look.
     before = look_at(path, files)
@@ -141,7 +152,7 @@ def _replace(temporary: str, path: str, files: Files, is_hub: bool) -> list[str]
     return carried
 
 
-def _settle(temporary: str, path: str, before: Look, own: Collection[str], files: Files) -> None:
+def _settle(temporary: Beside, path: str, before: Look, own: Collection[str], files: Files) -> None:
     """Make an exchange durable, or undo it."""
     try:
         # IMPORTANT: whoever came between the look and the exchange is found before anything is removed.
@@ -160,14 +171,18 @@ def _settle(temporary: str, path: str, before: Look, own: Collection[str], files
         raise
 
 
-def _keep(temporary: str, path: str) -> None:
+def _keep(temporary: Beside, path: str) -> None:
     """Save from its removal what stood there and cannot be put back."""
-    kept = kept_name(temporary)
+    kept, temporary.stays = kept_name(temporary), True
     try:
         os.rename(temporary, kept)
         _logger.warning("what stood at %s is at %s now, and could not be put back", path, kept)
     except OSError as error:
-        _logger.warning("what stood at %s could not be put back: %s", path, error)
+        _logger.warning(
+            "what stood at %s is at %s now, and could not be put back: %s. Move it away: `asyncckpt gc` takes it for "
+            "what a conversion has left",
+            *(path, temporary, error),
+        )
 
 
 def _give_back(temporary: str, path: str, own: Collection[str], files: Files) -> None:

@@ -251,8 +251,13 @@ def test_what_comes_into_the_new_one_for_an_instant_is_in_the_old_one_afterwards
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
 
 
+@pytest.mark.parametrize("renames", [True, False])
 def test_what_cannot_be_put_back_is_kept_beside_it(
-    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    renames: bool,
+    source: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path, calls = make(tmp_path / "x"), []
     real = publishing.exchange
@@ -260,14 +265,22 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
     def exchange(temporary: str, final: str) -> bool:
         calls.append(temporary)
         if len(calls) > 1:
+            if not renames:
+                monkeypatch.setattr(os, "rename", failing)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         _foreign(path)
         return real(temporary, final)
 
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     monkeypatch.setattr(publishing, "exchange", exchange)
     with pytest.raises(CheckpointExistsError):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
-    aside = pathlib.Path(f"{calls[0]}.kept")
+    monkeypatch.undo()
+    aside = pathlib.Path(f"{calls[0]}.kept" if renames else calls[0])
+    assert f"is at {aside} now, and could not be put back" in caplog.text
+    assert ("Move it away" in caplog.text) == (not renames)
     assert (aside / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(aside)) == ["old"]
     assert list(asyncckpt.load(path)) == ["new"]
     assert sorted(os.listdir(tmp_path)) == [aside.name, "a.pt", "x"]
