@@ -74,14 +74,18 @@ def modules_of(benchmark: str) -> list[str]:
 
 
 def other_code(results: Path) -> dict[str, str]:
-    """Return the result files that were made with other code than this checkout's, and which part of it is another."""
+    """Return the result files that were made with other code than this checkout's, and which part of it is another.
+
+    Args:
+        results: Where they are, and in its folders those of other machines.
+    """
     found = {}
-    for file in sorted(results.glob("*.json")):
+    for file in sorted(results.rglob("*.json")):
         result: dict[str, Any] = json.loads(file.read_text())
         now, then = code_of(file.stem.partition("-")[0]), result.get("code")
         parts = [name for name in now if name != "commit" and now[name] != (then or {}).get(name)]
         if parts:
-            found[file.stem] = ", ".join(parts) if then else "not told"
+            found[str(file.relative_to(results).with_suffix(""))] = ", ".join(parts) if then else "not told"
     return found
 
 

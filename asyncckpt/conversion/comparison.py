@@ -86,7 +86,8 @@ def compare(
     ours, theirs = _outlines(first, second, names, files)
     mine, others = dict(ours.leaves()), dict(theirs.leaves())
     found = Comparison(leaves=len(mine.keys() | others.keys()))
-    alike = alike_when_opened(ours, theirs) if mine.keys() ^ others.keys() else set()
+    on_one_side = mine.keys() ^ others.keys()
+    alike = on_one_side & alike_when_opened(ours, theirs) if on_one_side else set()
     for fqn in [*mine, *(name for name in others if name not in mine)]:
         if fqn in alike:
             continue

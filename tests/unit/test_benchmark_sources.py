@@ -89,6 +89,9 @@ def test_result_files_of_other_code_are_named_with_what_is_another(tmp_path: pat
     for name, result in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     assert sources.footer(tmp_path) == ["other code: compare-small (asyncckpt_worker, benchmarks); cpu (not told)"]
+    (tmp_path / "another_machine").mkdir()
+    shutil.copy(tmp_path / "cpu.json", tmp_path / "another_machine")
+    assert list(sources.other_code(tmp_path)) == ["another_machine/cpu", "compare-small", "cpu"]
 
 
 # ---- a quiet machine

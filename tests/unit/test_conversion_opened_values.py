@@ -78,3 +78,12 @@ def test_a_leaf_is_alike_what_it_was_opened_to(container: Node, objects: list[An
     opened = outline(("d", ("n", container)), objects)
     closed = outline(("d", ("n", ("O", 0))), [raw])
     assert alike_when_opened(opened, closed) == alike_when_opened(closed, opened) == alike
+
+
+def test_a_name_that_both_sides_have_is_compared_although_the_other_side_opens_a_value_to_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    dcp_calls.save({"t": (1, {2}), "t.0": 5, "x": torch.ones(3)}, StorageWriter(tmp_path / "a"))
+    torch.save({"t": (1, {2}), "x": torch.ones(3)}, tmp_path / "b")
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b")).differences
+    assert [(d.fqn, d.what) for d in found] == [("t.0", "value")]
