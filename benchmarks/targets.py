@@ -248,7 +248,7 @@ def table(results: Path = RESULTS) -> str:
         if values:
             figure = _text(measured(target, values), target.unit)
             low, high = interval(values)
-            spread = "" if len(values) == 1 else f"{_text(low, '')} to {_text(high, target.unit)}"
+            spread = "" if len(values) == 1 else f"{_text(low, target.unit, '')} to {_text(high, target.unit)}"
             spread = f"the most of {len(values)}" if target.most and len(values) > 1 else spread
         name = file_of(target, results).name
         result = f"[{verdict(target, values)}](../benchmarks/results/{name})" if values else "not measured"
@@ -256,7 +256,8 @@ def table(results: Path = RESULTS) -> str:
     return "\n".join([*lines, "", ""])
 
 
-def _text(value: float, unit: str) -> str:
+def _text(value: float, unit: str, shown: str | None = None) -> str:
+    """Return a value with as many digits as its unit wants, and the unit, or what is shown in its place."""
     number = (
         f"{value:.3f}"
         if unit == "s" and value < 0.1
@@ -264,7 +265,7 @@ def _text(value: float, unit: str) -> str:
         if value < 10 and unit != "fds"
         else f"{value:.0f}"
     )
-    return f"{number} {unit}".strip()
+    return f"{number} {unit if shown is None else shown}".strip()
 
 
 def main() -> None:
