@@ -159,8 +159,13 @@ def _compared(
         if is_same_value(ours.objects[mine[1]], theirs.objects[other[1]]):
             return None
         apart = _apart(ours, mine, theirs, other)
+        alike = type(ours.objects[mine[1]]) is type(theirs.objects[other[1]])
         return Difference(
-            fqn=fqn, what="bits" if apart == 0.0 else "value", first=first, second=second, max_abs_difference=apart
+            fqn=fqn,
+            what="bits" if apart == 0.0 and alike else "value",
+            first=first,
+            second=second,
+            max_abs_difference=apart,
         )
     a, b = ours.tensors[mine[1]], theirs.tensors[other[1]]
     if a.global_shape != b.global_shape:

@@ -101,24 +101,26 @@ def storage_of(pid: Any) -> StorageRef | Stranger:
     return StorageRef(key, dtype, numel)
 
 
+UNRESOLVED = "torch.Tensor with its conj or neg bit set"
+"""Its elements are not what lies in the file, and nothing here computes: `resolve_conj()` before saving helps."""
+
+
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None, math: Any = None
-) -> TensorRef:
+) -> TensorRef | Stranger:
     if type(storage) is not StorageRef or storage.dtype is None:
         raise UnpicklingError("a tensor without a typed storage")
-    if math:
-        raise UnpicklingError("a tensor with attributes: resolve it before saving")
-    return _checked(TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride)))
+    made = _checked(TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride)))
+    return Stranger(UNRESOLVED, made) if math else made
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, math: Any = None
-) -> TensorRef:
+) -> TensorRef | Stranger:
     if type(storage) is not StorageRef:
         raise UnpicklingError("a tensor without a storage")
-    if math:
-        raise UnpicklingError("a tensor with attributes: resolve it before saving")
-    return _checked(TensorRef(storage, dtype_of(dtype), offset, size_of(size), size_of(stride)))
+    made = _checked(TensorRef(storage, dtype_of(dtype), offset, size_of(size), size_of(stride)))
+    return Stranger(UNRESOLVED, made) if math else made
 
 
 def _checked(tensor: TensorRef) -> TensorRef:

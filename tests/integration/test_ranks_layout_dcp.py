@@ -115,13 +115,15 @@ def load_ours(rank: int, path: str, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("saved_by", [1, 2])
 def test_stock_dcp_reshards_an_uneven_fsdp2_checkpoint(
-    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+    saved_by: int, tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:
     path = str(tmp_path / "a")
-    expected = rank_processes.run(2, save_fsdp2, path, environ={"ASYNCCKPT_ENDPOINT": shared_worker.endpoint})[0]
-    assert all(rank_processes.run(3, load_stock, path, expected))
-    assert all(rank_processes.run(1, load_stock, path, expected))
+    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    expected = rank_processes.run(saved_by, save_fsdp2, path, environ=environ)[0]
+    for world_size in (1, 2, 4):
+        assert all(rank_processes.run(world_size, load_stock, path, expected))
     assert load_ours(0, path, expected)
 
 

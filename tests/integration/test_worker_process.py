@@ -27,7 +27,8 @@ from tests.torch_free_client import Client, Snapshot, new_save_id
 
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / '.typing'}"}
-MAX_START_S = 0.3
+MAX_MODULES = 400
+"""359 with Python 3.11, of which 68 are there before the first line."""
 MAX_RSS_NBYTES = 40 << 20
 
 
@@ -36,14 +37,6 @@ def start(
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, *module, "--endpoint", endpoint, *options]
     return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
-
-
-def waited_for_a_core_s(pid: int) -> float:
-    """Return how long the first thread of a process could have run but other processes did."""
-    try:
-        return int(pathlib.Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (FileNotFoundError, IndexError):  # a kernel without CONFIG_SCHED_INFO
-        return 0.0
 
 
 def slots_nbytes(pid: int) -> int:
@@ -84,16 +77,17 @@ def wait_gone(pid: int, timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_worker_answers_within_the_promised_time_of_its_start(endpoint: str) -> None:
-    took = []
-    while min(took, default=1e9) > MAX_START_S:  # other processes on this machine only ever make it slower
-        assert len(took) < 15, f"15 starts took {sorted(took)} s"
-        began = time.monotonic()
-        process = start(endpoint)
-        with Client(endpoint) as client:
-            client.hello()
-            took.append(time.monotonic() - began - waited_for_a_core_s(process.pid))
-        end(process)
+def test_worker_imports_little_before_it_answers(endpoint: str) -> None:
+    """Its start is what it imports. How long that takes `benchmarks.save_load` measures, beside the target of 0.3 s."""
+    program = (
+        "import sys; from asyncckpt_worker.cli import main; code = main(sys.argv[1:]); "
+        "print(len(sys.modules), file=sys.stderr); sys.exit(code)"
+    )
+    process = start(endpoint, module=("-c", program))
+    with Client(endpoint) as client:
+        client.hello()
+        client.goodbye()
+    assert int(end(process).splitlines()[-1]) <= MAX_MODULES
 
 
 def test_worker_without_slots_is_small_and_does_not_grow_with_saves(

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -192,9 +193,10 @@ def test_a_save_that_kills_every_worker_fails_with_their_number(
         announce = takeover._announce
 
         def announce_and_kill(session: Any, *arguments: Any) -> None:
+            os.kill(session.worker.pid, signal.SIGSTOP)  # else it may have written the save before it is killed
             announce(session, *arguments)
             killed.append(session.worker.pid)
-            os.kill(session.worker.pid, 9)
+            os.kill(session.worker.pid, signal.SIGKILL)
 
         with monkeypatch.context() as patch, worker_of(checkpointer).frozen():
             patch.setattr(takeover, "_announce", announce_and_kill)

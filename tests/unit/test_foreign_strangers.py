@@ -467,3 +467,16 @@ def test_metadata_of_a_dcp_directory_hold_no_strangers(tmp_path: pathlib.Path) -
     (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises((UnsupportedFormatError, CorruptCheckpointError), match="Options"):
         asyncckpt.open_checkpoint(tmp_path / "d")
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+def test_a_tensor_with_a_bit_that_is_not_resolved_is_a_leaf_that_is_not_read(bit: str, tmp_path: pathlib.Path) -> None:
+    unresolved = torch.ones(3, dtype=torch.complex64).conj()
+    unresolved = unresolved if bit == "conj" else unresolved.imag
+    assert unresolved.is_conj() if bit == "conj" else unresolved.is_neg()
+    torch.save({"a": torch.ones(2), "c": unresolved, "p": torch.nn.Parameter(unresolved)}, tmp_path / "a")
+    assert torch.equal(asyncckpt.load(tmp_path / "a", keys=["a"])["a"], torch.ones(2))
+    with asyncckpt.open_checkpoint(tmp_path / "a") as found:
+        assert set(found.unread) == {"c", "p"} and "conj or neg" in found.unread["c"]
+    with pytest.raises(UnsupportedFormatError, match="conj or neg"):
+        asyncckpt.load(tmp_path / "a")
