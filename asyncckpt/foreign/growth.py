@@ -12,7 +12,16 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.assembly import Assembly
-from asyncckpt.foreign.pickle_values import ATTRIBUTES, READ_AS, Maker, PathText, UnpicklingError
+from asyncckpt.foreign.pickle_values import (
+    ATTRIBUTES,
+    PARAMETER,
+    READ_AS,
+    REQUIRES_GRAD,
+    ROW_MAJOR,
+    Maker,
+    PathText,
+    UnpicklingError,
+)
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_globals import TensorRef, dtype_text, size_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
@@ -182,6 +191,10 @@ class Growth:
         place = locate(ref)
         if ref.attributes:
             self._note(ATTRIBUTES, path, f" ({', '.join(name[:80] for name in ref.attributes)})")
+        if ref.is_parameter or ref.requires_grad:
+            self._note(PARAMETER if ref.is_parameter else REQUIRES_GRAD, path)
+        if isinstance(place, Strided):
+            self._note(ROW_MAJOR, path)
         key = (place, ref.dtype, ref.size)
         if key not in self._by_ref:
             nbytes = math.prod(ref.size) * DTYPES[ref.dtype].itemsize

@@ -58,6 +58,9 @@ READ_AS: dict[type, tuple[type, str]] = {
 """By what stands for a value while it is read: what becomes of it, and how that is reported."""
 
 ATTRIBUTES = "attributes of tensors are not kept"
+PARAMETER = "a Parameter became a tensor"
+REQUIRES_GRAD = "requires_grad is not kept"
+ROW_MAJOR = "a tensor that was strided otherwise became row-major"
 
 
 def shown(value: Any) -> str:

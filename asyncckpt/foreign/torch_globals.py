@@ -47,7 +47,10 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor: which storage, from which element on, and how; the names of Python attributes that it had."""
+    """A tensor: which storage, from which element on, and how.
+
+    And what no checkpoint keeps of it: names of its Python attributes, that it was a Parameter or required gradients.
+    """
 
     storage: StorageRef
     dtype: str
@@ -55,6 +58,8 @@ class TensorRef:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     attributes: tuple[str, ...] = ()
+    is_parameter: bool = False
+    requires_grad: bool = False
 
 
 def size_of(value: Any) -> tuple[int, ...]:
@@ -110,8 +115,8 @@ def _tensor(
 ) -> TensorRef | Stranger:
     if type(storage) is not StorageRef or storage.dtype is None:
         raise UnpicklingError("a tensor without a typed storage")
-    made = _checked(TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride)))
-    return Stranger(UNRESOLVED, made) if math else made
+    made = TensorRef(storage, storage.dtype, offset, size_of(size), size_of(stride), requires_grad=bool(requires_grad))
+    return Stranger(UNRESOLVED, _checked(made)) if math else _checked(made)
 
 
 def _tensor_v3(
@@ -119,8 +124,10 @@ def _tensor_v3(
 ) -> TensorRef | Stranger:
     if type(storage) is not StorageRef:
         raise UnpicklingError("a tensor without a storage")
-    made = _checked(TensorRef(storage, dtype_of(dtype), offset, size_of(size), size_of(stride)))
-    return Stranger(UNRESOLVED, made) if math else made
+    made = TensorRef(
+        storage, dtype_of(dtype), offset, size_of(size), size_of(stride), requires_grad=bool(requires_grad)
+    )
+    return Stranger(UNRESOLVED, _checked(made)) if math else _checked(made)
 
 
 def _checked(tensor: TensorRef) -> TensorRef:
@@ -136,9 +143,13 @@ def _checked(tensor: TensorRef) -> TensorRef:
 def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: Any = None) -> TensorRef:
     if type(data) is not TensorRef:
         raise UnpicklingError("a parameter that holds no tensor")
+    return _with_attributes(replace(data, is_parameter=True), state)
+
+
+def _with_attributes(tensor: TensorRef, state: Any) -> TensorRef:
     parts = state if type(state) is tuple else (state,)  # of a class with __slots__ there are two
     names = [name for part in parts if type(part) is dict for name in part if type(name) is str]
-    return replace(data, attributes=(*data.attributes, *names[:_MAX_ATTRIBUTES])) if names else data
+    return replace(tensor, attributes=(*tensor.attributes, *names[:_MAX_ATTRIBUTES])) if names else tensor
 
 
 def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef | Stranger:
@@ -147,7 +158,9 @@ def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef |
     if type(kind) is not Maker or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise UnpicklingError(f"a tensor of class {shown(kind)}", shown(kind))
     made = made_by(maker, arguments)
-    return made if type(made) is Stranger else _parameter(made, state=state)
+    if type(made) is Stranger:
+        return made
+    return _parameter(made, state=state) if kind.name.endswith("Parameter") else _with_attributes(made, state)
 
 
 def _device(kind: Any, index: Any = None) -> Opaque:

@@ -442,6 +442,7 @@ def test_what_is_read_as_something_plainer_is_reported(to: str, tmp_path: pathli
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert set(report.changed) == {
         "attributes of tensors are not kept: p (is_sharded, group)",
+        "a Parameter became a tensor: p",
         "a Counter became a dict: seen, flat.0",
         "a defaultdict became a dict: defaults",
         "a path became a text: run.out, run.all, by_path, flat.1.k",
@@ -452,6 +453,33 @@ def test_what_is_read_as_something_plainer_is_reported(to: str, tmp_path: pathli
     assert (found["seen"], type(found["seen"])) == ({"a": 2, "b": 1}, dict)
     assert found["flat"] == [{"b": 1}, {"k": {"y"}}]
     assert not asyncckpt.convert(tmp_path / "a", tmp_path / "c", to=to, keys=["plain"]).changed
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_a_tensor_was_besides_its_elements_is_reported(to: str, older: bool, tmp_path: pathlib.Path) -> None:
+    base = torch.arange(48.0)
+    state = {
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "graph": torch.ones(3, requires_grad=True),
+        "image": base.view(1, 4, 3, 4).contiguous(memory_format=torch.channels_last),
+        "learnt": torch.nn.Parameter(base.view(6, 8).t()),
+        "plain": base[:4],
+        "every_second": base[::2],
+        "same": torch.ones(1).expand(5),
+    }
+    torch.save(state, tmp_path / "a", _use_new_zipfile_serialization=not older)
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert set(report.changed) >= {
+        "a Parameter became a tensor: frozen, learnt",
+        "requires_grad is not kept: graph",
+        "a tensor that was strided otherwise became row-major: image, learnt, every_second, same",
+    }
+    assert not any("plain" in said for said in report.changed if "row-major" in said or "grad" in said)
+    for name, tensor in read_by_stock_tools(to, tmp_path / "b").items():
+        states.assert_same(tensor, state[name].detach().contiguous())
+    again = asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="torch").changed
+    assert not [said for said in again if "Parameter" in said or "requires_grad" in said or "row-major" in said]
 
 
 @pytest.mark.parametrize("to", TARGETS)
