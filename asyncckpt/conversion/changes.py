@@ -45,7 +45,11 @@ def _read_otherwise(contents: Contents, keys: Iterable[str] | None) -> list[str]
     selection = Selection(None if keys is None else list(keys))
     found = []
     for said, names in contents.source.changed.items() if contents.source is not None else ():
-        chosen = [name + more for name, more in names.items() if keys is None or name in selection]
+        chosen = [
+            (name or "the top level") + more
+            for name, more in names.items()
+            if not name or name in selection or selection.reaches_into(name)
+        ]
         if chosen:
             found.append(f"{said}: {listed(chosen)}")
     return found

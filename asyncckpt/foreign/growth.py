@@ -112,8 +112,7 @@ class Growth:
         return found
 
     def _note(self, said: str, path: Path, more: str = "") -> None:
-        names = self._assembly.source.changed.setdefault(said, {})
-        names.setdefault(fqn_of(path) or "the top level", more)
+        self._assembly.source.changed.setdefault(said, {}).setdefault(fqn_of(path), more)
 
     def _object(self, value: Any, path: Path) -> Node:
         """Add a leaf that is no tensor."""

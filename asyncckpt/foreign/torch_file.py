@@ -143,8 +143,12 @@ def read_torch_file(path: str, files: Files) -> Contents:
                     starts[key] = start_of(ref.storage)
                 return place_of(ref, part, starts[key])
 
-            if not isinstance(value, dict):
-                value = dict(enumerate(value)) if isinstance(value, (list, tuple)) else {"value": value}
+            if isinstance(value, (list, tuple)):
+                assembly.source.changed[f"a {type(value).__name__} became a dict of its members' numbers"] = {"": ""}
+                value = dict(enumerate(value))
+            elif not isinstance(value, dict):
+                assembly.source.changed["what was no dict is its member 'value'"] = {"": ""}
+                value = {"value": value}
             tree = Growth(assembly).node_of(value, (), locate)
     except ValueError as error:
         if isinstance(error, AsyncCkptError):

@@ -365,7 +365,7 @@ def test_the_members_of_a_list_that_is_a_file_are_chosen_by_number(tmp_path: pat
     torch.save([torch.full((2,), float(n)) for n in range(3)], tmp_path / "a")
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["1"])
     assert list(torch.load(tmp_path / "b")) == [1]
-    assert not report.changed
+    assert report.changed == ("a list became a dict of its members' numbers: the top level",)
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "asyncckpt"])
@@ -453,6 +453,30 @@ def test_what_is_read_as_something_plainer_is_reported(to: str, tmp_path: pathli
     assert (found["seen"], type(found["seen"])) == ({"a": 2, "b": 1}, dict)
     assert found["flat"] == [{"b": 1}, {"k": {"y"}}]
     assert not asyncckpt.convert(tmp_path / "a", tmp_path / "c", to=to, keys=["plain"]).changed
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_the_top_level_was_is_reported(to: str, tmp_path: pathlib.Path) -> None:
+    tensor = torch.ones(2)
+    found = []
+    for number, value in enumerate(([tensor], (tensor, tensor + 1), tensor, collections.Counter(a=tensor))):
+        torch.save(value, tmp_path / f"{number}")
+        keys = ["a"] if isinstance(value, dict) else None
+        report = asyncckpt.convert(tmp_path / f"{number}", tmp_path / f"{number}.out", to=to, keys=keys)
+        found.append([said for said in report.changed if said.endswith(": the top level")])
+    others = ["keys that are numbers became texts in: the top level"] if to == "dcp" else []
+    assert found == [
+        [*others, "a list became a dict of its members' numbers: the top level"],
+        [*others, "a tuple became a dict of its members' numbers: the top level"],
+        ["what was no dict is its member 'value': the top level"],
+        ["a Counter became a dict: the top level"],
+    ]
+
+
+def test_what_holds_a_chosen_leaf_is_reported(tmp_path: pathlib.Path) -> None:
+    torch.save({"c": collections.Counter(a=torch.ones(1), b=2), "d": collections.Counter("x")}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["c.a"])
+    assert report.changed == ("a Counter became a dict: c",)
 
 
 @pytest.mark.parametrize("older", [False, True])
