@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Collection, Iterator
 
 from asyncckpt.conversion.companions import carry_over
@@ -120,9 +121,9 @@ def put_into_place(
     if standing is Standing.CHECKPOINT:
         with held(path, files, umask):
             return tuple(_replace(temporary, path, files, is_hub))
-    with uninterrupted():
+    with uninterrupted(), contextlib.ExitStack() as stack:
         if standing is Standing.EMPTY_DIRECTORY:
-            _remove_empty(path, files)
+            stack.enter_context(_without_the_empty(path, files))
         put_where_nothing_is(temporary, path, files)
         try:
             fsync_directory(files, os.path.dirname(path))
@@ -194,16 +195,28 @@ def _give_back(temporary: str, path: str, own: Collection[str], files: Files) ->
             _logger.warning("%s came to %s while it was replaced, and is lost: %s", name, path, error)
 
 
-def _remove_empty(path: str, files: Files) -> None:
+@contextlib.contextmanager
+def _without_the_empty(path: str, files: Files) -> Iterator[None]:
+    """Remove an empty directory, which is there again if nothing takes its place."""
+    mode = None
     try:
+        mode = stat.S_IMODE(files.stat(path).st_mode)
         files.rmdir(path)
     except FileNotFoundError:
-        pass
+        mode = None
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise CheckpointExistsError(
                 f"{path} was empty, and something came into it meanwhile; it was left untouched", path=path
             ) from error
+        raise
+    try:
+        yield
+    except BaseException:
+        if mode is not None:
+            with contextlib.suppress(OSError):  # FileExistsError: something else came there meanwhile
+                os.mkdir(path)
+                os.chmod(path, mode)
         raise
 
 

@@ -635,6 +635,24 @@ def test_an_empty_directory_gives_way(to: str, sources: dict[str, pathlib.Path],
     assert os.listdir(tmp_path) == ["x"]
 
 
+@pytest.mark.parametrize("step", ["put_where_nothing_is", "fsync_directory"])
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_empty_directory_stands_again_after_a_failure(
+    step: str, to: str, sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").mkdir(0o750)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(publishing, step, fail)
+    with pytest.raises(SaveFailedError):
+        asyncckpt.convert(sources["hf"], tmp_path / "x", to=to)
+    assert os.listdir(tmp_path) == ["x"]
+    assert os.listdir(tmp_path / "x") == []
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o750
+
+
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
 @pytest.mark.parametrize("by", ["rename", "rewrite"])
 def test_a_source_that_is_replaced_meanwhile_is_never_mixed_with_what_replaces_it(
