@@ -69,9 +69,11 @@ check: .venv/.dev
 	.venv/bin/python docs/check_docs.py
 	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py
 
+# Of the unit tests those that have to do with torch or numpy: the rooms that import neither cannot tell the difference.
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
-	.venv-core/bin/python -m pytest $(TOGETHER) tests/unit tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
+	.venv-core/bin/python -m pytest $(TOGETHER) $$(grep -lE 'torch|numpy' tests/unit/test_*.py) tests/unit/test_architecture.py \
+		tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
 # Of its own, so that nothing else depends on what these bring along.
 .venv-frameworks/.stamp: $(INPUTS)

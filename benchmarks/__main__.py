@@ -24,6 +24,7 @@ COMMANDS = (
         ("convert",),
         ("recall",),
         ("bare_load",),
+        ("load_parts",),
     ),
     ("pace",),
 )
