@@ -31,6 +31,7 @@ import asyncckpt
 from asyncckpt.libc import libc
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage import block_reader
+from asyncckpt.storage.files import Files
 from benchmarks import kept, machine, quiet, sources, spread, states
 from benchmarks.bare_load import DEADLINE_S, LOOPS, MIB, STATES, loop_s, shard_of
 
@@ -42,8 +43,14 @@ ALIKE = "read, verify, copy, 6 x 16 MiB, 4 at the disk"
 """The loop that is built as a load is."""
 
 BARE = [name for name, loop in LOOPS.items() if loop.verify and loop.copy]
-LOADS = {"asyncckpt.load": False, "asyncckpt.load, buffers that are there": True}
-"""Name -> whether the pages of its buffers are there before the clock starts."""
+FRESH, THERE, UNASKED = (
+    "asyncckpt.load",
+    "asyncckpt.load, buffers that are there",
+    "asyncckpt.load, page cache not asked",
+)
+LOADS = (FRESH, THERE, UNASKED)
+"""As it is; with the pages of its buffers there before the clock starts; and where it takes the page cache for empty
+without a look, which it is."""
 
 LARGE_NBYTES, HEAD_NBYTES = MIB, MIB
 """A read of a shard's tensors has more; what is not zero lies in the first bytes of a shard."""
@@ -148,8 +155,7 @@ def measure(state: dict[str, Any], directory: Path, file: kept.Kept, budget: kep
         ways: dict[str, Callable[[], Any]] = {
             name: functools.partial(loop_s, LOOPS[name], shard_of(path), buffers, target) for name in BARE
         }
-        for name, are_there in LOADS.items():
-            ways[name] = functools.partial(_load, path, state, buffers if are_there else None)
+        ways |= {name: functools.partial(load_as, name, path, state, buffers) for name in LOADS}
 
         def make() -> dict[str, Any]:
             row: dict[str, Any] = {}
@@ -162,16 +168,19 @@ def measure(state: dict[str, Any], directory: Path, file: kept.Kept, budget: kep
         return file.grow(budget, make)
 
 
-def _load(path: Path, state: dict[str, Any], buffers: Mapping | None) -> None:
+def load_as(name: str, path: Path, state: dict[str, Any], buffers: Mapping) -> None:
+    """Load in one of the ways of `LOADS`; `buffers`, whose pages are there, are for the second."""
     with contextlib.ExitStack() as stack:
-        if buffers is not None:
-            stack.enter_context(_put(block_reader, "Mapping", functools.partial(_Lent, buffers)))
+        if name == THERE:
+            stack.enter_context(put(block_reader, "Mapping", functools.partial(_Lent, buffers)))
+        if name == UNASKED:
+            stack.enter_context(put(Files, "resident", lambda *_: False))
         asyncckpt.load(path, state, strict=True, source="disk")
 
 
 def _timed(way: Callable[[], Any], disk: MadeUpDisk) -> dict[str, float]:
     """Return the seconds and the CPU seconds of a way, and those ahead of its first read and behind its last."""
-    with _put(os, "preadv", disk.preadv):
+    with put(os, "preadv", disk.preadv):
         cpu_s, began = time.process_time(), time.perf_counter()
         way()
         ended = time.perf_counter()
@@ -184,7 +193,8 @@ def _timed(way: Callable[[], Any], disk: MadeUpDisk) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
+def put(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give something else a name of a module or class, for as long as the block runs."""
     real = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -196,23 +206,24 @@ def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
 def summary(result: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Return, by disk, the seconds of each way, and of what a load takes over the quickest loop; a value per round.
 
-    Each of these parts is a difference: `fresh buffers` of the two loads, `both ends` what lies ahead of the first read
-    and behind the last, `between` the rest of what a load takes longer than the quickest loop of its round.
+    Each part is a difference: `fresh buffers` and `asking the page cache` of two loads, `both ends` what lies ahead of
+    the first read and behind the last, `between` the rest of what a load takes longer than the quickest loop.
     """
     found: dict[str, dict[str, list[float]]] = {}
     for disk in SPEEDS:
         rows = [row[disk] for row in result["rounds"]]
         one = {name: [row[name]["s"] for row in rows] for name in (*BARE, *LOADS)}
         quickest = [min(row[name]["s"] for name in BARE) for row in rows]
-        fresh, there = LOADS
-        one["asyncckpt.load / the quickest loop"] = [a / b for a, b in zip(one[fresh], quickest, strict=True)]
-        one["over the quickest loop"] = [a - b for a, b in zip(one[fresh], quickest, strict=True)]
-        one["fresh buffers"] = [a - b for a, b in zip(one[fresh], one[there], strict=True)]
-        one["both ends"] = [row[fresh]["ahead_s"] + row[fresh]["behind_s"] for row in rows]
-        parts = zip(one["over the quickest loop"], one["fresh buffers"], one["both ends"], strict=True)
-        one["between"] = [over - pages - ends for over, pages, ends in parts]
-        for name in (ALIKE, *LOADS):
-            one[f"{name}, CPU"] = [row[name]["cpu_s"] for row in rows]
+        one["asyncckpt.load / the quickest loop"] = [a / b for a, b in zip(one[FRESH], quickest, strict=True)]
+        over = [a - b for a, b in zip(one[FRESH], quickest, strict=True)]
+        parts = {
+            "fresh buffers": [a - b for a, b in zip(one[FRESH], one[THERE], strict=True)],
+            "asking the page cache": [a - b for a, b in zip(one[FRESH], one[UNASKED], strict=True)],
+            "both ends": [row[FRESH]["ahead_s"] + row[FRESH]["behind_s"] for row in rows],
+        }
+        parts["between"] = [a - sum(others) for a, *others in zip(over, *parts.values(), strict=True)]
+        one |= {"over the quickest loop": over} | parts
+        one |= {f"{name}, CPU": [row[name]["cpu_s"] for row in rows] for name in (ALIKE, *LOADS)}
         found[disk] = one
     return found
 

@@ -51,9 +51,9 @@ def test_its_disk_takes_the_time_of_its_speed_for_one_read_after_the_other(shard
     assert time.perf_counter() - began >= 0.1  # never less; how much more is the machine's
 
 
-@pytest.mark.parametrize("are_there", LOADS.values())
+@pytest.mark.parametrize("name", LOADS)
 def test_a_load_from_it_compares_every_block(
-    are_there: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Files, "resident", lambda *_: False)  # a disk is not asked for what the page cache has
     state = {"w": torch.zeros(4 * MIB // 4), "b": torch.zeros(3)}
@@ -64,14 +64,14 @@ def test_a_load_from_it_compares_every_block(
         for value in state.values():
             value.fill_(7.0)
         disk = MadeUpDisk(path, None)
-        with load_parts._put(os, "preadv", disk.preadv):
-            load_parts._load(tmp_path / "a", state, memory if are_there else None)
+        with load_parts.put(os, "preadv", disk.preadv):
+            load_parts.load_as(name, tmp_path / "a", state, memory)
         assert disk.last, "nothing of it was asked of the disk"
         assert not any(value.any() for value in state.values())
         disk = MadeUpDisk(path, None)
         disk._head = b"\1" * MIB
-        with load_parts._put(os, "preadv", disk.preadv), pytest.raises(CorruptCheckpointError):
-            load_parts._load(tmp_path / "a", state, memory if are_there else None)
+        with load_parts.put(os, "preadv", disk.preadv), pytest.raises(CorruptCheckpointError):
+            load_parts.load_as(name, tmp_path / "a", state, memory)
 
 
 def test_what_a_load_takes_over_the_quickest_loop_of_its_round_is_divided() -> None:
@@ -80,9 +80,10 @@ def test_what_a_load_takes_over_the_quickest_loop_of_its_round_is_divided() -> N
             name: {"s": s, "cpu_s": 2 * s, "ahead_s": 9.0, "behind_s": 9.0}
             for name, s in zip(BARE, loops_s, strict=True)
         }
-        fresh, there = LOADS
+        fresh, there, unasked = LOADS
         found[fresh] = {"s": load_s, "cpu_s": 5.0, "ahead_s": ahead_s, "behind_s": 0.5}
         found[there] = {"s": there_s, "cpu_s": 4.0, "ahead_s": 9.0, "behind_s": 9.0}
+        found[unasked] = {"s": load_s - 0.25, "cpu_s": 4.0, "ahead_s": 9.0, "behind_s": 9.0}
         return found
 
     one, other = row(10.0, 8.0, 0.5, 4.0, 5.0, 6.0), row(9.0, 8.0, 1.5, 7.0, 6.0, 3.0)
@@ -92,5 +93,6 @@ def test_what_a_load_takes_over_the_quickest_loop_of_its_round_is_divided() -> N
         assert parts["over the quickest loop"] == [6.0, 6.0]
         assert parts["fresh buffers"] == [2.0, 1.0]
         assert parts["both ends"] == [1.0, 2.0]
-        assert parts["between"] == [3.0, 3.0]
+        assert parts["asking the page cache"] == [0.25, 0.25]
+        assert parts["between"] == [2.75, 2.75]
         assert parts["asyncckpt.load, CPU"] == [5.0, 5.0]
