@@ -84,7 +84,7 @@ test-nonumpy: .venv-core/.stamp
 test-frameworks: .venv-frameworks/.stamp
 	.venv-frameworks/bin/python -c 'import accelerate, lightning, torchdata, transformers'
 	.venv-frameworks/bin/python -c 'import torch; assert torch.version.cuda is None or torch.cuda.is_available(), torch.__version__'
-	.venv-frameworks/bin/python -m pytest tests/frameworks tests/integration/test_stock_tools.py tests/integration/test_docs_code.py
+	.venv-frameworks/bin/python -m pytest $(TOGETHER) tests/frameworks tests/integration/test_stock_tools.py tests/integration/test_docs_code.py
 
 test-matrix: .venv/.dev
 	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py \
