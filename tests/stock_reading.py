@@ -84,17 +84,56 @@ def consolidate(path: pathlib.Path, expected: dict[str, torch.Tensor]) -> None:
     check_tensors(load_file(file), expected)
 
 
-@way
-def ours_by_safetensors(root: pathlib.Path, expected: dict[str, Any]) -> None:
+def floats(expected: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What `consolidate` takes of the model."""
+    return {n: t for n, t in expected["model"].items() if t.is_floating_point() and t.dim()}
+
+
+def read_safetensors(path: pathlib.Path, expected: dict[str, torch.Tensor]) -> None:
+    """All shard files together, by safetensors' own reader."""
     from safetensors.torch import load_file
 
-    found = {name: t for f in (root / "ours").glob("*.safetensors") for name, t in load_file(f).items()}
-    check_tensors(found, named(expected))
+    check_tensors({name: t for f in path.glob("*.safetensors") for name, t in load_file(f).items()}, expected)
+
+
+@way
+def ours_by_safetensors(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    read_safetensors(root / "ours", named(expected))
 
 
 @way
 def ours_by_hf_reader(root: pathlib.Path, expected: dict[str, Any]) -> None:
     read_hf(root / "ours", named(expected))
+
+
+@way
+def by_dcp_save_by_safetensors(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    read_safetensors(root / "by-dcp-save", named(expected))
+
+
+@way
+def by_dcp_save_by_hf_reader(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    read_hf(root / "by-dcp-save", named(expected))
+
+
+@way
+def by_dcp_save_by_consolidate(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    consolidate(root / "by-dcp-save-floats", floats(expected))
+
+
+@way
+def converted_by_safetensors(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    read_safetensors(root / "converted", named(expected))
+
+
+@way
+def converted_by_hf_reader(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    read_hf(root / "converted", named(expected))
+
+
+@way
+def converted_by_consolidate(root: pathlib.Path, expected: dict[str, Any]) -> None:
+    consolidate(root / "converted-floats", floats(expected))
 
 
 @way
@@ -120,7 +159,7 @@ def ours_of_two_ranks_by_safetensors(root: pathlib.Path, expected: dict[str, Any
 
 @way
 def ours_by_consolidate(root: pathlib.Path, expected: dict[str, Any]) -> None:
-    consolidate(root / "floats", {n: t for n, t in expected["model"].items() if t.is_floating_point() and t.dim()})
+    consolidate(root / "floats", floats(expected))
 
 
 @way

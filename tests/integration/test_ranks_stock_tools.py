@@ -1,4 +1,4 @@
-"""Stock `dcp.load` on 1, 2 and 4 ranks of what 1 and 2 ranks saved with us, in other arrangements."""
+"""Stock `dcp.load` on 1 to 4 ranks, by its readers and by ours, of what 1 and 2 ranks saved, in other arrangements."""
 
 from __future__ import annotations
 
@@ -35,17 +35,26 @@ def sharded(world_size: int, dims: tuple[int, ...], fill: bool) -> dict[str, Any
     }
 
 
-def save(rank: int, path: str) -> None:
-    with asyncckpt.SyncCheckpointer() as checkpointer:
-        checkpointer.save({**sharded(2, (0, 1, 0, 0), True), "same": torch.arange(5.0), "step": 3}, path)
-
-
-def load(rank: int, root: str, world_size: int) -> None:
+def save(rank: int, root: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    for name in ("one", "ours", "hf", "dcp"):
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        state = {**sharded(2, (0, 1, 0, 0), True), "same": torch.arange(5.0), "step": 3}
+        checkpointer.save(state, f"{root}/ours")
+    dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(f"{root}/by-dcp-save"))
+
+
+NAMES = ("one", "ours", "by-dcp-save", "converted", "hf", "dcp")
+
+
+def load(rank: int, root: str, world_size: int, by_ours: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for name in NAMES:
         state = sharded(world_size, (1, 0, 0, 0), False) | {"same": torch.zeros(5)}
-        reader = None if name == "dcp" else dcp.HuggingFaceStorageReader(f"{root}/{name}")
+        reader: Any = asyncckpt.dcp.StorageReader("unused") if by_ours else None
+        if not by_ours and name != "dcp":
+            reader = dcp.HuggingFaceStorageReader(f"{root}/{name}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load(state, checkpoint_id=f"{root}/{name}", storage_reader=reader)
@@ -56,16 +65,22 @@ def load(rank: int, root: str, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Checkpoints of one rank and of two, and what the latter was converted to."""
+    """Checkpoints of one rank and of two, by stock `dcp.save` too, and what one of two was converted to, and back."""
     root = tmp_path_factory.mktemp("ranks")
     with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
         checkpointer.save({**WHOLE, "same": torch.arange(5.0), "step": 3}, root / "one")
-    rank_processes.run(2, save, str(root / "ours"))
+    rank_processes.run(2, save, str(root))
     asyncckpt.convert(root / "ours", root / "dcp", to="dcp")
+    asyncckpt.convert(root / "dcp", root / "converted", to="asyncckpt")
     asyncckpt.convert(root / "ours", root / "hf", to="hf", keys=["model", "optim", "same"], max_shard_bytes=600)
     return root
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_stock_dcp_load_reshards_ours_and_what_it_was_converted_to(world_size: int, saved: pathlib.Path) -> None:
-    rank_processes.run(world_size, load, str(saved), world_size)
+    rank_processes.run(world_size, load, str(saved), world_size, False)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_stock_dcp_load_reshards_all_of_it_by_our_reader(world_size: int, saved: pathlib.Path) -> None:
+    rank_processes.run(world_size, load, str(saved), world_size, True)

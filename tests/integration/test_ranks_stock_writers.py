@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import warnings
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import rank_processes
@@ -16,6 +18,7 @@ import torch
 from sharded_samples import WHOLE
 
 import asyncckpt
+from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.verification import verify_any
 from asyncckpt.storage.files import Files
@@ -116,6 +119,71 @@ def test_the_verdict_on_the_shards_of_several_ranks(
     file = max((tmp_path / "a").glob("*.distcp" if writer == "dcp" else "*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     assert verify_any(str(tmp_path / "a"), Files()).state == "corrupt"
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    capsys.readouterr()
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@both_writers
+@worlds
+def test_inspect_says_which_files_hold_which_boxes(
+    writer: str, world_size: int, written: Written, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = run_json(capsys, "inspect", written(writer, world_size), "--stats")
+    assert (code, found["kind"]) == (0, writer)
+    tensors = {tensor["fqn"]: tensor for tensor in found["tensors"]}
+    for dim, (name, whole) in enumerate(WHOLE.items()):
+        described = tensors.pop(f"{prefix(writer)}{name}")
+        assert (described["dtype"], described["shape"]) == (str(whole.dtype).removeprefix("torch."), list(whole.shape))
+        pieces = torch.chunk(whole, world_size, dim)
+        assert sorted(piece["sizes"] for piece in described["pieces"]) == sorted(list(p.shape) for p in pieces)
+        assert len(described["shards"]) == len(pieces)
+        stats = described["stats"]
+        assert (stats["minimum"], stats["maximum"], stats["zeros"]) == (0, whole.numel() - 1, 1)
+    assert list(tensors) == (["same"] if writer == "dcp" else [])
+    assert {o["fqn"]: o["value"] for o in found["objects"]} == ({"step": "7"} if writer == "dcp" else {})
+
+
+@both_writers
+@worlds
+def test_diff_names_one_bit_in_the_shards_of_several_ranks(
+    writer: str, world_size: int, written: Written, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {name: whole.clone() for name, whole in WHOLE.items()}
+    state = {"model": model, "same": torch.ones(3), "step": 7} if writer == "dcp" else model
+    torch.save(state, tmp_path / "same.pt")
+    code, found = run_json(capsys, "diff", written(writer, world_size), tmp_path / "same.pt")
+    assert (code, found["differences"], found["leaves"]) == (0, [], 4 if writer == "dcp" else 2)
+    model["by_columns"][4, 6] ^= 1
+    torch.save(state, tmp_path / "other.pt")
+    code, found = run_json(capsys, "diff", written(writer, world_size), tmp_path / "other.pt")
+    (row,) = found["differences"]
+    assert (code, row["fqn"], row["what"]) == (1, f"{prefix(writer)}by_columns", "value")
+    assert row["max_abs_difference"] == 1
+
+
+def load_by_our_reader(rank: int, root: str, world_size: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for writer in WRITERS:
+        for saved_by in WORLD_SIZES:
+            state = sharded_samples.state(world_size, fill=-1)
+            target = state if writer == "dcp" else state["model"]
+            dcp.load(target, storage_reader=asyncckpt.dcp.StorageReader(f"{root}/{writer}-{saved_by}"))
+            for name, whole in WHOLE.items():
+                states.assert_same(state["model"][name].full_tensor(), whole, f"{writer}-{saved_by} {name}")
+            if writer == "dcp":
+                states.assert_same(state["same"], torch.ones(3))
+                assert state["step"] == 7
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_stock_dcp_load_reshards_it_by_our_reader(world_size: int, written: Written) -> None:
+    paths = [written(writer, saved_by) for writer in WRITERS for saved_by in WORLD_SIZES]
+    rank_processes.run(world_size, load_by_our_reader, str(paths[0].parent), world_size)
 
 
 @pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch", "safetensors", "hf"])

@@ -54,6 +54,8 @@ def save_sharded(rank: int, path: str) -> None:
 
 
 def write_everything(root: pathlib.Path) -> None:
+    import dcp_calls
+
     state = training_state()
     torch.save(state, root / "expected.pt")
     torch.save(SHARDED, root / "sharded.pt")
@@ -64,6 +66,11 @@ def write_everything(root: pathlib.Path) -> None:
             name: tensor for name, tensor in state["model"].items() if tensor.is_floating_point() and tensor.dim()
         }
         checkpointer.save(floats, root / "floats")
+    for name, saved in (("", state), ("-floats", floats)):
+        dcp_calls.save(saved, asyncckpt.dcp.StorageWriter(root / f"by-dcp-save{name}"))
+        torch.save(saved, root / "source.pt")
+        asyncckpt.convert(root / "source.pt", root / f"converted{name}", to="asyncckpt")
+        (root / "source.pt").unlink()
     rank_processes.run(2, save_sharded, str(root))
     weights: dict[str, Any] = {"keys": ["model"], "key_map": lambda fqn: fqn.removeprefix("model.")}
     asyncckpt.convert(root / "ours", root / "dcp", to="dcp")
