@@ -1,7 +1,7 @@
 """Checkpoints of every kind by our readers: cells of docs/formats.md that are about one process.
 
-What stock `dcp.save` wrote through our plug-in, and what a conversion made, are kinds of their own here: both are
-checkpoints of ours that no checkpointer saved.
+What stock `dcp.save` wrote through our plug-in, what a conversion made, and what was saved with `layout="dcp"` are
+kinds of their own here: all are checkpoints of ours.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def write_shards(path: pathlib.Path) -> None:
     write_hub(path, [first, whole])
 
 
-def save_by_checkpointer(path: pathlib.Path) -> None:
-    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1), fsync=False) as checkpointer:
+def save_by_checkpointer(path: pathlib.Path, layout: str = "safetensors") -> None:
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1), fsync=False, layout=layout) as checkpointer:
         checkpointer.save(training_state(), path)
 
 
@@ -96,11 +96,12 @@ WRITERS: dict[str, Callable[[pathlib.Path], None]] = {
     "asyncckpt": save_by_checkpointer,
     "by_dcp_save": lambda path: dcp_calls.save(training_state(), StorageWriter(path, sync_files=False)),
     "converted": convert_to_ours,
+    "layout_dcp": lambda path: save_by_checkpointer(path, "dcp"),
 }
-SAID = {"legacy": "torch", "hf_one_file": "hf", "by_dcp_save": "asyncckpt", "converted": "asyncckpt"}
+OURS_OTHERWISE = ("by_dcp_save", "converted", "layout_dcp")
+SAID = {"legacy": "torch", "hf_one_file": "hf", **dict.fromkeys(OURS_OTHERWISE, "asyncckpt")}
 """What `inspect` calls those that are no kinds of their own."""
 
-OURS_OTHERWISE = ("by_dcp_save", "converted")
 every_kind = pytest.mark.parametrize("kind", WRITERS)
 ours_otherwise = pytest.mark.parametrize("kind", OURS_OTHERWISE)
 Written = Callable[[str], pathlib.Path]
@@ -193,7 +194,7 @@ def test_stock_dcp_load_fills_a_state_by_our_reader(kind: str, written: Written)
     states.assert_same(target, contents(kind))
 
 
-# ---- checkpoints of ours that no checkpointer saved -----------------------------------------------------------------
+# ---- checkpoints of ours, written otherwise -----------------------------------------------------------------
 
 
 @ours_otherwise
@@ -238,7 +239,7 @@ def test_verify_accepts_it_and_names_the_file_and_the_tensor_of_a_flipped_bit(
     verdict = verify_any(str(tmp_path / "a"), Files())
     assert (verdict.state, verdict.unchecked) == ("ok", "")
     large = weights()["large"].numpy().tobytes()
-    (file,) = (file for file in (tmp_path / "a").glob("*.safetensors") if large in file.read_bytes())
+    (file,) = (file for file in (tmp_path / "a").iterdir() if large in file.read_bytes())
     data = bytearray(file.read_bytes())
     data[data.find(large) + 400_001] ^= 4
     file.write_bytes(data)
