@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncckpt.conversion.holding import listed
-from asyncckpt.conversion.outline import Outline
+from asyncckpt.conversion.outline import Outline, versioned
 from asyncckpt.conversion.sharing import sharing
-from asyncckpt.conversion.to_safetensors import kept_metadata
+from asyncckpt.conversion.user_metadata import kept_metadata
 from asyncckpt.foreign.safetensors_files import OF_ONE_FILE
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.loading.selection import Selection
@@ -30,10 +30,15 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
     """
     found = _read_otherwise(chosen.contents, keys) + _metadata_lost(chosen.contents, to)
     found += _unread(chosen.contents, files)
+    found += _step_lost(written, to)
     if chosen.emptied:
         found.append(f"the _metadata of {listed(chosen.emptied)} is not kept: renaming left nothing there")
+    pruned = sorted(versioned(chosen.tree) - versioned(written.tree))
+    if pruned and to not in ("safetensors", "hf", "dcp"):  # which say so of all
+        found.append(f"the _metadata of {listed(pruned)} is not kept: all of it was left out")
     if written.opened and to not in ("safetensors", "hf"):
-        found.append(f"lists that lack members became dicts of their numbers: {listed(written.opened)}")
+        numbers = "texts of their numbers" if to == "dcp" else "their numbers"
+        found.append(f"lists that lack members became dicts of {numbers}: {listed(written.opened)}")
     names = sharing(written, files)
     if names:
         found.append(f"views of the same elements are stored apart: {listed(names)}")
@@ -57,7 +62,7 @@ def _read_otherwise(contents: Contents, keys: Iterable[str] | None) -> list[str]
 
 def _metadata_lost(contents: Contents, to: str) -> list[str]:
     metadata = contents.manifest.metadata
-    names = sorted(name for name in kept_metadata(metadata) if name != PLANNER_KEY)
+    names = sorted(name for name in kept_metadata(contents) if name != PLANNER_KEY)
     if not names or to == "asyncckpt":
         return []
     if to in ("dcp", "torch"):
@@ -69,6 +74,17 @@ def _metadata_lost(contents: Contents, to: str) -> list[str]:
     if metadata.get("format", "pt") != "pt":
         found.append(f"the metadata's format became 'pt'; it was {metadata['format']!r}")
     return found
+
+
+def _step_lost(written: Outline, to: str) -> list[str]:
+    """Return that a step which only the manifest of a checkpoint of ours has is nowhere in the target."""
+    contents = written.contents
+    if to == "asyncckpt" or contents.source is not None or contents.manifest.step <= 0:
+        return []
+    step = next((written.objects[node[1]] for fqn, node in written.leaves() if fqn == "step" and node[0] == "O"), None)
+    if step == contents.manifest.step and to in ("dcp", "torch"):
+        return []
+    return [f"the checkpoint's step, {contents.manifest.step}, is not kept"]
 
 
 def _unread(contents: Contents, files: Files) -> list[str]:

@@ -54,7 +54,7 @@ class ConversionReport:
         changed: What the target holds in another form, one sentence each, with names.
         left_out: FQNs that the target cannot hold (`partial=True`).
         copied: Other files of a Hugging Face directory, copied along to another.
-        not_copied: What else is in it: directories, hidden files, weights in other formats.
+        not_copied: What else is in it: directories, hidden files, weights in other formats; to other kinds all of it.
         carried_over: Files that lay beside the weights of the Hugging Face directory that was replaced, and still do.
     """
 
@@ -132,6 +132,8 @@ def convert(
         absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
     )
     _check_arguments(to, max_shard_bytes, conversion.source, conversion.path)
+    if keys is not None and not isinstance(keys, Iterable):
+        raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
     return conversion.run(key_list(keys), key_map, max_shard_bytes, partial)
 
 
@@ -257,9 +259,10 @@ class _Conversion:
 
     def _beside(self, contents: Contents) -> tuple[list[str], list[str]]:
         """Return what lies beside a Hugging Face model: what goes along to another one, and what does not."""
-        if self._to != "hf" or contents.source is None or contents.source.kind != "hf":
+        if contents.source is None or contents.source.kind != "hf":
             return [], []
-        return companions(self.source, contents, self._files)
+        extras, others = companions(self.source, contents, self._files)
+        return (extras, others) if self._to == "hf" else ([], sorted([*extras, *others]))
 
     def _report_differences(self, contents: Contents) -> None:
         if len(contents.ranks) > 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from asyncckpt.conversion.outline import Outline, pruned
 from asyncckpt.conversion.unreadable import readable, unread_of
 from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.tree import Node
+from asyncckpt.format.tree import MAX_KEY_CHARS, Node, Path, fqn_of, leaves
 
 VERSIONS_LOST = "the _metadata of modules' state dicts, their versions, are not kept"
 _SHOWN = 20
@@ -20,10 +21,12 @@ class Holding:
     Attributes:
         cannot: By FQN: why the target cannot hold it.
         changed: What it holds in another form, one sentence each.
+        unversioned: FQNs of OrderedDicts whose `_metadata` the target cannot hold; they are written without.
     """
 
     cannot: dict[str, str] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+    unversioned: set[str] = field(default_factory=set)
 
 
 def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Outline:
@@ -35,6 +38,8 @@ def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Ou
         UnsupportedLeafError: Something cannot be held, and `partial` is False; names all of it.
         UnsupportedFormatError: The same, and some of it was not even read.
     """
+    if holding.unversioned:
+        outline = replace(outline, tree=_without_versions(outline.tree, (), holding.unversioned))
     unread = unread_of(outline)
     holding.cannot.update((fqn, found.described()) for fqn, found in unread.items())
     cannot = dict(holding.cannot)
@@ -54,6 +59,24 @@ def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Ou
             raise UnsupportedFormatError(said, path=path, found=next(iter(unread.values())).kind)
         raise UnsupportedLeafError(said, leaf=next(iter(cannot)))
     return pruned(readable(outline), lambda fqn: fqn not in cannot)
+
+
+def _without_versions(node: Node, path: Path, names: Collection[str]) -> Node:
+    kind = node[0]
+    if kind in ("d", "o"):
+        pairs = zip(node[1][::2], node[1][1::2], strict=True)
+        members = tuple(m for key, child in pairs for m in (key, _without_versions(child, (*path, key), names)))
+        return (kind, members, None if fqn_of(path) in names else node[2]) if kind == "o" else (kind, members)
+    if kind in ("l", "t"):
+        return (kind, tuple(_without_versions(child, (*path, n), names) for n, child in enumerate(node[1])))
+    return node
+
+
+def refuse_long_keys(outline: Outline, holding: Holding) -> None:
+    """Add the leaves with a key that is longer than readers of structures take."""
+    for path, _ in leaves(outline.tree):
+        if any(type(key) is str and len(key) > MAX_KEY_CHARS for key in path):
+            holding.cannot[fqn_of(path)] = f"its key has more than {MAX_KEY_CHARS} characters"
 
 
 def listed(names: list[str]) -> str:

@@ -91,16 +91,16 @@ def outline_of(
         raise MissingKeysError(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
-    versioned = _versioned(tree)
+    before = versioned(tree)
     if key_map is not None:
         tree = renamed(tree, _renamer(key_map), contents.path)
     outline = _numbered(contents, files, saved, tree, away)
-    outline.emptied = sorted(versioned - _versioned(tree))
+    outline.emptied = sorted(before - versioned(tree))
     outline.opened = opened_sequences(saved.tree, tree)
     return outline
 
 
-def _versioned(tree: Node) -> set[str]:
+def versioned(tree: Node) -> set[str]:
     """Return the names of the OrderedDicts that have `_metadata`."""
     return {fqn_of(path) for path, node in mappings(tree) if node[0] == "o" and node[2] is not None}
 
@@ -152,8 +152,13 @@ def _kept(node: Node, path: Path, keep: Callable[[str], bool]) -> Node | None:
 def _renamer(key_map: KeyMap) -> Callable[[str], str]:
     if isinstance(key_map, Mapping):
         table = key_map
+        wrong = [(old, new) for old, new in table.items() if not isinstance(new, str) or not new]
+        if wrong:
+            raise ConfigError(f"key_map makes {wrong[0][1]!r} of {wrong[0][0]!r}: expected a name", field="key_map")
         return lambda fqn: table.get(fqn, fqn)
     function = key_map
+    if not callable(function):
+        raise ConfigError(f"key_map={function!r}: expected a dict of names, or a callable", field="key_map")
 
     def rename(fqn: str) -> str:
         found = function(fqn)

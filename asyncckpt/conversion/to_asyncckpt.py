@@ -6,9 +6,10 @@ import json
 import os
 
 from asyncckpt import __version__
-from asyncckpt.conversion.holding import Holding, is_text
+from asyncckpt.conversion.holding import Holding, is_text, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.user_metadata import metadata_again
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
@@ -41,6 +42,7 @@ def check_asyncckpt(outline: Outline) -> Holding:
             holding.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
         elif node[0] != "O" and (is_reserved(fqn) or fqn == METADATA_KEY):
             holding.cannot[fqn] = "names like this are reserved"
+    refuse_long_keys(outline, holding)
     return holding
 
 
@@ -156,7 +158,7 @@ def _finish(
         step=max(0, source.step),
         world_size=1,
         fsync=True,
-        metadata=json.dumps(dict(source.metadata)),
+        metadata=json.dumps(metadata_again(outline.contents)),
         package=__version__,
     )
     publish(directory, manifest, files=files, umask=umask)

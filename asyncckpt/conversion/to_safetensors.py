@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, is_text, listed
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.user_metadata import IN_ONE_TEXT, kept_metadata
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.safetensors_files import INDEX_NAME, OF_ONE_FILE
@@ -101,16 +101,10 @@ def _metadata(outline: Outline) -> dict[str, str]:
 
     The format is torch's whatever the source's was: without it transformers takes no file, nor with another's.
     """
-    metadata = outline.contents.manifest.metadata
-    found = {key: value for key, value in kept_metadata(metadata).items() if key not in OF_ONE_FILE}
+    found = {key: value for key, value in kept_metadata(outline.contents).items() if key not in OF_ONE_FILE}
     if not all(isinstance(value, str) for value in found.values()):
-        found = {"asyncckpt_metadata": json.dumps(found)}
+        found = {IN_ONE_TEXT: json.dumps(found)}
     return {**found, "format": "pt"}
-
-
-def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a source's metadata without the list of its files, which are others now."""
-    return {key: value for key, value in metadata.items() if key != "files" or not isinstance(value, list)}
 
 
 def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadata: dict[str, str]) -> OutputFile:

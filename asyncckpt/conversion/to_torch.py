@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, listed
+from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, listed, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.format.archive import Archive, Payload, torch_archive
@@ -15,6 +15,7 @@ from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.pickle_image import NotPickledError, PickleImage
 from asyncckpt.format.records import Record
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.planning.keys import mappings
 
 Hoisted = Callable[[int], bytes]
 
@@ -28,9 +29,18 @@ def check_torch(outline: Outline) -> Holding:
                 PickleImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(node)
             except NotPickledError as error:
                 holding.cannot[fqn] = f"torch.load(weights_only=True) does not read {error}"
+    refuse_long_keys(outline, holding)
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
     if arrays:
         holding.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
+    for path, node in mappings(outline.tree):
+        if node[0] == "o" and node[2] is not None:
+            try:
+                PickleImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(("o", (), node[2]))
+            except NotPickledError as error:
+                holding.unversioned.add(fqn_of(path))
+                name = fqn_of(path) or "the top level"
+                holding.changed.append(f"the _metadata of {name}, which holds {error}, is not kept")
     return holding
 
 
@@ -59,7 +69,21 @@ def check_dcp(outline: Outline) -> Holding:
         holding.changed.append(f"lists are gone, or lack members, where empty dicts were: {listed(sorted(lacking))}")
     if has_versions(outline.tree):
         holding.changed.append(VERSIONS_LOST)
+    untied = sorted(_untied(outline))
+    if untied:
+        holding.changed.append(f"tied tensors are stored apart, for each tuple that holds one: {listed(untied)}")
     return holding
+
+
+def _untied(outline: Outline) -> set[str]:
+    """Return the names of the tied tensors that lie in a tuple, which is one item, and elsewhere too."""
+    items: dict[int, dict[Path, list[str]]] = {}
+    for item in items_of(outline.tree):
+        for path, leaf in leaves(item.node):
+            if leaf[0] in ("T", "N"):
+                whole = item.path if item.node[0] not in ("T", "N") else ()
+                items.setdefault(leaf[1], {}).setdefault(whole, []).append(fqn_of((*item.path, *path)))
+    return {name for found in items.values() if len(found) > 1 for names in found.values() for name in names}
 
 
 def _containers(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:

@@ -6,6 +6,7 @@ registered types; all other leaves are the default planners' business.
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
@@ -124,6 +125,13 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                     wanted="tensor",
                 )
         return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a leaf that is no tensor into the target, which `DefaultLoadPlanner` misses without flattening."""
+        super().load_bytes(read_item, value)
+        if not self.flatten_state_dict:
+            fqn = read_item.dest_index.fqn
+            self.original_state_dict[fqn] = self.state_dict[fqn]
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of a shard, or what the default planner finds."""

@@ -12,18 +12,22 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.numpy_globals import dtype_text
 from asyncckpt.foreign.pickle_values import (
     ATTRIBUTES,
+    OF_ORDERED,
     PARAMETER,
     READ_AS,
     REQUIRES_GRAD,
     ROW_MAJOR,
+    UNORDERED,
+    LayoutText,
     Maker,
     PathText,
     UnpicklingError,
 )
 from asyncckpt.foreign.strangers import Stranger
-from asyncckpt.foreign.torch_globals import TensorRef, dtype_text, size_of
+from asyncckpt.foreign.torch_globals import TensorRef, size_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import MAX_TENSORS, Chunk
@@ -56,6 +60,7 @@ class Growth:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._by_ref: dict[Any, int] = {}
+        self._by_array: dict[int, tuple[Record, Node]] = {}
         self._n_nodes = self._n_looks = 0
 
     def node_of(self, value: Any, path: Path, locate: Locate) -> Node:
@@ -96,6 +101,9 @@ class Growth:
 
     def _read_as(self, value: Any, path: Path) -> Any:
         """Return a value with a plain type, and note what it is not any more."""
+        others = getattr(value, "_others", "") if type(value) is OrderedDict else ""
+        if others:
+            self._note(OF_ORDERED, path, f" ({others})")
         if type(value) not in READ_AS:
             return value
         plain, said = READ_AS[type(value)]
@@ -131,7 +139,8 @@ class Growth:
 
     def _versions(self, metadata: Any, path: Path) -> int | None:
         """Add the `_metadata` of an OrderedDict; without it the rest of that is worth as much."""
-        objects, number = self._assembly.source.objects, self._object(metadata, (*path, "_metadata"))[1]
+        plain = dict(metadata) if type(metadata) is OrderedDict else metadata  # as all of torch's are
+        objects, number = self._assembly.source.objects, self._object(plain, (*path, "_metadata"))[1]
         if type(objects[number]) is not Unread:
             return int(number)
         self._note(
@@ -166,7 +175,7 @@ class Growth:
         self._count(path)
         return depth <= MAX_DEPTH // 2 and all(
             type(v) in _SCALARS
-            or type(v) is PathText
+            or type(v) in (PathText, LayoutText)
             or (type(v) in (list, tuple) and self._is_flat(v, path, depth + 1))
             or (type(v) is Opaque and v.tag == "numpy.scalar")
             for v in value
@@ -180,6 +189,8 @@ class Growth:
         if depth > MAX_DEPTH:
             raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
         if kind in (dict, OrderedDict):
+            if kind is OrderedDict:
+                self._note(UNORDERED, path)
             pairs = value.items()
             return {self._plain(k, path, depth + 1): self._plain(v, path, depth + 1) for k, v in pairs}
         if kind in (list, tuple, set, frozenset):
@@ -203,17 +214,21 @@ class Growth:
         return ("T", self._by_ref[key])
 
     def _array(self, array: Record, path: Path) -> Node:
-        """Add a numpy array: (version, shape, dtype, whether by columns, bytes)."""
+        """Add a numpy array: (version, shape, dtype, whether by columns, bytes). One that is met again is the same."""
+        if id(array) in self._by_array:
+            return self._by_array[id(array)][1]
         try:
             _, shape, dtype, by_columns, data = array.state
             name, sizes = _NUMPY.get(dtype_text(dtype)), size_of(shape)
-            if name is None or type(data) is not bytes or (by_columns and len(sizes) > 1):
+            if name is None or type(data) is not bytes or (by_columns and len(sizes) > 1 and 0 not in sizes):
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
             return self._unread("numpy.ndarray", str(error), array)
         part = self._assembly.place(-1, len(data), Inline(data))
         chunk = Chunk(part=part, offset_bytes=0, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
-        return ("N", self._assembly.tensor(fqn_of(path), name, sizes, [chunk])[1])
+        node = ("N", self._assembly.tensor(fqn_of(path), name, sizes, [chunk])[1])
+        self._by_array[id(array)] = (array, node)
+        return node
 
 
 def _kind_of(value: Any) -> str:

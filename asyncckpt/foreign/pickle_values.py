@@ -42,6 +42,12 @@ class PathText(str):
     __slots__ = ()
 
 
+class LayoutText(str):
+    """What a torch.layout is read as."""
+
+    __slots__ = ()
+
+
 class Tally(dict[Any, Any]):
     """What a Counter is read as."""
 
@@ -52,6 +58,7 @@ class Defaulting(dict[Any, Any]):
 
 READ_AS: dict[type, tuple[type, str]] = {
     PathText: (str, "a path became a text"),
+    LayoutText: (str, "a torch.layout became a text"),
     Tally: (dict, "a Counter became a dict"),
     Defaulting: (dict, "a defaultdict became a dict"),
 }
@@ -60,6 +67,8 @@ READ_AS: dict[type, tuple[type, str]] = {
 ATTRIBUTES = "attributes of tensors are not kept"
 PARAMETER = "a Parameter became a tensor"
 REQUIRES_GRAD = "requires_grad is not kept"
+OF_ORDERED = "attributes of OrderedDicts are not kept"
+UNORDERED = "an OrderedDict became a dict"
 ROW_MAJOR = "a tensor that was strided otherwise became row-major"
 
 

@@ -24,6 +24,8 @@ OF_ONE_FILE = (_SHARDING, "DCP_VERSION")
 COPIES = "of the copies in several files only that of the file that the index names was read"
 """What `Source.changed` says of such tensors."""
 
+INDEX_METADATA = "metadata of the index of the files are not kept"
+
 
 def read_safetensors_file(path: str, files: Files) -> Contents:
     """Read the structure of a safetensors file: its names become a flat dict.
@@ -114,6 +116,10 @@ def _weight_map(assembly: Assembly, name: str, files: Files) -> dict[str, str]:
             raise ValueError("weight_map is no map from names to files")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise assembly.corrupt(f"the index cannot be read: {error!r}", file=name) from error
+    about = raw.get("metadata")
+    names = sorted(str(name) for name in about if name != "total_size") if isinstance(about, dict) else []
+    if names:
+        assembly.source.changed[INDEX_METADATA] = {"": f" ({', '.join(name[:80] for name in names[:9])})"}
     return found
 
 

@@ -61,7 +61,9 @@ class TorchArchive:
     def bytes_of(self, entry: ZipEntry) -> bytes:
         """Return the bytes of a small entry."""
         if entry.nbytes > MAX_NBYTES:
-            raise ValueError(f"entry {entry.name!r} has {entry.nbytes} bytes")
+            raise UnpicklingError(
+                f"entry {entry.name!r} has {entry.nbytes} bytes, more than are read", "a large pickle"
+            )
         data = self._read_at(data_offset(self._read_at, entry), entry.nbytes)
         if self._has_crcs and zlib.crc32(data) != entry.crc:
             raise ValueError(f"entry {entry.name!r} differs from its CRC-32")

@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.pickle_values import Defaulting, Maker, PathText, Tally, UnpicklingError, keys_of, shown
+from asyncckpt.foreign.numpy_globals import NUMPY
+from asyncckpt.foreign.pickle_values import (
+    Defaulting,
+    LayoutText,
+    Maker,
+    PathText,
+    Tally,
+    UnpicklingError,
+    keys_of,
+    shown,
+)
 from asyncckpt.foreign.strangers import Stranger, made_by
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
@@ -33,7 +43,6 @@ _RECORDS = (
 )
 _MAX_PATH_CHARS = 1 << 16
 _MAX_ATTRIBUTES = 9
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +172,22 @@ def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef |
     return _parameter(made, state=state) if kind.name.endswith("Parameter") else _with_attributes(made, state)
 
 
-def _device(kind: Any, index: Any = None) -> Opaque:
+_DEVICES = frozenset(
+    {
+        *("cpu", "cuda", "fpga", "hip", "hpu", "ideep", "ipu", "lazy", "maia", "meta", "mkldnn", "mps", "mtia"),
+        *("opencl", "opengl", "privateuseone", "ve", "vulkan", "xla", "xpu"),
+    }
+)
+"""Of torch 2.13, c10/core/DeviceType.h. A backend of its own may have given itself another name, elsewhere."""
+
+_MAX_DEVICES = 128
+
+
+def _device(kind: Any, index: Any = None) -> Opaque | Stranger:
     if type(kind) is not str or type(index) not in (int, type(None)):
         raise UnpicklingError("a device that is none")
+    if kind not in _DEVICES or not 0 <= (index or 0) < _MAX_DEVICES:
+        return Stranger(f"torch.device {kind[:99]}")
     return Opaque("torch.device", kind if index is None else f"{kind}:{index}")
 
 
@@ -188,6 +210,19 @@ def _counter(members: Any = ()) -> Tally:
     return Tally(_pairs(members))
 
 
+def _layout(name: Any) -> LayoutText:
+    if type(name) is not str:
+        raise UnpicklingError("a layout without a name")
+    return LayoutText(name)
+
+
+def _empty_bytes(*arguments: Any) -> bytes:
+    """What protocol 2 calls for bytes of which there are none; others are encoded texts."""
+    if arguments:
+        raise UnpicklingError("bytes made of something")
+    return b""
+
+
 def _posix_path(*parts: Any) -> PathText:
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH_CHARS:
         raise UnpicklingError("a path that is none")
@@ -203,37 +238,6 @@ def _bytearray(*arguments: Any) -> bytearray:
     return bytearray(data)
 
 
-def _scalar(dtype: Any, data: Any) -> Opaque:
-    if type(dtype) is not Record or type(data) is not bytes:
-        raise UnpicklingError("a numpy scalar without dtype and bytes")
-    return Opaque("numpy.scalar", [dtype_text(dtype), data.hex()])
-
-
-def dtype_text(dtype: Record) -> str:
-    """Return a numpy dtype as the array protocol writes it, such as `<f4`.
-
-    Raises:
-        UnpicklingError: Not a plain one, or of a big-endian machine.
-    """
-    state, text = dtype.state, dtype.kind.partition(" ")[2]
-    order = state[1] if type(state) is tuple and len(state) > 1 else "<"
-    if order not in ("<", "|", "=") or (type(state) is tuple and any(part is not None for part in state[2:5])):
-        raise UnpicklingError(f"a numpy dtype {text!r} that is big-endian or has fields")
-    return text if text[:1] in "<|" else ("|" if text[-1:] == "1" or text[:1] == "S" else "<") + text
-
-
-def _numpy_dtype(text: Any, align: Any = False, copy: Any = True) -> Record:
-    if type(text) is not str or not 1 <= len(text) <= 16:
-        raise UnpicklingError(f"a numpy dtype called {shown(text)}")
-    return Record(f"numpy.dtype {text}")
-
-
-def _array(kind: Any, shape: Any, code: Any) -> Record:
-    if type(kind) is not Maker or kind.name != "numpy.ndarray":
-        raise UnpicklingError(f"an array of class {shown(kind)}")
-    return Record("numpy.ndarray")
-
-
 def _makers() -> dict[str, Maker]:
     made: dict[str, Any] = {
         "collections.OrderedDict": _ordered,
@@ -241,13 +245,14 @@ def _makers() -> dict[str, Maker]:
         "collections.defaultdict": lambda factory=None: Defaulting(),
         "_codecs.encode": _encoded,
         "builtins.bytearray": _bytearray,
+        "builtins.bytes": _empty_bytes,
         "builtins.set": lambda members=(): set(keys_of(members)),
         "builtins.frozenset": lambda members=(): frozenset(keys_of(members)),
         "builtins.complex": lambda real, imag=0.0: complex(real, imag),
         "builtins.slice": slice,
         "torch.Size": lambda members=(): Opaque("torch.Size", list(size_of(members))),
         "torch.device": _device,
-        "torch.serialization._get_layout": lambda name: name,
+        "torch.serialization._get_layout": _layout,
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -256,12 +261,10 @@ def _makers() -> dict[str, Maker]:
         "torch._tensor._rebuild_from_type_v2": _from_type,
         f"{_METADATA}._MEM_FORMAT_ENCODING": lambda value: value,
         "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": lambda value: value,
-        "numpy.dtype": _numpy_dtype,
     }
     for module in ("pathlib", "pathlib._local"):
         made[f"{module}.PosixPath"] = made[f"{module}.PurePosixPath"] = _posix_path
-    for module in _NUMPY:
-        made[f"{module}.scalar"], made[f"{module}._reconstruct"] = _scalar, _array
+    made |= NUMPY
     for name in _RECORDS:
         made[name] = lambda name=name: Record(name.rpartition(".")[2])
     known = {name: Maker(name, make) for name, make in made.items()}

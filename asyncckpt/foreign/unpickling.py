@@ -170,9 +170,9 @@ class _Machine(Cursor):
         if type(target) is Record and target.state is None:
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict:
-            if set(state) - {"_metadata"}:
-                raise UnpicklingError(f"an OrderedDict with attributes {', '.join(map(shown, list(state)[:9]))}")
             target._metadata = state.get("_metadata")  # type: ignore[attr-defined]
+            others = [shown(name) for name in state if name != "_metadata"]
+            target._others = ", ".join(others[:9])  # type: ignore[attr-defined]
         else:
             raise UnpicklingError(f"it gives a state to a {type(target).__name__}")
 

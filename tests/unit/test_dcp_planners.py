@@ -226,3 +226,15 @@ def test_a_flat_range_is_saved_as_its_boxes() -> None:
     plan = planner.create_local_plan()
     sizes = [item.tensor_data.chunk.sizes for item in plan.items if item.tensor_data is not None]
     assert sum(math.prod(size) for size in sizes) == 11 and len(sizes) == 3
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_what_is_no_tensor_gets_into_the_target_flattened_or_not(flatten: bool, tmp_path: Path) -> None:
+    box = asyncckpt.ShardedSlice(WHOLE.clone(), (10, 7), (0, 0))
+    saving = ShardedSavePlanner(flatten_state_dict=flatten)
+    dcp_calls.save({"b": 7, "l": [1, "x"], "w": box}, StorageWriter(tmp_path / "c"), planner=saving)
+    target = {"b": 0, "l": [0, ""], "w": asyncckpt.ShardedSlice(torch.zeros(10, 7), (10, 7), (0, 0))}
+    loading = ShardedLoadPlanner(flatten_state_dict=flatten)
+    dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=loading)
+    assert (target["b"], target["l"]) == (7, [1, "x"])
+    assert torch.equal(target["w"].tensor, WHOLE)  # type: ignore[attr-defined]

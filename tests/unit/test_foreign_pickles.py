@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from typing import Any
 
 import foreign_samples
@@ -20,7 +21,7 @@ import torch
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.foreign import torch_globals
+from asyncckpt.foreign import numpy_globals, torch_globals
 from asyncckpt.foreign.pickle_values import Maker, UnpicklingError
 from asyncckpt.foreign.torch_globals import KNOWN, storage_of
 from asyncckpt.foreign.unpickling import unpickle_data
@@ -60,7 +61,6 @@ HOSTILE: dict[str, bytes] = {
     "getattr chain": b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00x\x86R.",
     "python 2 getattr": b"\x80\x02c__builtin__\ngetattr\n(ctorch\nTensor\nX\x01\x00\x00\x00xtR.",
     "build of a maker": b"\x80\x02ccollections\nOrderedDict\n}X\x04\x00\x00\x00makeK\x01sb.",
-    "build of an ordered dict": b"\x80\x02ccollections\nOrderedDict\n)R}X\x0c\x00\x00\x00__setstate__K\x01sb.",
     "build of a dict": b"\x80\x02}}X\x01\x00\x00\x00aK\x01sb.",
     "build of a tensor class": b"\x80\x02ctorch\nTensor\n}X\x01\x00\x00\x00aK\x01sb.",
     "call of an inert class": b"\x80\x02ctorch\nTensor\n)R.",
@@ -251,10 +251,17 @@ def test_everything_that_torch_s_own_list_makes_is_known_or_refused_by_name() ->
 
 
 def test_no_maker_of_the_table_is_anything_but_ours() -> None:
-    plain = {slice}
+    plain, ours = {slice}, (torch_globals.__name__, numpy_globals.__name__)
     for name, value in KNOWN.items():
         made = value.make if isinstance(value, Maker) else None
-        assert made is None or made in plain or made.__module__ == torch_globals.__name__, name
+        assert made is None or made in plain or made.__module__ in ours, name
+
+
+def test_attributes_of_an_ordered_dict_are_told_and_none_is_set() -> None:
+    data = b"\x80\x02ccollections\nOrderedDict\n)R}(X\x0c\x00\x00\x00__setstate__K\x01X\x05\x00\x00\x00clearK\x02ub."
+    found, _ = unpickle_data(data, KNOWN, storage_of)
+    assert type(found) is OrderedDict
+    assert vars(found) == {"_metadata": None, "_others": "'__setstate__', 'clear'"}
 
 
 def test_what_stock_pickle_writes_of_plain_values_is_read_in_every_protocol(rng: Any) -> None:

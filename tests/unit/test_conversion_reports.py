@@ -1,0 +1,170 @@
+"""What a conversion cannot keep is said, with names; and arguments that make no sense are a `ConfigError`."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from typing import Any
+
+import foreign_samples
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.errors import ConfigError, UnsupportedLeafError
+from asyncckpt.format.tree import MAX_KEY_CHARS
+
+pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+
+FOREIGN = ("dcp", "torch", "safetensors", "hf")
+
+
+def save(path: pathlib.Path, state: dict[str, Any], **more: Any) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save(state, path, **more)
+
+
+def metadata_of(path: pathlib.Path) -> Any:
+    return json.loads((path / "manifest.json").read_text())["metadata"]
+
+
+@pytest.mark.parametrize("to", FOREIGN)
+def test_a_step_that_only_the_manifest_has_is_said_to_be_lost(to: str, tmp_path: pathlib.Path) -> None:
+    said = "the checkpoint's step, 300, is not kept"
+    save(tmp_path / "a", {"w": torch.ones(1)}, step=300)
+    assert said in asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to).changed
+    save(tmp_path / "c", {"w": torch.ones(1), "step": 300}, step=300)
+    report = asyncckpt.convert(tmp_path / "c", tmp_path / "d", to=to, keys=None if to in ("dcp", "torch") else ["w"])
+    assert (said in report.changed) is (to in ("safetensors", "hf"))
+
+
+@pytest.mark.parametrize("to", FOREIGN)
+def test_a_user_s_list_called_files_is_one_of_his_metadata(to: str, tmp_path: pathlib.Path) -> None:
+    save(tmp_path / "a", {"w": torch.ones(1)}, metadata={"files": ["a", "b"], "note": "x"})
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    if to in ("dcp", "torch"):
+        assert "the checkpoint's metadata are not kept: files, note" in report.changed
+        return
+    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
+    assert metadata_of(tmp_path / "c") == {"files": ["a", "b"], "note": "x"}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_metadata_that_are_no_texts_come_back(to: str, tmp_path: pathlib.Path) -> None:
+    metadata = {"loss": 0.5, "run": {"name": "grüße"}, "epochs": [1, 2]}
+    save(tmp_path / "a", {"w": torch.ones(1)}, metadata=metadata)
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
+    assert metadata_of(tmp_path / "c") == metadata
+
+
+@pytest.fixture
+def hub(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "hub"
+    path.mkdir()
+    foreign_samples.save_safetensors({"w": torch.ones(2)}, path / "model-00001-of-00001.safetensors")
+    index = {
+        "metadata": {"total_size": 8, "total_parameters": 2, "custom": "x"},
+        "weight_map": {"w": "model-00001-of-00001.safetensors"},
+    }
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text("{}")
+    (path / "1_Pooling").mkdir()
+    return path
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", *FOREIGN])
+def test_what_a_hub_directory_has_beside_its_weights_is_said(
+    to: str, hub: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    report = asyncckpt.convert(hub, tmp_path / "b", to=to)
+    said = "metadata of the index of the files are not kept: the top level (custom, total_parameters)"
+    assert said in report.changed
+    if to == "hf":
+        assert (report.copied, report.not_copied) == (("config.json",), ("1_Pooling",))
+    else:
+        assert (report.copied, report.not_copied) == ((), ("1_Pooling", "config.json"))
+    if to == "asyncckpt":
+        assert "files" not in metadata_of(tmp_path / "b")
+
+
+def test_a_tied_tensor_in_a_tuple_is_said_to_be_stored_apart(tmp_path: pathlib.Path) -> None:
+    x, y, z = (torch.full((2,), float(n)) for n in range(3))
+    torch.save({"a": (x, 1), "b": x, "c": (y, y), "d": z, "e": {"f": z}}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    said = "tied tensors are stored apart, for each tuple that holds one: a.0, b"
+    assert said in report.changed
+    found = asyncckpt.load(tmp_path / "b")
+    assert found["a"][0] is not found["b"]
+    assert found["c"][0] is found["c"][1]
+    assert found["d"] is found["e"]["f"]
+
+
+@pytest.mark.parametrize("source", ["torch", "asyncckpt"])
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_versions_that_torch_does_not_read_are_left_out_and_said(to: str, source: str, tmp_path: pathlib.Path) -> None:
+    bad: Any = collections.OrderedDict(w=torch.ones(1))
+    bad._metadata = collections.OrderedDict({"": {"version": 1, "kinds": frozenset("ab")}})
+    good: Any = collections.OrderedDict(w=torch.ones(1))
+    good._metadata = collections.OrderedDict({"": {"version": 2}})
+    torch.save({"m": {"bad": bad}, "good": good}, tmp_path / "a")
+    if source == "asyncckpt":
+        asyncckpt.convert(tmp_path / "a", tmp_path / "ours", to="asyncckpt")
+    report = asyncckpt.convert(tmp_path / ("ours" if source == "asyncckpt" else "a"), tmp_path / "b", to=to)
+    assert [said for said in report.changed if said.startswith("the _metadata of m.bad, which holds a frozenset")]
+    if to == "torch":
+        found = torch.load(tmp_path / "b", weights_only=True)
+        assert found["good"]._metadata == {"": {"version": 2}}
+        assert not getattr(found["m"]["bad"], "_metadata", None)
+
+
+def test_a_state_dict_of_which_nothing_is_left_is_said_to_have_lost_its_versions(tmp_path: pathlib.Path) -> None:
+    model: Any = collections.OrderedDict(x=frozenset("a"))
+    model._metadata = collections.OrderedDict({"": {"version": 1}})
+    torch.save({"model": model, "t": torch.ones(1)}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", partial=True)
+    assert "the _metadata of model is not kept: all of it was left out" in report.changed
+    assert report.left_out == ("model.x",)
+
+
+def test_a_list_that_lacks_members_has_texts_for_keys_in_dcp(tmp_path: pathlib.Path) -> None:
+    torch.save({"l": [torch.ones(1), frozenset("a"), torch.ones(2)]}, tmp_path / "a")
+    for to, said, keys in (("dcp", "texts of their numbers", ["0", "2"]), ("torch", "their numbers", [0, 2])):
+        report = asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True)
+        assert f"lists that lack members became dicts of {said}: l" in report.changed
+        assert list(asyncckpt.load(tmp_path / to)["l"]) == keys
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch"])
+def test_a_key_that_is_too_long_is_refused_before_anything_is_written(to: str, tmp_path: pathlib.Path) -> None:
+    name = "n" * (MAX_KEY_CHARS + 1)
+    foreign_samples.save_safetensors({name: torch.ones(1), "w": torch.ones(2)}, tmp_path / "a")
+    with pytest.raises(UnsupportedLeafError, match="characters"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    with pytest.raises(UnsupportedLeafError, match="characters"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, keys=["w"], key_map={"w": name})
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, partial=True)
+    assert report.left_out == (name,)
+    assert list(asyncckpt.load(tmp_path / "b")) == ["w"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"keys": 7},
+        {"key_map": "x"},
+        {"key_map": [1]},
+        {"key_map": {"w": 1}},
+        {"key_map": {"w": ""}},
+        {"key_map": lambda fqn: 1},
+        {"keys": [7]},
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "a")
+    with pytest.raises(ConfigError) as caught:
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", **arguments)
+    assert caught.value.field in arguments
+    assert not (tmp_path / "b").exists()

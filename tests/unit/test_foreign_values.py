@@ -1,0 +1,122 @@
+"""Values of `torch.save` files that are no tensors: what comes back is what numpy and torch had, or it is said."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.foreign import torch_file
+
+np = pytest.importorskip("numpy")
+
+KEPT = {
+    "texts": lambda: np.str_("a"),
+    "texts that end in 1": lambda: np.str_("abcdefghijk"),
+    "bytes": lambda: np.bytes_(b"x"),
+    "uint8": lambda: np.uint8(3),
+    "int8": lambda: np.int8(-3),
+    "bool": lambda: np.bool_(True),
+    "complex64": lambda: np.complex64(1j),
+    "seconds": lambda: np.timedelta64(5, "s"),
+    "multiples of a unit": lambda: np.timedelta64(5, "25us"),
+    "no unit": lambda: np.timedelta64(5),
+    "nanoseconds": lambda: np.datetime64("2020-02-03", "ns"),
+    "a year": lambda: np.datetime64("2020"),
+    "no bytes": lambda: b"",
+    "an empty array": lambda: np.zeros((0, 3), dtype=np.float32),
+}
+UNREAD = {
+    "longdouble": lambda: np.longdouble(1),
+    "void": lambda: np.void(b"abc"),
+    "fields": lambda: np.zeros(1, dtype=[("a", "i4")])[0],
+}
+protocols = pytest.mark.parametrize("protocol", [2, 4])
+
+
+@protocols
+@pytest.mark.parametrize("what", KEPT)
+def test_a_value_comes_back_from_the_file_and_from_what_it_becomes(
+    what: str, protocol: int, tmp_path: pathlib.Path
+) -> None:
+    value = KEPT[what]()
+    torch.save({"x": value, "t": torch.ones(1)}, tmp_path / "a", pickle_protocol=protocol)
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
+    assert report.changed == ()
+    for path in (tmp_path / "a", tmp_path / "b"):
+        found = asyncckpt.load(path)["x"]
+        assert type(found) is type(value)
+        assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
+        assert getattr(found, "shape", ()) == getattr(value, "shape", ())
+        assert repr(found) == repr(value)
+
+
+@protocols
+@pytest.mark.parametrize("what", UNREAD)
+def test_a_value_that_is_not_read_blocks_itself_alone(what: str, protocol: int, tmp_path: pathlib.Path) -> None:
+    torch.save({"x": UNREAD[what](), "t": torch.ones(1)}, tmp_path / "a", pickle_protocol=protocol)
+    with pytest.raises(UnsupportedFormatError, match="numpy scalar"):
+        asyncckpt.load(tmp_path / "a")
+    assert list(asyncckpt.load(tmp_path / "a", keys=["t"])) == ["t"]
+    with pytest.raises(UnsupportedFormatError, match="numpy scalar"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt", partial=True).left_out == ("x",)
+
+
+@pytest.mark.parametrize("name", [b"npu", b"cuda"])
+def test_a_device_that_this_torch_may_lack_blocks_itself_alone(name: bytes, tmp_path: pathlib.Path) -> None:
+    torch.save({"x": torch.device("cpu:1"), "t": torch.ones(1)}, tmp_path / "a", pickle_protocol=2)
+    data = (tmp_path / "a").read_bytes()
+    place = data.index(b"cdevice") if b"cdevice" in data else data.index(b"device")
+    at = data.index(b"X\x03\x00\x00\x00cpu", place)
+    index = data.index(b"K\x01", at)
+    changed = data[:at] + b"X\x03\x00\x00\x00" + name[:3] + data[at + 8 : index] + b"K\xc8" + data[index + 2 :]
+    old, new = (zlib.crc32(_pickle_of(found)).to_bytes(4, "little") for found in (data, changed))
+    (tmp_path / "a").write_bytes(changed.replace(old, new))
+    with pytest.raises(UnsupportedFormatError, match="device"):
+        asyncckpt.load(tmp_path / "a")
+    assert list(asyncckpt.load(tmp_path / "a", keys=["t"])) == ["t"]
+
+
+def _pickle_of(archive: bytes) -> bytes:
+    start = archive.index(b"\x80\x02", archive.index(b"data.pkl"))
+    return archive[start : archive.index(b"PK\x07\x08", start)]
+
+
+def test_arrays_that_are_one_stay_one(tmp_path: pathlib.Path) -> None:
+    array = np.arange(5)
+    torch.save({"a": array, "b": array, "c": array.copy()}, tmp_path / "a")
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
+    for path in (tmp_path / "a", tmp_path / "b"):
+        found = asyncckpt.load(path)
+        assert found["a"] is found["b"]
+        assert found["a"] is not found["c"]
+
+
+def test_what_a_layout_and_an_ordered_dict_were_is_reported(tmp_path: pathlib.Path) -> None:
+    ordered: Any = collections.OrderedDict(w=torch.ones(1))
+    ordered._metadata, ordered.extra = collections.OrderedDict({"": {"version": 1}}), 5
+    keyed = {(1, 2): collections.OrderedDict(a=1)}
+    torch.save({"layout": torch.strided, "m": ordered, "keyed": keyed}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert set(report.changed) == {
+        "a torch.layout became a text: layout",
+        "attributes of OrderedDicts are not kept: m ('extra')",
+        "an OrderedDict became a dict: keyed",
+    }
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert found["m"]._metadata == {"": {"version": 1}}
+    assert (found["layout"], found["keyed"]) == ("torch.strided", {(1, 2): {"a": 1}})
+
+
+def test_a_pickle_that_is_too_large_is_no_damage(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"x": np.zeros(1000)}, tmp_path / "a")
+    monkeypatch.setattr(torch_file, "MAX_NBYTES", 4000)
+    with pytest.raises(UnsupportedFormatError, match="more than are read"):
+        asyncckpt.load(tmp_path / "a")
