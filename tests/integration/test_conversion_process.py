@@ -96,17 +96,23 @@ def test_ctrl_c_and_a_scheduler_s_end_leave_nothing_behind(
 ) -> None:
     # Whoever runs the tests in the background of a shell has Ctrl-C ignored, and what is ignored stays so.
     default = "default_int_handler" if number == signal.SIGINT else "SIG_DFL"
-    heard = f"import signal, sys; signal.signal({int(number)}, signal.{default})"
+    heard = "import faulthandler, signal, sys; faulthandler.register(signal.SIGUSR1)"
+    heard += f"; signal.signal({int(number)}, signal.{default})"
     command = f"{heard}; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
     for attempt in range(ATTEMPTS):
         root = tmp_path / str(attempt)
         root.mkdir()
         with converting(
-            [sys.executable, "-c", command, "convert", str(large), str(root / "out"), "--to", to]
+            [sys.executable, "-c", command, "convert", str(large), str(root / "out"), "--to", to], tmp_path / "stderr"
         ) as process:
             wait_until(lambda root=root: os.listdir(root), "it writes")  # type: ignore[misc]
             process.send_signal(number)
-            code = process.wait(DEADLINE_S)
+            try:
+                code = process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGUSR1)
+                wait_until(lambda: "most recent call first" in (tmp_path / "stderr").read_text(), "where it is")
+                pytest.fail(f"it has not ended; its threads are at\n{(tmp_path / 'stderr').read_text()}")
         if code:
             assert code == 128 + number
             assert not os.listdir(root)
@@ -158,9 +164,10 @@ def test_a_signal_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_w
 
 
 @contextlib.contextmanager
-def converting(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block."""
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+def converting(command: Sequence[str], said: pathlib.Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block; `said` gets what it writes to stderr."""
+    with (said or pathlib.Path(os.devnull)).open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
     try:
         yield process
     finally:

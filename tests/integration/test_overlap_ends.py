@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import textwrap
@@ -469,14 +468,21 @@ def test_an_exit_waits_for_the_copies_but_five_seconds_only(
 
 
 def test_a_trainer_killed_under_a_copy_publishes_nothing(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    program = textwrap.dedent(EXIT) + "import signal; os.kill(os.getpid(), signal.SIGKILL)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program, shared_worker.endpoint, str(tmp_path), "never"], timeout=60, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    program = textwrap.dedent(EXIT) + "time.sleep(600)\n"
+    arguments = [sys.executable, "-c", program, shared_worker.endpoint, str(tmp_path), "never"]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as trainer:
+        try:  # what the worker has not been told when a trainer is killed, nobody tells it
+            wait_until(lambda: str(tmp_path / "a") in paths_of(shared_worker), "the worker knows of the save")
+        finally:
+            trainer.kill()
     assert end_of(tmp_path / "a", shared_worker) == lifecycle.ABANDONED
     assert not (tmp_path / "a" / "manifest.json").exists()
     wait_until(lambda: not shared_worker.status()["slots"], "its slot is freed")
+
+
+def paths_of(worker: RealWorker) -> list[str]:
+    """Return where the saves that a worker knows go."""
+    return [row["path"] for row in worker.status()["saves"]]
 
 
 def test_a_forked_child_steps_without_waiting_for_the_parent_s_copies(
