@@ -14,7 +14,7 @@ import pytest
 import states
 import torch
 from overlapping import Gate, backward, linear, state_of
-from real_worker import DEADLINE_S, RealWorker, slots_of, written
+from real_worker import DEADLINE_S, RealWorker, slots_of, wait_until, written
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -387,6 +387,7 @@ def test_a_second_save_waits_its_turn_and_both_are_right(
     with gate.held_back(lambda: checkpointer.wait(DEADLINE_S) if checkpointer.fence() is None else None):
         assert not first.staged.done() and not second.staged.done()
     assert first.written.exception(0) is None and second.written.exception(0) is None
+    wait_until(lambda: len(order) == 2, "all callbacks ran")
     assert order == [1, 2]
     states.assert_same(asyncckpt.load(tmp_path / "1"), expected)
     states.assert_same(asyncckpt.load(tmp_path / "2"), {**expected, "note": "second"})

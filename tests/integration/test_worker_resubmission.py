@@ -69,6 +69,7 @@ def test_all_saves_in_flight_go_on_in_their_order(default_dir: pathlib.Path, tmp
             worker.kill()
             for handle in handles:
                 assert handle.written.result(DEADLINE_S).details["resubmitted"] == 1
+        wait_until(lambda: len(ended) == 3, "all callbacks ran")  # they run after those who wait have been woken
         assert ended == [0, 1, 2]
         for n in range(3):
             states.assert_same(asyncckpt.load(tmp_path / f"s-{n}"), {"w": STATE["w"] + n})
