@@ -84,13 +84,13 @@ def write(kind: str, directory: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def save_dcp(state: dict[str, Any], path: pathlib.Path) -> None:
-    """`dcp.save` without a process group."""
+def save_dcp(state: dict[str, Any], path: pathlib.Path, **more: Any) -> None:
+    """`dcp.save` without a process group; `more`: for its `FileSystemWriter`."""
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path, **more), no_dist=True)
 
 
 def load_dcp(state: dict[str, Any], path: pathlib.Path) -> None:

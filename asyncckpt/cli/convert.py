@@ -25,6 +25,9 @@ EXAMPLES = (
     "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model",
     "asyncckpt convert dcp-dir runs/b/step-300 --to asyncckpt",
 )
+_SHOWN_CHARS = 4000
+"""Of a sentence with names, of which a checkpoint may have a million."""
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -98,9 +101,11 @@ def run(args: argparse.Namespace) -> int:
         + ("compared, not read back" if args.no_read_back else "read back and compared")
     )
     for line in report.changed:
-        say(f"  changed: {line}")
+        say(f"  changed: {line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + ' ... (--json prints all)'}")
     for name in report.left_out:
         say(f"  left out: {name}")
+    for name in report.copied:
+        say(f"  copied: {name}")
     for name in report.not_copied:
         say(f"  not copied: {name}")
     for name in report.carried_over:

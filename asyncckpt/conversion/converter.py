@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from asyncckpt.config import RankInfo
 from asyncckpt.conversion.both_ways import BothWays
 from asyncckpt.conversion.changes import changes
 from asyncckpt.conversion.companions import companions, copy_file
@@ -27,10 +26,7 @@ from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import PICKLED_TAGS
-from asyncckpt.loading.differences import report_differences
 from asyncckpt.loading.fetching import bytes_of, thread_count
-from asyncckpt.loading.saved_objects import SavedObjects
-from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import key_list
 from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.paths import absolute_path
@@ -51,7 +47,7 @@ class ConversionReport:
         to: Of the target.
         tensors, objects: Leaves of each sort; a tied tensor counts under each name.
         nbytes: Length of the target's files that were streamed.
-        changed: What the target holds in another form, one sentence each, with names.
+        changed: What the target holds in another form, one sentence each, with all names.
         left_out: FQNs that the target cannot hold (`partial=True`).
         copied: Other files of a Hugging Face directory, copied along to another.
         not_copied: What else is in it: directories, hidden files, weights in other formats; to other kinds all of it.
@@ -88,7 +84,8 @@ def convert(
 
     The target is written beside its place under a hidden name, opened as a reader would and compared, read back, and
     renamed: it is there whole or not at all. Tensors pass in windows; needs no process group and no worker. Memory: 256
-    MB, and the largest tensor where its elements are not row-major in the source.
+    MB; the largest tensor where its elements are not row-major in the source; and several times the leaves that are no
+    tensors, and the numpy arrays in a `torch.save` file, which pickles hold in one piece.
 
     Args:
         src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
@@ -116,7 +113,8 @@ def convert(
         CheckpointExistsError: Something is at `dst`, and `overwrite` is False, or it is pinned or no checkpoint.
         CorruptCheckpointError: The source is damaged; or the target read back differs.
         UnsupportedFormatError: The source is of no known kind, or holds something that is not read; all named.
-        UnsupportedLeafError: The target cannot hold some leaves, all named; or this torch lacks a dtype.
+        UnsupportedLeafError: The target cannot hold some leaves, which are named (of more than 1,000 as many); or this
+                torch lacks a dtype.
         MissingKeysError: `keys` name something that is not there.
         DuplicateNameError: Two leaves have, or get, one name.
         SaveFailedError: Not enough room, or the file system failed; nothing is left of the target. EAGAIN: a save of
@@ -180,7 +178,6 @@ class _Conversion:
         holding = _CHECKS[self._to](readable(whole))
         self._refuse_pickled(whole, holding)
         outline = settled(whole, holding, to=self._to, partial=partial)
-        self._report_differences(contents)
         target = self._target(outline, max_shard_bytes)
         extras, not_copied = self._beside(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
@@ -263,11 +260,6 @@ class _Conversion:
             return [], []
         extras, others = companions(self.source, contents, self._files)
         return (extras, others) if self._to == "hf" else ([], sorted([*extras, *others]))
-
-    def _report_differences(self, contents: Contents) -> None:
-        if len(contents.ranks) > 1:
-            saved = SavedTree(contents, RankInfo(0, 1))
-            report_differences(contents, saved, SavedObjects(contents, self._files), self._files, saved.leaves.items())
 
     def _refuse_pickled(self, outline: Outline, holding: Holding) -> None:
         """A leaf that was pickled stays a pickle in a checkpoint of ours; no other kind takes it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from asyncckpt.conversion.outline import Outline, pruned
@@ -10,8 +10,9 @@ from asyncckpt.conversion.unreadable import readable, unread_of
 from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.tree import MAX_KEY_CHARS, Node, Path, fqn_of, leaves
 
-VERSIONS_LOST = "the _metadata of modules' state dicts, their versions, are not kept"
-_SHOWN = 20
+TOP = "the top level"
+_SHOWN = 1000
+"""Leaves that an error names: a list of a million numbers has a million leaves."""
 
 
 @dataclass(slots=True)
@@ -52,8 +53,10 @@ def settled(outline: Outline, holding: Holding, *, to: str, partial: bool) -> Ou
         more = f"\n  and {len(cannot) - _SHOWN} more" if len(cannot) > _SHOWN else ""
         path = outline.contents.path
         said = (
-            f"{path}: {to} cannot hold {len(cannot)} of the leaves; choose others by keys, or leave "
-            "them out by partial=True (--partial):\n  " + "\n  ".join(lines) + more
+            f"{path}: {to} cannot hold {len(cannot)} of the leaves:\n  "
+            + "\n  ".join(lines)
+            + more
+            + "\nChoose others by keys, or leave them out by partial=True (--partial), whose report names all"
         )
         if unread:
             raise UnsupportedFormatError(said, path=path, found=next(iter(unread.values())).kind)
@@ -80,9 +83,22 @@ def refuse_long_keys(outline: Outline, holding: Holding) -> None:
 
 
 def listed(names: list[str]) -> str:
-    """Return names for a sentence."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    """Return names for a sentence: all of them."""
+    return ", ".join(names)
+
+
+def ordered_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
+    """Return what a target does not keep of OrderedDicts: their type, and the `_metadata` of some.
+
+    Args:
+        found: (path, node) of the containers that the target takes apart.
+    """
+    ordered = {fqn_of(path) or TOP: node for path, node in found if node[0] == "o"}
+    lost = [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
+    versions = sorted(name for name, node in ordered.items() if node[2] is not None)
+    if versions:
+        lost.append(f"the _metadata of modules' state dicts, their versions, are not kept: {listed(versions)}")
+    return lost
 
 
 def is_text(name: str) -> bool:
@@ -92,11 +108,3 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def has_versions(node: Node) -> bool:
-    """Whether a tree has a module's state dict with `_metadata`."""
-    if node[0] == "o" and node[2] is not None:
-        return True
-    children = node[1][1::2] if node[0] in ("d", "o") else node[1] if node[0] in ("l", "t") else ()
-    return any(map(has_versions, children))

@@ -22,7 +22,7 @@ def renamed(tree: Node, rename: Callable[[str], str], path: str) -> Node:
         path: The checkpoint's, for messages.
 
     Raises:
-        DuplicateNameError: Two leaves get one name, or one stands where another has its container.
+        DuplicateNameError: Two leaves get one name, or one stands where another has its container, or nothing in it.
         Exception: Whatever `rename` raises.
     """
     moved = {at: new for at, _ in leaves(tree) if (new := rename(fqn_of(at))) != fqn_of(at)}
@@ -32,13 +32,17 @@ def renamed(tree: Node, rename: Callable[[str], str], path: str) -> Node:
     containers = _containers(tree, ())
     root = _opened(tree, (), moved)
     branches: dict[Path, dict[Any, Any]] = {at: branch for at, branch in _branches(root, ()) if at in containers}
-    taken = set(stays)
+    taken, empty = set(stays), _empty(tree, ())
     for at, node in leaves(tree):
         if at not in moved:
             continue
         name = moved[at]
         if name in taken:
             raise DuplicateNameError(f"{path}: two leaves would be called {name!r} by key_map", fqn=name)
+        if name in empty:
+            raise DuplicateNameError(
+                f"{path}: key_map calls a leaf {name!r}, where an empty dict or list is, or what holds one", fqn=name
+            )
         taken.add(name)
         home = max((p for p in branches if _is_below(name, p)), key=len)
         rest = name if not home else name[len(fqn_of(home)) + 1 :]
@@ -62,6 +66,18 @@ def _containers(node: Node, path: Path) -> set[Path]:
     for key, child in zip(node[1][::2], node[1][1::2], strict=True):
         found |= _containers(child, (*path, key))
     return found
+
+
+def _empty(node: Node, path: Path) -> set[str]:
+    """Return the names of the containers that hold nothing, and of those that they are in."""
+    if node[0] not in ("d", "o", "l", "t"):
+        return set()
+    is_dict = node[0] in ("d", "o")
+    pairs = zip(node[1][::2], node[1][1::2], strict=True) if is_dict else enumerate(node[1])
+    if path and not node[1]:
+        return {fqn_of(path)}
+    found = {name for key, child in pairs for name in _empty(child, (*path, key))}
+    return found | {fqn_of(path)} if found and path else found
 
 
 class _Branch(dict[Any, Any]):

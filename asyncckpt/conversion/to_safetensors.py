@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, is_text, listed
+from asyncckpt.conversion.holding import TOP, Holding, is_text, listed, ordered_lost
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.user_metadata import IN_ONE_TEXT, kept_metadata
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.foreign.safetensors_files import INDEX_NAME, OF_ONE_FILE
+from asyncckpt.foreign.safetensors_header import header_form
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up
 from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.keys import mappings
+from asyncckpt.storage.contents import SavedTensor
 
 DEFAULT_SHARD_NBYTES = 5_000_000_000
 """What `save_pretrained` of Hugging Face's transformers used for years ("5GB")."""
@@ -29,8 +31,10 @@ def check_safetensors(outline: Outline) -> Holding:
     for fqn, node in outline.leaves():
         if node[0] in ("O", "B"):
             holding.cannot[fqn] = "safetensors files hold tensors only, and this is none"
-        elif DTYPES[outline.tensors[node[1]].dtype].safetensors is None:
-            holding.cannot[fqn] = f"safetensors has no dtype {outline.tensors[node[1]].dtype}"
+        elif _form(outline.tensors[node[1]]) is None:
+            dtype = outline.tensors[node[1]].dtype
+            only = " without a dimension" if header_form(dtype, (1,)) else ""
+            holding.cannot[fqn] = f"safetensors has no tensors of dtype {dtype}{only}"
         elif not is_text(fqn):
             holding.cannot[fqn] = "its name is no text that UTF-8 has, and so none for JSON"
         elif fqn == METADATA_KEY:
@@ -38,7 +42,8 @@ def check_safetensors(outline: Outline) -> Holding:
     kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in ("T", "N")]
     nested = [path for path, _ in kept if len(path) > 1 or type(path[0]) is not str]
     if nested:
-        holding.changed.append(f"nesting and keys of {len(nested)} tensors became names with dots")
+        tops = listed(sorted({str(path[0]) for path in nested}))
+        holding.changed.append(f"nesting and keys of {len(nested)} tensors became names with dots, in: {tops}")
     aliases = {fqn: first for fqn, first in outline.aliases().items() if fqn not in holding.cannot}
     if aliases:
         pairs = [f"{fqn} (= {first})" for fqn, first in aliases.items()]
@@ -46,11 +51,10 @@ def check_safetensors(outline: Outline) -> Holding:
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
     if arrays:
         holding.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
-    empty = sorted(fqn_of(path) or "the top level" for path, node in mappings(outline.tree) if not node[1])
+    empty = sorted(fqn_of(path) or TOP for path, node in mappings(outline.tree) if not node[1])
     if empty:
         holding.changed.append(f"empty dicts are not kept: {listed(empty)}")
-    if has_versions(outline.tree):
-        holding.changed.append(VERSIONS_LOST)
+    holding.changed += ordered_lost(mappings(outline.tree))
     return holding
 
 
@@ -107,18 +111,21 @@ def _metadata(outline: Outline) -> dict[str, str]:
     return {**found, "format": "pt"}
 
 
+def _form(tensor: SavedTensor) -> tuple[str, tuple[int, ...]] | None:
+    return header_form(tensor.dtype, tuple(tensor.global_shape))
+
+
 def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadata: dict[str, str]) -> OutputFile:
-    """Return a file: the widest dtype first, so that every tensor is aligned."""
+    """Return a file: the widest dtype's elements first, so that all are aligned; the header in the dict's order."""
     ordered = sorted(named, key=lambda pair: -DTYPES[outline.tensors[pair[1]].dtype].itemsize)
     header: dict[str, object] = {METADATA_KEY: metadata} if metadata else {}
+    header |= dict.fromkeys(fqn for fqn, _ in named)
     at, payloads = 0, []
     for fqn, number in ordered:
         tensor, nbytes = outline.tensors[number], outline.nbytes_of(number)
-        header[fqn] = {
-            "dtype": DTYPES[tensor.dtype].safetensors,
-            "shape": tensor.global_shape,
-            "data_offsets": [at, at + nbytes],
-        }
+        form = _form(tensor)
+        assert form is not None, "refused, or left out"
+        header[fqn] = {"dtype": form[0], "shape": form[1], "data_offsets": [at, at + nbytes]}
         payloads.append(Payload(number, nbytes))
         at += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()

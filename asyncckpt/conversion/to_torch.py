@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncckpt.conversion.holding import VERSIONS_LOST, Holding, has_versions, listed, refuse_long_keys
+from asyncckpt.conversion.holding import TOP, Holding, listed, ordered_lost, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.format.archive import Archive, Payload, torch_archive
@@ -39,7 +39,7 @@ def check_torch(outline: Outline) -> Holding:
                 PickleImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(("o", (), node[2]))
             except NotPickledError as error:
                 holding.unversioned.add(fqn_of(path))
-                name = fqn_of(path) or "the top level"
+                name = fqn_of(path) or TOP
                 holding.changed.append(f"the _metadata of {name}, which holds {error}, is not kept")
     return holding
 
@@ -49,26 +49,23 @@ def check_dcp(outline: Outline) -> Holding:
     holding = check_torch(outline)
     for fqn, why in holding.cannot.items():
         holding.cannot[fqn] = why.replace("torch.load(weights_only=True) does not read", "no item holds")
-    numbers, ordered, empty, lacking = set(), set(), set(), set()
-    lists = {fqn_of(path) for path, node in _containers(outline.tree, ()) if node[0] == "l"}
-    for path, node in _containers(outline.tree, ()):
+    numbers, empty, lacking = set(), set(), set()
+    containers = list(_containers(outline.tree, ()))
+    lists = {fqn_of(path) for path, node in containers if node[0] == "l"}
+    for path, node in containers:
         if node[0] == "l":
             continue
-        name = fqn_of(path) or "the top level"
+        name = fqn_of(path) or TOP
         if any(type(key) is not str for key in node[1][::2]):
             numbers.add(name)
-        if node[0] == "o":
-            ordered.add(name)
         if not node[1]:
             empty.add(name)
             lacking |= {fqn_of(path[:n]) for n, key in enumerate(path) if n and type(key) is int} & lists
     holding.changed += [f"keys that are numbers became texts in: {listed(sorted(numbers))}"] if numbers else []
-    holding.changed += [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
+    holding.changed += ordered_lost(containers)
     holding.changed += [f"empty dicts are not kept: {listed(sorted(empty))}"] if empty else []
     if lacking:
         holding.changed.append(f"lists are gone, or lack members, where empty dicts were: {listed(sorted(lacking))}")
-    if has_versions(outline.tree):
-        holding.changed.append(VERSIONS_LOST)
     untied = sorted(_untied(outline))
     if untied:
         holding.changed.append(f"tied tensors are stored apart, for each tuple that holds one: {listed(untied)}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from asyncckpt.conversion.converter import ConversionReport, convert
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.foreign.kinds import kind_at
 from asyncckpt.paths import absolute_path
-from asyncckpt.storage.files import Files
+from asyncckpt.staging.umask import current_umask
+from asyncckpt.storage.directory import remove_made
+from asyncckpt.storage.files import MODE_DIRECTORY, Files, fsync_directory
 
 
 def dcp_to_torch_save(
@@ -22,7 +25,8 @@ def dcp_to_torch_save(
 ) -> ConversionReport:
     """Convert a directory of `dcp.save` into one file that `torch.load(weights_only=True)` reads.
 
-    No process group is needed, and no more than 256 MB of memory. A checkpoint of ours is taken as well.
+    No process group is needed, and no more memory than `asyncckpt.convert` needs. A checkpoint of ours is taken too.
+    Unlike torch's it replaces a checkpoint only: any other file at `torch_save_path` is refused.
 
     Args:
         dcp_checkpoint_dir: The directory.
@@ -36,6 +40,7 @@ def dcp_to_torch_save(
 
     Raises:
         UnsupportedFormatError: There is something else; or it holds something that is not read, which is named.
+        CheckpointExistsError: What stands at the target is no checkpoint, or `overwrite` is False.
         AsyncCkptError, OSError: As `asyncckpt.convert`.
 
     Blocks: for reading and writing everything.
@@ -55,12 +60,12 @@ def torch_save_to_dcp(
 ) -> ConversionReport:
     """Convert a file of `torch.save` into a directory that stock `dcp.load` reads, resharded too.
 
-    No process group is needed, and no more than 256 MB of memory, beside a tensor that does not lie row-major in the
-    file. Nothing of the file is run.
+    No process group is needed, and no more memory than `asyncckpt.convert` needs. Nothing of the file is run. Unlike
+    torch's it writes into no directory that holds something else than a checkpoint: that is refused.
 
     Args:
         torch_save_path: The file.
-        dcp_checkpoint_dir: The directory; the ones above it are made as well.
+        dcp_checkpoint_dir: The directory; the ones above it are made as well, and are gone again if this fails.
         keys: FQNs, or prefixes: only these. None takes everything.
         max_shard_bytes: Limit of one file's tensors; a larger tensor has a file of its own. None: one file.
         overwrite: Replaces a checkpoint that stands at `dcp_checkpoint_dir`, in one step, as torch's function would.
@@ -71,21 +76,42 @@ def torch_save_to_dcp(
 
     Raises:
         UnsupportedFormatError: There is something else; or it holds something that is not read, which is named.
+        CheckpointExistsError: What stands at the target is no checkpoint, or `overwrite` is False.
         AsyncCkptError, OSError: As `asyncckpt.convert`.
 
     Blocks: for reading and writing everything.
     """
     _check_kind(torch_save_path, ("torch",), "file of torch.save")
-    os.makedirs(os.path.dirname(absolute_path(dcp_checkpoint_dir)), exist_ok=True)
-    return convert(
-        torch_save_path,
-        dcp_checkpoint_dir,
-        to="dcp",
-        keys=keys,
-        max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
-        partial=partial,
-    )
+    with _parents_of(absolute_path(dcp_checkpoint_dir)):
+        return convert(
+            torch_save_path,
+            dcp_checkpoint_dir,
+            to="dcp",
+            keys=keys,
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+            partial=partial,
+        )
+
+
+@contextlib.contextmanager
+def _parents_of(path: str) -> Iterator[None]:
+    """Make the directories above `path`, each name flushed; on an error those that were made go, as far as empty."""
+    files, missing, made = Files(), [], []
+    above = os.path.dirname(path)
+    while not os.path.lexists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    try:
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # somebody else was faster
+                files.mkdir(directory, MODE_DIRECTORY & ~current_umask())
+                made.append(directory)
+            fsync_directory(files, os.path.dirname(directory))
+        yield
+    except BaseException:
+        remove_made(made, files)
+        raise
 
 
 def _check_kind(source: str | os.PathLike[str], kinds: tuple[str, ...], wanted: str) -> None:

@@ -6,14 +6,12 @@ registered types; all other leaves are the default planners' business.
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
+from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner
 from asyncckpt.errors import CorruptCheckpointError, LeafTypeMismatchError, OverlappingShardsError
 from asyncckpt.planning.sharding.recognising import committed
 
@@ -29,7 +28,7 @@ from asyncckpt.planning.sharding.recognising import committed
 class ShardedSavePlanner(DefaultSavePlanner):
     """Saves what this process holds of sharded values; equal boxes of several ranks are written once.
 
-    Arguments are DefaultSavePlanner's.
+    Arguments are DefaultSavePlanner's; `flatten_sharded_tensors` changes nothing.
     """
 
     def set_up_planner(
@@ -53,10 +52,11 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return leaf.tensor_at(index) if isinstance(leaf, ShardsOf) else super().lookup_object(index)
 
 
-class ShardedLoadPlanner(DefaultLoadPlanner):
+class ShardedLoadPlanner(UnflattenedLoadPlanner):
     """Loads into what this process holds of sharded values, from chunks of any other arrangement, in the user's dict.
 
-    A value of a registered type is handed over when all its parts are in. Arguments are DefaultLoadPlanner's.
+    A value of a registered type is handed over when all its parts are in. Arguments are
+    DefaultLoadPlanner's; `flatten_sharded_tensors` changes nothing.
     """
 
     def set_up_planner(
@@ -125,13 +125,6 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                     wanted="tensor",
                 )
         return super().finish_plan(new_plan)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a leaf that is no tensor into the target, which `DefaultLoadPlanner` misses without flattening."""
-        super().load_bytes(read_item, value)
-        if not self.flatten_state_dict:
-            fqn = read_item.dest_index.fqn
-            self.original_state_dict[fqn] = self.state_dict[fqn]
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of a shard, or what the default planner finds."""

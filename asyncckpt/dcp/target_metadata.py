@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -15,10 +13,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+
+from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner
 
 
-class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+class DynamicMetaLoadPlanner(UnflattenedLoadPlanner):
     """As torch's planner of this name, with leaves that are no tensors, and for sharded targets.
 
     Every tensor of the target is taken for stored whole, so that each rank asks for the boxes of its own shards. Made
@@ -43,10 +42,3 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
             else:
                 entries[fqn] = BytesStorageMetadata()
         self.metadata = Metadata(state_dict_metadata=entries)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a leaf that is no tensor into the target, which `DefaultLoadPlanner` misses without flattening."""
-        super().load_bytes(read_item, value)
-        if not self.flatten_state_dict:
-            fqn = read_item.dest_index.fqn
-            self.original_state_dict[fqn] = self.state_dict[fqn]

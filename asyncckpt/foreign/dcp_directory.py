@@ -18,6 +18,7 @@ from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.nesting import nested
 from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.safetensors_header import SAFETENSORS_START, is_safetensors
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
@@ -25,7 +26,7 @@ from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import Chunk
-from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path
+from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.source import Inline, Located, Strided
@@ -70,7 +71,7 @@ class _Directory:
             about = metadata.get("storage_meta")
             assembly.source.names_save = isinstance(about, Record) and bool(about.get("save_id"))
             self._read_storage(storage)
-            paths = _paths(metadata.get("planner_data"), entries)
+            paths = self._paths(metadata.get("planner_data"), entries)
             leaves = [(paths[fqn], self._leaf(fqn, paths[fqn], entry)) for fqn, entry in entries.items()]
             tree = nested(leaves)
         except ValueError as error:
@@ -101,8 +102,32 @@ class _Directory:
         for (name, offset, length), (other, start, _) in itertools.pairwise(sorted(archives)):
             # Tied tensors may share an item. What overlaps would be read as often as somebody has written it down.
             if name == other and offset + length > start:
+                self._refuse_safetensors(self._assembly.file(name), offset, self._files)
                 raise self._assembly.corrupt("two of its items overlap", file=name)
         self._assembly.source.archives += archives
+
+    def _paths(self, planner_data: Any, entries: dict[Any, Any]) -> dict[str, Path]:
+        """Return where each leaf stands in the nesting; without a path its name is a key of a flat dict."""
+        given = planner_data if isinstance(planner_data, dict) else {}
+        found: dict[str, Path] = {}
+        others = {shown(fqn)[:80]: "" for fqn in given if fqn not in entries}
+        if planner_data is not None and not isinstance(planner_data, dict):
+            others[""] = ""
+        for fqn in entries:
+            if type(fqn) is not str:
+                raise ValueError(f"the name {shown(fqn)} is no text")
+            path = given.get(fqn, (fqn,))
+            if type(path) is not tuple or any(type(key) not in (str, int) for key in path) or fqn_of(path) != fqn:
+                others[fqn] = ""
+                path = (fqn,)
+            if len(path) > MAX_DEPTH - 2:
+                raise self._assembly.unsupported(f"leaf {fqn[:80]!r} is nested deeper than {MAX_DEPTH} levels")
+            if any(type(key) is str and len(key) > MAX_KEY_CHARS for key in path):
+                raise self._assembly.unsupported(f"leaf {fqn[:80]!r} has a key of more than {MAX_KEY_CHARS} characters")
+            found[fqn] = path
+        if others:
+            self._assembly.source.changed["what a planner keeps that is no path was not read"] = others
+        return found
 
     def _leaf(self, fqn: str, path: Path, entry: Any) -> Node:
         kind = entry.kind if isinstance(entry, Record) else ""
@@ -139,7 +164,7 @@ class _Directory:
         self, fqn: str, item: Item, dtype: str, sizes: tuple[int, ...]
     ) -> Callable[[Files], Located | Strided | Inline]:
         assembly = self._assembly
-        part, offset, length = item
+        part, offset, _ = item
         name = assembly.shards[part].name
         known: list[Located | Strided] = []
 
@@ -148,13 +173,15 @@ class _Directory:
                 return known[0]
             try:
                 with opened(files, os.path.join(assembly.source.directory, name), os.O_RDONLY) as fd:
-                    archive = TorchArchive(read_exactly(files, fd, length, offset), length)
+                    archive = self._archive(item, files, fd)
                     value = archive.value()
                     if type(value) is Stranger:
                         raise unknown_global(value.name)
                     if type(value) is not TensorRef or (value.dtype, value.size) != (dtype, sizes):
                         raise ValueError(f"the item holds something else than {dtype}{list(sizes)}")
                     place = place_of(value, part, offset + archive.storage(value.storage))
+            except AsyncCkptError:
+                raise
             except ValueError as error:
                 said = UnpicklingError(f"tensor {fqn!r}: {error}", getattr(error, "name", None))
                 raise assembly.refused(said, name) from error
@@ -163,13 +190,33 @@ class _Directory:
 
         return find
 
-    def _object(self, path: Path, item: Item) -> Node:
+    def _archive(self, item: Item, files: Files, fd: int) -> TorchArchive:
         part, offset, length = item
+        try:
+            return TorchArchive(read_exactly(files, fd, length, offset), length)
+        except ValueError:
+            self._refuse_safetensors(part, offset, files)
+            raise
+
+    def _refuse_safetensors(self, part: int, offset: int, files: Files) -> None:
+        """Refuse `SerializationFormat.SAFETENSORS`: all tensors of a file are said to begin where its header does."""
+        file = self._assembly.shards[part]
+        nbytes = file.nbytes - offset
+        with opened(files, os.path.join(self._path, file.name), os.O_RDONLY) as fd:
+            start = read_exactly(files, fd, nbytes, offset)(0, min(nbytes, SAFETENSORS_START))
+        if is_safetensors(start, nbytes):
+            said = f"{file.name} was written with SerializationFormat.SAFETENSORS, which stock dcp.load does not read"
+            raise self._assembly.unsupported(said, "SerializationFormat.SAFETENSORS")
+
+    def _object(self, path: Path, item: Item) -> Node:
+        part, offset, _ = item
         name = self._assembly.shards[part].name
         with opened(self._files, os.path.join(self._path, name), os.O_RDONLY) as fd:
             try:
-                archive = TorchArchive(read_exactly(self._files, fd, length, offset), length)
+                archive = self._archive(item, self._files, fd)
                 value = archive.value()
+            except AsyncCkptError:
+                raise
             except ValueError as error:
                 raise self._assembly.refused(error, name) from error
 
@@ -177,19 +224,3 @@ class _Directory:
                 return place_of(ref, part, offset + archive.storage(ref.storage))
 
             return self._growth.node_of(value, path, locate)
-
-
-def _paths(planner_data: Any, entries: dict[Any, Any]) -> dict[str, Path]:
-    """Return where each leaf stands in the nesting; without planner data its name is a key of a flat dict."""
-    given = planner_data if isinstance(planner_data, dict) else {}
-    found: dict[str, Path] = {}
-    for fqn in entries:
-        path = given.get(fqn, (fqn,))
-        if type(fqn) is not str or type(path) is not tuple or not path:
-            raise ValueError(f"leaf {shown(fqn)} has no path")
-        if len(path) > MAX_DEPTH - 2:
-            raise ValueError(f"leaf {fqn[:80]!r} is nested deeper than {MAX_DEPTH} levels")
-        if any(type(key) not in (str, int) or (type(key) is str and len(key) > MAX_KEY_CHARS) for key in path):
-            raise ValueError(f"leaf {fqn[:80]!r} has a path of other keys than short texts and numbers")
-        found[fqn] = path
-    return found

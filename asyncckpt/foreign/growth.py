@@ -44,8 +44,8 @@ _NUMPY = {
     "<c16": "complex128",
 }
 
-
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
+_SHOWN_CHARS = 80
 _MAX_LOOKS = 1 << 20
 """At values in leaves that are not read. Chosen: half a second."""
 
@@ -84,10 +84,12 @@ class Growth:
             return self._tensor_of(value, path, locate)
         if kind in (dict, OrderedDict) and any(type(key) is PathText for key in value):
             value = self._with_text_keys(value, path)
-        if kind in (dict, OrderedDict) and all(
-            type(key) is int or (type(key) is str and len(key) <= MAX_KEY_CHARS) for key in value
-        ):
-            members = tuple(m for key, child in value.items() for m in (key, self.node_of(child, (*path, key), locate)))
+        if kind in (dict, OrderedDict) and all(type(key) in (int, str) for key in value):
+            members = tuple(
+                part
+                for number, (key, child) in enumerate(value.items())
+                for part in self._member(number, key, child, value, path, locate)
+            )
             if kind is dict:
                 return ("d", members)
             metadata = getattr(value, "_metadata", None)
@@ -98,6 +100,17 @@ class Growth:
         if kind is Record and value.kind == "numpy.ndarray":
             return self._array(value, path)
         return self._object(value, path)
+
+    def _member(
+        self, number: int, key: Any, child: Any, among: dict[Any, Any], path: Path, locate: Locate
+    ) -> tuple[Any, Node]:
+        """Return a member of a dict. One whose key is too long to be stored is not read: it has the key's beginning."""
+        if type(key) is not str or len(key) <= MAX_KEY_CHARS:
+            return key, self.node_of(child, (*path, key), locate)
+        short = f"{key[:_SHOWN_CHARS]}... (key {number}, {len(key)} characters)"
+        while short in among:
+            short += "'"
+        return short, self._unread("a key that is too long", f"more than {MAX_KEY_CHARS} characters", child)
 
     def _read_as(self, value: Any, path: Path) -> Any:
         """Return a value with a plain type, and note what it is not any more."""

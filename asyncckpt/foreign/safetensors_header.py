@@ -11,10 +11,18 @@ from asyncckpt.foreign.zip_directory import ReadAt
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY
 from asyncckpt.format.structure import MAX_DIMS
 
+_F4 = "F4"
 _NAMES = {row.safetensors: row.name for row in DTYPES.values() if row.safetensors} | {
     "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
+    _F4: "float4_e2m1fn_x2",
 }
+"""Two dtypes more than files of ours are written with: readers older than safetensors 0.6 do not know them."""
+
+_WRITTEN = {name: kind for kind, name in _NAMES.items()}
+
+
+SAFETENSORS_START = 9
+"""Bytes that are enough to tell: the header's length, and its first character."""
 
 
 class HeaderEntry(NamedTuple):
@@ -28,8 +36,12 @@ class HeaderEntry(NamedTuple):
 
 
 def is_safetensors(start: bytes, nbytes: int) -> bool:
-    """Whether a file of `nbytes` that begins with these 9 bytes may be a safetensors file."""
-    return len(start) >= 9 and start[8:9] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= nbytes - 8
+    """Whether a file of `nbytes` that begins with these `SAFETENSORS_START` bytes may be a safetensors file."""
+    return (
+        len(start) >= SAFETENSORS_START
+        and start[8:9] == b"{"
+        and 2 <= int.from_bytes(start[:8], "little") <= nbytes - 8
+    )
 
 
 def read_header(read_at: ReadAt, nbytes: int) -> tuple[list[HeaderEntry], dict[str, Any]]:
@@ -62,6 +74,19 @@ def read_header(read_at: ReadAt, nbytes: int) -> tuple[list[HeaderEntry], dict[s
     return entries, metadata
 
 
+def header_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return safetensors' dtype and shape of a tensor, or None where it has none.
+
+    Args:
+        dtype: Our name, which is torch's.
+        shape: In torch's elements. One of `float4_e2m1fn_x2` is two of F4, and so needs a dimension.
+    """
+    kind = _WRITTEN.get(dtype)
+    if kind is None or (kind == _F4 and not shape):
+        return None
+    return kind, (*shape[:-1], 2 * shape[-1]) if kind == _F4 else shape
+
+
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -81,7 +106,7 @@ def _entry(name: str, raw: Any, begin: int) -> HeaderEntry:
     if len(shape) > MAX_DIMS or len(offsets) != 2:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions and {len(offsets)} offsets")
     dtype = _NAMES[kind]
-    if kind == "F4":  # two of them make one element of torch's
+    if kind == _F4:  # two of them make one element of torch's
         if not shape or shape[-1] % 2:
             raise ValueError(f"tensor {name!r} has an odd number of 4-bit elements in a row")
         shape = [*shape[:-1], shape[-1] // 2]

@@ -118,6 +118,20 @@ def test_what_is_left_out_and_changed_is_printed(tmp_path: pathlib.Path, capsys:
     assert "tied (= w)" in out
 
 
+def test_a_sentence_with_very_many_names_is_cut_and_json_has_it_whole(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"parameter-{n}" for n in range(1000)]
+    torch.save({name: torch.nn.Parameter(torch.ones(1)) for name in names}, tmp_path / "a.pt")
+    code, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "torch")
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if "changed" in line)
+    assert names[100] in line and names[999] not in line and line.endswith("... (--json prints all)")
+    _, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "c", "--to", "torch", "--json")
+    (said,) = json.loads(out)["changed"]
+    assert said.endswith(", ".join(names))
+
+
 def test_a_bar_is_drawn_on_a_terminal_only(dcp: pathlib.Path, tmp_path: pathlib.Path) -> None:
     command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
     ours, theirs = pty.openpty()

@@ -66,3 +66,30 @@ def test_a_checkpoint_of_ours_of_several_ranks_becomes_one_file_and_what_belongs
     assert set(report.left_out) == {"rng", "n"}
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     states.assert_same(found, {"w": torch.arange(3_000_000.0), "step": 3})
+
+
+def save_unequal(rank: int, path: str) -> None:
+    state = {
+        "w": torch.arange(3.0),
+        "mean": torch.tensor([float(rank)]),
+        "lr": 0.5,
+        "seed": rank,
+        "seen": {"batches": rank + 10, "epoch": 2, "nan": float("nan")},
+        "raw": bytes(100_000) if rank else bytes([1]) * 100_000,
+    }
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, path)
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch"])
+def test_what_ranks_hold_unequal_is_the_lowest_one_s_and_all_of_it_is_named(to: str, tmp_path: pathlib.Path) -> None:
+    rank_processes.run(3, save_unequal, str(tmp_path / "ours"))
+    report = asyncckpt.convert(tmp_path / "ours", tmp_path / "b", to=to)
+    said = "what was stored for each rank is taken from the lowest one: "
+    assert [line for line in report.changed if "rank" in line] == [said + "mean, seed, seen.batches, raw"]
+    found = asyncckpt.load(tmp_path / "b")
+    assert (found["mean"].item(), found["seed"], found["seen"]["batches"], found["raw"][0]) == (0.0, 0, 10, 1)
+    report = asyncckpt.convert(tmp_path / "ours", tmp_path / "c", to=to, keys=["w", "lr", "seen.epoch", "seed"])
+    assert [line for line in report.changed if "rank" in line] == [said + "seed"]
+    report = asyncckpt.convert(tmp_path / "ours", tmp_path / "d", to=to, keys=["w", "lr", "seen.nan"])
+    assert not [line for line in report.changed if "rank" in line]

@@ -297,10 +297,15 @@ def test_what_torch_does_not_read_back_safely_is_refused_by_name(tmp_path: pathl
         assert asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True).left_out == ("when", "cut")
 
 
-def test_values_of_single_ranks_are_refused_by_name(tmp_path: pathlib.Path) -> None:
-    save({"w": torch.ones(2), "rng": PerRank({"s": torch.ones(3), "n": 1})}, tmp_path / "a")
-    opened = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
-    assert opened.tensors == 2, "of one rank they are everybody's"
+@pytest.mark.parametrize("to", ["asyncckpt", "torch", "dcp"])
+def test_what_was_the_only_rank_s_own_is_everybody_s_and_that_is_said(to: str, tmp_path: pathlib.Path) -> None:
+    state = {"w": torch.ones(2), "rng": PerRank({"s": torch.ones(3), "n": 1})}
+    save(state, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert report.tensors == 2
+    assert "what was the only rank's own (PerRank) is everybody's: rng.s, rng.n" in report.changed
+    states.assert_same(asyncckpt.load(tmp_path / "b"), {"w": torch.ones(2), "rng": {"s": torch.ones(3), "n": 1}})
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "c", to=to, keys=["w"]).changed == ()
 
 
 def test_numpy_arrays_become_tensors_and_it_is_said(tmp_path: pathlib.Path) -> None:

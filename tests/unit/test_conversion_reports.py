@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.errors import ConfigError, UnsupportedLeafError
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import ConfigError, DuplicateNameError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.tree import MAX_KEY_CHARS
 
 pytest.importorskip("numpy")
-pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 FOREIGN = ("dcp", "torch", "safetensors", "hf")
 
@@ -168,3 +169,111 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], tmp_path: pathl
         asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", **arguments)
     assert caught.value.field in arguments
     assert not (tmp_path / "b").exists()
+
+
+def test_a_key_that_is_too_long_costs_its_own_leaf_alone(tmp_path: pathlib.Path) -> None:
+    long = "k" * (MAX_KEY_CHARS + 1)
+    inner = collections.OrderedDict([("y", 2), (long, [torch.ones(3)]), (long[1:] + "x!", 1)])
+    torch.save({"w": torch.ones(2), long: torch.ones(1), "in": inner}, tmp_path / "a")
+    first = f"{long[:80]}... (key 1, {len(long)} characters)"
+    names = (first, f"in.{first}", f"in.{long[:80]}... (key 2, {len(long) + 1} characters)")
+    with pytest.raises(UnsupportedFormatError, match="too long") as caught:
+        asyncckpt.load(tmp_path / "a")
+    assert all(name in str(caught.value) for name in names)
+    found = asyncckpt.load(tmp_path / "a", keys=["w", "in.y"])
+    assert torch.equal(found["w"], torch.ones(2)) and found["in"] == {"y": 2}
+    for to in ("asyncckpt", "torch", "dcp"):
+        with pytest.raises(UnsupportedFormatError, match="3 of the leaves"):
+            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to)
+        assert asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True).left_out == names
+        assert asyncckpt.load(tmp_path / to)["in"] == {"y": 2}
+
+
+def test_two_keys_that_begin_alike_stay_two_leaves(tmp_path: pathlib.Path) -> None:
+    long = "k" * (MAX_KEY_CHARS + 1)
+    shown = f"{long[:80]}... (key 1, {len(long)} characters)"
+    torch.save({shown: torch.ones(2), long: torch.ones(1)}, tmp_path / "a")
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", partial=True).left_out == (shown + "'",)
+    assert list(torch.load(tmp_path / "b", weights_only=True)) == [shown]
+
+
+def test_all_names_are_in_a_report_and_in_an_error(tmp_path: pathlib.Path) -> None:
+    names = [f"p{n}" for n in range(300)]
+    torch.save({name: torch.nn.Parameter(torch.ones(1)) for name in names}, tmp_path / "a")
+    (said,) = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="safetensors").changed
+    assert said.endswith(": " + ", ".join(names))
+    torch.save({name: name for name in names}, tmp_path / "c")
+    with pytest.raises(UnsupportedLeafError) as caught:
+        asyncckpt.convert(tmp_path / "c", tmp_path / "d", to="safetensors")
+    assert all(f"  {name}: " in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "key_map",
+    [{"w": "empty"}, {"w": "in.5"}, {"in.x": "in"}, {"w": "in"}, {"w": "versions"}, lambda fqn: f"{fqn}".split(".")[0]],
+)
+def test_an_empty_dict_is_not_replaced_by_a_leaf_that_gets_its_name(key_map: Any, tmp_path: pathlib.Path) -> None:
+    state = {"w": torch.ones(2), "empty": {}, "in": {5: {}, "x": torch.ones(1)}, "versions": collections.OrderedDict()}
+    torch.save(state, tmp_path / "a")
+    for to in ("asyncckpt", "torch", "dcp"):
+        with pytest.raises(DuplicateNameError, match="key_map"):
+            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, key_map=key_map)
+        assert not (tmp_path / to).exists()
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", key_map={"w": "empty.w", "in.x": "in.5.x"})
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert torch.equal(found.pop("empty")["w"], torch.ones(2)) and torch.equal(found["in"][5]["x"], torch.ones(1))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_a_safetensors_file_keeps_the_order_of_the_dict(to: str, tmp_path: pathlib.Path) -> None:
+    dtypes = (torch.int8, torch.float64, torch.float16, torch.bool, torch.int64)
+    state = {name: torch.ones(3, dtype=dtype) for name, dtype in zip("zbyac", dtypes, strict=True)}
+    torch.save(state, tmp_path / "a")
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to).changed == ()
+    assert list(asyncckpt.load(tmp_path / "b")) == list(state)
+
+
+def test_module_versions_are_lost_by_name_and_only_where_they_are_lost(tmp_path: pathlib.Path) -> None:
+    module = torch.nn.BatchNorm1d(2).state_dict()
+    torch.save({"model": module, "pair": (module, 2), "flat": collections.OrderedDict(a=1)}, tmp_path / "a")
+    lost = "the _metadata of modules' state dicts, their versions, are not kept: "
+    dicts = "an OrderedDict became a dict: "
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    assert {lost + "model", dicts + "flat, model"} <= set(report.changed)
+    assert asyncckpt.load(tmp_path / "b")["pair"][0]._metadata == module._metadata
+    keys = ["model", "pair.0"]
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="safetensors", keys=keys)
+    assert {lost + "model, pair.0", dicts + "model, pair.0"} <= set(report.changed)
+    assert any(line.endswith("became names with dots, in: model, pair") for line in report.changed)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+@pytest.mark.parametrize("name", [name for name, row in DTYPES.items() if hasattr(torch, name)])
+def test_every_dtype_that_safetensors_has_is_written_as_its_own_tools_read_it(
+    name: str, to: str, tmp_path: pathlib.Path
+) -> None:
+    dtype = getattr(torch, name)
+    tensor = torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype).reshape(3, -1)
+    state = {"w": tensor, "empty": tensor[:0], "plain": torch.ones(3)}
+    save(tmp_path / "a", {**state, "none": tensor[0, 0]})
+    if name in ("complex32", "complex128"):
+        with pytest.raises(UnsupportedLeafError, match=rf"no tensors of dtype {name}\n") as caught:
+            asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+        assert "w: " in str(caught.value) and "none: " in str(caught.value)
+        return
+    if name == "float4_e2m1fn_x2":
+        with pytest.raises(UnsupportedLeafError, match=r"none: .*without a dimension"):
+            asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    else:
+        state["none"] = tensor[0, 0]
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, keys=list(state))
+    assert report.changed == ()
+    file = tmp_path / "b" / "model.safetensors" if to == "hf" else tmp_path / "b"
+    stock = safetensors_torch.load_file(file)
+    for found in (stock, asyncckpt.load(tmp_path / "b")):
+        assert found.keys() == state.keys()
+        for key, wanted in state.items():
+            assert (found[key].dtype, found[key].shape) == (wanted.dtype, wanted.shape)
+            assert torch.equal(found[key].reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
+    assert asyncckpt.load(tmp_path / "c")["w"].dtype is dtype

@@ -16,7 +16,13 @@ import torch
 
 import asyncckpt.dcp
 from asyncckpt.dcp.routes import Delivery, Wish, plan_routes
-from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, UnsupportedFormatError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    MissingKeysError,
+    UnsupportedFormatError,
+)
 
 pytest.importorskip("numpy")
 
@@ -73,6 +79,21 @@ def test_a_target_is_replaced_as_torch_does_unless_told_otherwise(tmp_path: path
     (tmp_path / "notes").write_text("no checkpoint")
     with pytest.raises(CheckpointExistsError):
         asyncckpt.dcp.dcp_to_torch_save(tmp_path / "a", tmp_path / "notes")
+
+
+def test_what_is_no_checkpoint_is_not_replaced_and_directories_that_were_made_go_again(tmp_path: pathlib.Path) -> None:
+    torch.save(STATE, tmp_path / "b.pt")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "b.pt", tmp_path / "mine")
+    with pytest.raises(MissingKeysError):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "b.pt", tmp_path / "made" / "here" / "d", keys=["nothing"])
+    with pytest.raises(MissingKeysError):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "b.pt", tmp_path / "mine" / "more" / "d", keys=["nothing"])
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["b.pt", "mine", "notes"]
+    asyncckpt.dcp.torch_save_to_dcp(tmp_path / "b.pt", tmp_path / "made" / "here" / "d")
+    assert asyncckpt.load(tmp_path / "made" / "here" / "d")["step"] == 3
 
 
 def test_a_source_that_is_missing_or_something_else_is_an_error(tmp_path: pathlib.Path) -> None:

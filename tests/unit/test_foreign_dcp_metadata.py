@@ -1,0 +1,101 @@
+"""DCP directories that are whole, and not as `DefaultSavePlanner` and `torch.save` make them: read, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import foreign_samples
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS
+
+pytest.importorskip("numpy")
+
+STATE = {"a": {"w": torch.arange(3.0), "v": torch.ones(2)}, "n": 5}
+
+
+def opened(path: pathlib.Path) -> list[torch.Tensor]:
+    found = asyncckpt.open_checkpoint(path)
+    return [found.tensor(name) for name in found.tensors]
+
+
+READERS: list[Callable[[pathlib.Path], Any]] = [
+    asyncckpt.load,
+    opened,
+    lambda path: asyncckpt.convert(path, path.parent / "target", to="torch"),
+]
+
+
+def with_planner_data(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) -> pathlib.Path:
+    """Write `STATE`, and change what its planner has kept."""
+    foreign_samples.save_dcp(STATE, path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    changed = dataclasses.replace(metadata, planner_data=change(metadata.planner_data))
+    (path / ".metadata").write_bytes(pickle.dumps(changed))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "names", "flat"),
+    [
+        (lambda paths: paths, None, []),
+        (lambda paths: None, None, ["a.w", "a.v", "n"]),
+        (lambda paths: [1, 2], "the top level", ["a.w", "a.v", "n"]),
+        (lambda paths: {**paths, "mine": {"own": 1}}, "'mine'", []),
+        (lambda paths: {**paths, "a.w": {"own": 1}}, "a.w", ["a.w"]),
+        (lambda paths: {**paths, "a.w": ()}, "a.w", ["a.w"]),
+        (lambda paths: {**paths, "a.w": ("b", "w")}, "a.w", ["a.w"]),
+        (lambda paths: {**paths, "a.w": ("a", ("w",))}, "a.w", ["a.w"]),
+        (lambda paths: {**paths, "a.w": ("a",) * 5000}, "a.w", ["a.w"]),
+        (lambda paths: {**paths, "a.w": ("k" * 100_000,)}, "a.w", ["a.w"]),
+    ],
+)
+def test_planner_data_of_another_planner_cost_the_nesting_alone_and_are_named(
+    change: Callable[[dict[str, Any]], Any], names: str | None, flat: list[str], tmp_path: pathlib.Path
+) -> None:
+    path = with_planner_data(tmp_path / "d", change)
+    found = asyncckpt.load(path)
+    for fqn in ("a.w", "a.v", "n"):
+        assert (fqn in found) is (fqn in flat or fqn == "n")
+    assert torch.equal(found["a.w"] if "a.w" in flat else found["a"]["w"], STATE["a"]["w"])  # type: ignore[index]
+    report = asyncckpt.convert(path, tmp_path / "t", to="torch")
+    said = [line for line in report.changed if "planner" in line]
+    assert said == ([] if names is None else [f"what a planner keeps that is no path was not read: {names}"])
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("key", "what"), [("k" * (MAX_KEY_CHARS + 1), "characters"), (".".join("d" * MAX_DEPTH), "nested deeper")]
+)
+def test_names_that_no_structure_of_ours_has_are_unsupported(
+    key: str, what: str, read: Callable[[pathlib.Path], Any], tmp_path: pathlib.Path
+) -> None:
+    state: dict[str, Any] = {"w": torch.ones(1)}
+    for part in reversed(key.split(".")):
+        state = {part: state}
+    foreign_samples.save_dcp(state, tmp_path / "d")
+    with pytest.raises(UnsupportedFormatError, match=what):
+        read(tmp_path / "d")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("state", [{"w": torch.ones(3)}, STATE], ids=["one tensor", "several"])
+def test_items_in_safetensors_are_unsupported_and_not_damaged(
+    state: dict[str, Any], read: Callable[[pathlib.Path], Any], tmp_path: pathlib.Path
+) -> None:
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("this torch writes items with torch.save only")
+    foreign_samples.save_dcp(state, tmp_path / "d", serialization_format=filesystem.SerializationFormat.SAFETENSORS)
+    with pytest.raises(UnsupportedFormatError, match=r"SerializationFormat\.SAFETENSORS") as caught:
+        read(tmp_path / "d")
+    assert caught.value.found == "SerializationFormat.SAFETENSORS"  # type: ignore[attr-defined]
+    assert not (tmp_path / "target").exists()
