@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncckpt.format.archive import Payload
 
@@ -38,13 +38,13 @@ class Target:
         files: In the order in which they are written. One without a directory: the file itself.
         is_directory: Whether the target is one.
         finish: Writes what depends on the digests of the files: (directory, digests by file name). None: nothing.
-        changed: What the target holds in another form than the source, one sentence each, with names.
+        keeps_nesting: Whether a reader finds the same containers, with keys of the same types, and the same ties.
     """
 
     files: Sequence[OutputFile]
     is_directory: bool
     finish: Callable[[str, dict[str, bytes]], None] | None = None
-    changed: list[str] = field(default_factory=list)
+    keeps_nesting: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """Opens a target as any reader would, and proves that it holds what the source held.
 
-Every leaf must be there with its type, shape and value, and the elements of every tensor must lie where they were
-written; and what lies there is read back from the disk, and compared with the digests of what was written.
+Every leaf must be there with its type, shape and value, in the same containers where the target keeps those, and the
+elements of every tensor must lie where they were written; and what lies there is read back from the disk, and compared
+with the digests of what was written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.same_nesting import other_nesting
 from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
@@ -74,6 +76,10 @@ def prove_structure(path: str, outline: Outline, target: Target, files: Files, t
                 numbers[other[1]] = (node[1], fqn)
         elif other[0] != "O" or not is_same_value(found.objects[other[1]], outline.objects[node[1]]):
             raise _failed(path, fqn, "has another value")
+    if target.keeps_nesting:
+        name = other_nesting(outline, found)
+        if name is not None:
+            raise _failed(path, name, "stands in another container, or is tied no more")
     written = _written(path, target)
     looked_for = _places(found, [number for number in numbers if found.nbytes_of(number)], files, threads)
     for at, place in looked_for:

@@ -91,7 +91,7 @@ def asyncckpt_target(
         records = tuple(ShardRecord(name=s.name, nbytes=s.nbytes, digests=digests[s.name]) for s in shards)
         _finish(directory, outline, save_id, records, structure, objects, files, umask)
 
-    return Target(files=shards, is_directory=True, finish=finish)
+    return Target(files=shards, is_directory=True, finish=finish, keeps_nesting=True)
 
 
 def _spec(outline: Outline, number: int) -> BoxSpec:

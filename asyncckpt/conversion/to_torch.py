@@ -110,7 +110,7 @@ def torch_target(outline: Outline, hoisted: Hoisted) -> Target:
     """Return the pieces of one file as `torch.save` writes it."""
     archive = _archive(outline, outline.tree, hoisted)
     file = OutputFile(name="", pieces=tuple(archive.pieces), crc_at=tuple(archive.crc_at))
-    return Target(files=[file], is_directory=False)
+    return Target(files=[file], is_directory=False, keeps_nesting=True)
 
 
 def dcp_target(outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None) -> Target:
