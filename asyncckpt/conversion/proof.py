@@ -16,6 +16,7 @@ from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.same_nesting import other_nesting
+from asyncckpt.conversion.uninterrupted import mapped
 from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
@@ -116,7 +117,7 @@ def _places(found: Outline, numbers: list[int], files: Files, threads: int) -> I
         return number, (shards[where.part].name, where.offset + chunk.offset_bytes)
 
     with ThreadPoolExecutor(threads, "asyncckpt-prove") as pool:
-        yield from pool.map(place, numbers)
+        yield from mapped(pool, place, numbers)
 
 
 def prove_bytes(

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
+from asyncckpt.conversion.uninterrupted import mapped
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.verification import crc_of, damaged
@@ -145,9 +146,9 @@ class SourceChecksums:
         chunks = [chunk for tensor in tensors for _, chunk in tensor.chunks if chunk.nbytes]
         batches = (chunks[at : at + _BATCH] for at in range(0, len(chunks), _BATCH))
         with ThreadPoolExecutor(threads, "asyncckpt-sums") as pool:
-            found = (storage for storages in pool.map(self._not_sound, batches) for storage in storages)
+            found = (storage for storages in mapped(pool, self._not_sound, batches) for storage in storages)
             rest = {(storage.archive.name, storage.start): storage for storage in found}
-            for _ in pool.map(self._read, rest.values()):
+            for _ in mapped(pool, self._read, rest.values()):
                 pass
 
     def _not_sound(self, chunks: Sequence[Chunk]) -> list[_Storage]:

@@ -1,12 +1,20 @@
-"""Steps between which Ctrl-C, or a scheduler's signal, waits for the last of them."""
+"""Steps between which Ctrl-C, or a scheduler's signal, waits for the last of them.
+
+Starting a thread is one: an exception out of `Thread.start`, raised in the instant in which that holds the lock of an
+event, keeps the new thread from ever getting it, and the interpreter waits for that thread at its end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,3 +62,9 @@ def uninterrupted() -> Iterator[None]:
                 first = error if first is None else first
         if first is not None:
             raise first
+
+
+def mapped(pool: Executor, work: Callable[[_Item], _Found], items: Iterable[_Item]) -> Iterator[_Found]:
+    """As `pool.map`, whose threads are started `uninterrupted`."""
+    with uninterrupted():
+        return pool.map(work, items)

@@ -16,6 +16,7 @@ from asyncckpt.conversion import windows
 from asyncckpt.conversion.arriving import Arriving
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.conversion.windows import Run, Window, windows_of
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.mapping import Mapping as Memory
@@ -155,8 +156,9 @@ class _Works:
         """Work through all windows; the first error of any thread is raised once all have stopped."""
         workers = [threading.Thread(target=self._work, name=f"asyncckpt-convert-{n}") for n in range(threads)]
         try:
-            for worker in workers:
-                worker.start()
+            with uninterrupted():
+                for worker in workers:
+                    worker.start()
             for _ in workers:
                 while (found := self._done.get()) is not None:
                     if isinstance(found, BaseException):

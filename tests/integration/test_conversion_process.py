@@ -163,6 +163,45 @@ def test_a_signal_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_w
     assert torch.equal(tensor, torch.full((400_000,), {"old": 1.0, "new": 2.0}[name]))
 
 
+STARTING = """
+import os, signal, sys, threading, time
+from asyncckpt.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main_thread, names, armed, second = threading.get_ident(), [sys.argv[1]], [], []
+enter, start = threading.Condition.__enter__, threading.Thread.start
+def entering(self):
+    if threading.get_ident() != main_thread:
+        second.append(self)
+        return enter(self)
+    found = enter(self)
+    if armed:
+        armed.clear()
+        while self not in second:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+    return found
+def starting(self):
+    if names and self.name.startswith(names[0]):
+        armed.append(names.pop())
+    start(self)
+    assert not armed, "it did not wait for the thread"
+threading.Condition.__enter__, threading.Thread.start = entering, starting
+sys.exit(main(sys.argv[2:]))
+"""
+"""Ctrl-C in the instant in which the main thread has the lock under which a new thread says that it has begun."""
+
+
+@pytest.mark.parametrize("name", ["asyncckpt-convert", "asyncckpt-prove", "asyncckpt-sums"])
+def test_a_ctrl_c_while_threads_are_started_ends_the_process(name: str, tmp_path: pathlib.Path) -> None:
+    torch.save({"a": torch.ones(1000), "b": torch.ones(3, 2)}, tmp_path / "a.pt")
+    root = tmp_path / "root"
+    root.mkdir()
+    arguments = ["convert", str(tmp_path / "a.pt"), str(root / "out"), "--to", "torch"]
+    with converting([sys.executable, "-c", STARTING, name, *arguments]) as process:
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+    assert os.listdir(root) == []
+
+
 @contextlib.contextmanager
 def converting(command: Sequence[str], said: pathlib.Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block; `said` gets what it writes to stderr."""
