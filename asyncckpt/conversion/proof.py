@@ -11,12 +11,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.same_nesting import other_nesting
-from asyncckpt.conversion.uninterrupted import mapped
+from asyncckpt.conversion.uninterrupted import mapped, uninterrupted
 from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
@@ -29,6 +30,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Sink, Wanted
 from asyncckpt.storage.source import Located
 
+_Stretch = list[tuple[OutputFile, ShardRequest]]
 _Place = tuple[str, int]
 """File name, offset."""
 
@@ -146,30 +148,67 @@ def prove_bytes(
 
     Blocks: for the reads.
     """
-    progress = _Progress(step)
+    progress = _Progress()
+    directory = path if target.is_directory else os.path.dirname(path)
     for stretch in _stretches(path, target, blocks, progress):
-        directory = path if target.is_directory else os.path.dirname(path)
+
+        def read(stretch: _Stretch = stretch) -> None:
+            requests = [request for _, request in stretch]
+            read_shards(directory, None, requests, files=files, threads=threads, extent_nbytes=_EXTENT_NBYTES)
+
         try:
-            read_shards(
-                directory,
-                None,
-                [request for _, request in stretch],
-                files=files,
-                threads=threads,
-                extent_nbytes=_EXTENT_NBYTES,
-            )
+            _apart(read, progress, step)
         except CorruptCheckpointError as error:
             file, first = next((f, r.wanted[0].offset) for f, r in stretch if r.shard.name == error.file)
             fqn = _held_at(outline, file, first if error.offset is None else error.offset)
             raise _failed(path, fqn, f"holds other bytes: {error.detail}") from error
-        progress.report()
 
 
-def _stretches(
-    path: str, target: Target, blocks: Mapping[str, bytes], sink: Sink
-) -> Iterator[list[tuple[OutputFile, ShardRequest]]]:
+def _apart(read: Callable[[], None], progress: _Progress, step: Callable[[int], None]) -> None:
+    """Read in another thread, and report from this one: a signal may interrupt it anywhere, but not in a pool's locks.
+
+    No thread is left when this returns or raises.
+    """
+
+    def run() -> None:
+        try:
+            read()
+            progress.report()
+            progress.done.put(None)
+        except BaseException as error:
+            progress.done.put(error)
+
+    thread = threading.Thread(target=run, name="asyncckpt-read-back")
+    try:
+        with uninterrupted():
+            thread.start()
+        while (found := progress.done.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            step(found)
+    except BaseException:
+        progress.stopped = True
+        raise
+    finally:
+        _end(thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    """Wait for a thread, whatever comes meanwhile: it reads into memory, and from files, that others may have next."""
+    interrupted: BaseException | None = None
+    while thread.is_alive():
+        try:
+            with uninterrupted():
+                thread.join()
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def _stretches(path: str, target: Target, blocks: Mapping[str, bytes], sink: Sink) -> Iterator[_Stretch]:
     """Yield ranges of the files, which together are all of them, `STRETCH_NBYTES` at a time."""
-    stretch: list[tuple[OutputFile, ShardRequest]] = []
+    stretch: _Stretch = []
     room = STRETCH_NBYTES
     for file in target.files:
         name = file.name if target.is_directory else os.path.basename(path)
@@ -188,27 +227,39 @@ def _stretches(
         yield stretch
 
 
-class _Progress:
-    """A sink that counts what passes, and reports it from the thread that made it."""
+class _Stopped(Exception):
+    """Nobody wants the rest."""
 
-    def __init__(self, step: Callable[[int], None]) -> None:
-        self._step, self._thread = step, threading.get_ident()
+
+class _Progress:
+    """A sink that counts what passes.
+
+    Attributes:
+        done: Gets what has passed since the last time; an error, or None, at the end.
+        stopped: What passes from now on is an error.
+    """
+
+    def __init__(self) -> None:
+        self.done: SimpleQueue[int | BaseException | None] = SimpleQueue()
+        self.stopped = False
         self._lock = threading.Lock()
         self._nbytes = 0
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
+        if self.stopped:
+            raise _Stopped
         with self._lock:
             self._nbytes += nbytes
-            due = self._nbytes >= _REPORTED_NBYTES and threading.get_ident() == self._thread
-        if due:
+            is_due = self._nbytes >= _REPORTED_NBYTES
+        if is_due:
             self.report()
 
     def report(self) -> None:
-        """Report what was counted since the last time."""
+        """Say what was counted since the last time."""
         with self._lock:
             nbytes, self._nbytes = self._nbytes, 0
         if nbytes:
-            self._step(nbytes)
+            self.done.put(nbytes)
 
 
 def _held_at(outline: Outline, file: OutputFile, offset: int) -> str | None:

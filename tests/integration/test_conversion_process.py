@@ -191,7 +191,7 @@ sys.exit(main(sys.argv[2:]))
 """Ctrl-C in the instant in which the main thread has the lock under which a new thread says that it has begun."""
 
 
-@pytest.mark.parametrize("name", ["asyncckpt-convert", "asyncckpt-prove", "asyncckpt-sums"])
+@pytest.mark.parametrize("name", ["asyncckpt-convert", "asyncckpt-prove", "asyncckpt-sums", "asyncckpt-read"])
 def test_a_ctrl_c_while_threads_are_started_ends_the_process(name: str, tmp_path: pathlib.Path) -> None:
     torch.save({"a": torch.ones(1000), "b": torch.ones(3, 2)}, tmp_path / "a.pt")
     root = tmp_path / "root"
