@@ -11,7 +11,7 @@ from asyncckpt.conversion.unequal import unequal
 from asyncckpt.conversion.user_metadata import kept_metadata
 from asyncckpt.foreign.safetensors_files import OF_ONE_FILE
 from asyncckpt.format.manifest import PLANNER_KEY
-from asyncckpt.format.tree import fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.tree import Node, fqn_of, leaves, per_rank_nodes
 from asyncckpt.loading.selection import Selection
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
@@ -31,7 +31,7 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
         OSError: The source cannot be read.
     """
     found = _read_otherwise(chosen.contents, keys) + _metadata_lost(chosen.contents, to)
-    found += _of_ranks(chosen.contents, keys, files)
+    found += _of_ranks(chosen.contents, to, keys, files)
     found += _unread(chosen.contents, files)
     found += _step_lost(written, to)
     if chosen.emptied:
@@ -63,17 +63,21 @@ def _read_otherwise(contents: Contents, keys: Iterable[str] | None) -> list[str]
     return found
 
 
-def _of_ranks(contents: Contents, keys: Iterable[str] | None, files: Files) -> list[str]:
+def _of_ranks(contents: Contents, to: str, keys: Iterable[str] | None, files: Files) -> list[str]:
     """Return what had a value for each rank, and has one for all of them."""
     selection = Selection(None if keys is None else list(keys))
     names = unequal(contents, selection, files)
     found = [f"what was stored for each rank is taken from the lowest one: {listed(names)}"] if names else []
     if len(contents.ranks) == 1:
-        nodes = per_rank_nodes(contents.ranks[0].structure.tree)
-        own = [fqn_of((*path, *below)) for path, node in nodes for below, _ in leaves(node)]
-        own = [fqn for fqn in own if fqn in selection]
+        own = [fqn_of(path) for path, node in per_rank_nodes(contents.ranks[0].structure.tree) if _is_held(node, to)]
+        own = [fqn for fqn in own if fqn in selection or selection.reaches_into(fqn)]
         found += [f"what was the only rank's own (PerRank) is everybody's: {listed(own)}"] if own else []
     return found
+
+
+def _is_held(node: Node, to: str) -> bool:
+    """Whether a target holds anything of a node, which may be empty."""
+    return to not in ("safetensors", "hf") or any(leaf[0] in ("T", "N") for _, leaf in leaves(node))
 
 
 def _metadata_lost(contents: Contents, to: str) -> list[str]:

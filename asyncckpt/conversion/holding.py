@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from asyncckpt.conversion.outline import Outline, pruned
 from asyncckpt.conversion.unreadable import readable, unread_of
 from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.tree import MAX_KEY_CHARS, Node, Path, fqn_of, leaves
+from asyncckpt.format.tree import CONTAINERS, MAX_KEY_CHARS, Node, Path, fqn_of
 
 TOP = "the top level"
 _SHOWN = 1000
@@ -77,9 +78,23 @@ def _without_versions(node: Node, path: Path, names: Collection[str]) -> Node:
 
 def refuse_long_keys(outline: Outline, holding: Holding) -> None:
     """Add the leaves with a key that is longer than readers of structures take."""
-    for path, _ in leaves(outline.tree):
+    for path, _ in leaves_and_empty(outline.tree):
         if any(type(key) is str and len(key) > MAX_KEY_CHARS for key in path):
             holding.cannot[fqn_of(path)] = f"its key has more than {MAX_KEY_CHARS} characters"
+
+
+def leaves_and_empty(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (path, node) of all leaves, and of the containers that hold nothing: together they have every key."""
+    if node[0] in ("d", "o"):
+        members: Iterable[tuple[Any, Node]] = zip(node[1][::2], node[1][1::2], strict=True)
+    elif node[0] in ("l", "t"):
+        members = enumerate(node[1])
+    else:
+        members = ()
+    if node[0] not in CONTAINERS or (path and not node[1]):
+        yield path, node
+    for key, child in members:
+        yield from leaves_and_empty(child, (*path, key))
 
 
 def listed(names: list[str]) -> str:

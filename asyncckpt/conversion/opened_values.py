@@ -40,18 +40,19 @@ def is_same_value(a: Any, b: Any) -> bool:
 
 def _held_opened(closed: Outline, opened: Outline) -> set[str]:
     """Return the names, on both sides, of leaves of `closed` that are containers in `opened`."""
-    containers = dict(_containers(opened.tree, ()))
+    containers: dict[str, list[tuple[Path, Node]]] = {}
+    for fqn, place in _containers(opened.tree, ()):  # of one name there may be several: "a.b", and "b" in "a"
+        containers.setdefault(fqn, []).append(place)
     found: set[str] = set()
     for fqn, node in closed.leaves():
-        if node[0] != "O" or fqn not in containers:
-            continue
-        path, container = containers[fqn]
-        try:
-            value = _value_of(container, opened)
-        except _HoldsMoreError:
-            continue
-        if is_same_value(value, closed.objects[node[1]]):
-            found |= {fqn, *(fqn_of(at) for at, _ in leaves(container, path))}
+        for path, container in containers.get(fqn, ()) if node[0] == "O" else ():
+            try:
+                value = _value_of(container, opened)
+            except _HoldsMoreError:
+                continue
+            if is_same_value(value, closed.objects[node[1]]):
+                found |= {fqn, *(fqn_of(at) for at, _ in leaves(container, path))}
+                break
     return found
 
 

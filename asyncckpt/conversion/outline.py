@@ -55,12 +55,6 @@ class Outline:
         tensor = self.tensors[number]
         return math.prod(tensor.global_shape) * DTYPES[tensor.dtype].itemsize
 
-    def aliases(self) -> dict[str, str]:
-        """Return, of every further name of a tensor, the first one."""
-        return {
-            fqn: self.names[node[1]] for fqn, node in self.leaves() if node[0] != "O" and fqn != self.names[node[1]]
-        }
-
 
 def outline_of(
     contents: Contents, files: Files, *, keys: Iterable[str] | None = None, key_map: KeyMap | None = None
@@ -124,9 +118,15 @@ def opened_sequences(before: Node, after: Node, path: Path = ()) -> list[str]:
 
 
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
-    """Return the outline with the leaves alone that `keep` wants; numbers stay."""
+    """Return the outline with the leaves alone that `keep` wants; numbers stay, names are those of the first left."""
     tree = _kept(outline.tree, (), keep) or ("d", ())
-    return replace(outline, tree=tree, opened=sorted({*outline.opened, *opened_sequences(outline.tree, tree)}))
+    names = list(outline.names)
+    for path, node in reversed(list(leaves(tree))):
+        if node[0] != "O":
+            names[node[1]] = fqn_of(path)
+    return replace(
+        outline, tree=tree, names=names, opened=sorted({*outline.opened, *opened_sequences(outline.tree, tree)})
+    )
 
 
 def _kept(node: Node, path: Path, keep: Callable[[str], bool]) -> Node | None:

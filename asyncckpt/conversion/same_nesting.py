@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from asyncckpt.conversion.holding import TOP
 from asyncckpt.conversion.opened_values import is_same_value
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.format.tree import Node, Path, fqn_of
-
-_Shape = tuple[Any, ...]
-"""Of a container: its kind, its keys with their types or its length, and of an OrderedDict its `_metadata`."""
+from asyncckpt.format.tree import CONTAINERS, Node, Path, fqn_of
 
 
 def other_nesting(wanted: Outline, found: Outline) -> str | None:
@@ -21,36 +17,33 @@ def other_nesting(wanted: Outline, found: Outline) -> str | None:
         wanted: What was to be written.
         found: What a reader finds.
     """
-    shapes, others = _shapes(wanted), _shapes(found)
-    for name in shapes.keys() & others.keys():
-        shape, other = shapes[name], others[name]
-        if shape[:2] != other[:2] or (shape[2] is None) != (other[2] is None):
+    return _other(wanted, found, wanted.tree, found.tree, ()) or _untied(wanted, found)
+
+
+def _other(wanted: Outline, found: Outline, one: Node, other: Node, path: Path) -> str | None:
+    """Return the name of the first container at or below `path` that is another one."""
+    if one[0] not in CONTAINERS or other[0] not in CONTAINERS:
+        return None
+    name = fqn_of(path) or TOP
+    if one[0] != other[0] or len(one[1]) != len(other[1]):
+        return name
+    if one[0] in ("l", "t"):
+        pairs = list(enumerate(zip(one[1], other[1], strict=True)))
+    else:
+        keys = one[1][::2]
+        if [(type(key), key) for key in keys] != [(type(key), key) for key in other[1][::2]]:
             return name
-        if shape[2] is not None and not is_same_value(wanted.objects[shape[2]], found.objects[other[2]]):
-            return name
-    return _untied(wanted, found)
+        pairs = list(zip(keys, zip(one[1][1::2], other[1][1::2], strict=True), strict=True))
+    if one[0] == "o" and not _same_versions(wanted, found, one[2], other[2]):
+        return name
+    below = (_other(wanted, found, *nodes, (*path, key)) for key, nodes in pairs)
+    return next((name for name in below if name is not None), None)
 
 
-def _shapes(outline: Outline) -> dict[str, _Shape]:
-    """Return the containers by name."""
-    shapes: dict[str, _Shape] = {}
-
-    def visit(node: Node, path: Path) -> None:
-        kind = node[0]
-        if kind in ("d", "o"):
-            keys = node[1][::2]
-            shapes[fqn_of(path)] = (kind, tuple((type(key), key) for key in keys), node[2] if kind == "o" else None)
-            children: Any = zip(keys, node[1][1::2], strict=True)
-        elif kind in ("l", "t"):
-            shapes[fqn_of(path)] = (kind, len(node[1]), None)
-            children = enumerate(node[1])
-        else:
-            return
-        for key, child in children:
-            visit(child, (*path, key))
-
-    visit(outline.tree, ())
-    return shapes
+def _same_versions(wanted: Outline, found: Outline, one: int | None, other: int | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return is_same_value(wanted.objects[one], found.objects[other])
 
 
 def _untied(wanted: Outline, found: Outline) -> str | None:

@@ -6,7 +6,7 @@ import json
 import os
 
 from asyncckpt import __version__
-from asyncckpt.conversion.holding import Holding, is_text, refuse_long_keys
+from asyncckpt.conversion.holding import Holding, is_text, leaves_and_empty, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.user_metadata import metadata_again
@@ -26,7 +26,7 @@ from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name, is_reserved, objects_name, shard_name
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import MAX_INT, Structure, TensorEntry, encode_structure
-from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.format.tree import fqn_of
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
 from asyncckpt.storage.rank_job import RankResult
@@ -36,11 +36,11 @@ from asyncckpt.storage.record import build_manifest
 def check_asyncckpt(outline: Outline) -> Holding:
     """Say what a checkpoint of ours cannot hold of the outline."""
     holding = Holding()
-    for path, node in leaves(outline.tree):
+    for path, node in leaves_and_empty(outline.tree):
         fqn = fqn_of(path)
         if not is_text(fqn) or any(type(key) is int and abs(key) > MAX_INT for key in path):
             holding.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
-        elif node[0] != "O" and (is_reserved(fqn) or fqn == METADATA_KEY):
+        elif node[0] in ("T", "N", "B") and (is_reserved(fqn) or fqn == METADATA_KEY):
             holding.cannot[fqn] = "names like this are reserved"
     refuse_long_keys(outline, holding)
     return holding

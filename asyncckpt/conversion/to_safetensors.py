@@ -44,9 +44,10 @@ def check_safetensors(outline: Outline) -> Holding:
     if nested:
         tops = listed(sorted({str(path[0]) for path in nested}))
         holding.changed.append(f"nesting and keys of {len(nested)} tensors became names with dots, in: {tops}")
-    aliases = {fqn: first for fqn, first in outline.aliases().items() if fqn not in holding.cannot}
-    if aliases:
-        pairs = [f"{fqn} (= {first})" for fqn, first in aliases.items()]
+    firsts: dict[int, str] = {}
+    held = [(fqn, node[1]) for fqn, node in outline.leaves() if fqn not in holding.cannot]
+    pairs = [f"{fqn} (= {first})" for fqn, number in held if (first := firsts.setdefault(number, fqn)) != fqn]
+    if pairs:
         holding.changed.append(f"tied tensors are stored once for each name: {listed(pairs)}")
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
     if arrays:

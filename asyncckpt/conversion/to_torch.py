@@ -8,6 +8,7 @@ from typing import Any
 from asyncckpt.conversion.holding import TOP, Holding, listed, ordered_lost, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.archive import Archive, Payload, torch_archive
 from asyncckpt.format.dcp_items import is_terminal, items_of
 from asyncckpt.format.dcp_metadata import bytes_entry, index_record, metadata_pickle, storage_record, tensor_entry
@@ -45,7 +46,12 @@ def check_torch(outline: Outline) -> Holding:
 
 
 def check_dcp(outline: Outline) -> Holding:
-    """The same of a DCP directory, which flattens as `torch.distributed.checkpoint` does."""
+    """The same of a DCP directory, which flattens as `torch.distributed.checkpoint` does.
+
+    Raises:
+        DuplicateNameError: Keys that are a number and a text become one.
+    """
+    _refuse_one_text(outline)
     holding = check_torch(outline)
     for fqn, why in holding.cannot.items():
         holding.cannot[fqn] = why.replace("torch.load(weights_only=True) does not read", "no item holds")
@@ -70,6 +76,19 @@ def check_dcp(outline: Outline) -> Holding:
     if untied:
         holding.changed.append(f"tied tensors are stored apart, for each tuple that holds one: {listed(untied)}")
     return holding
+
+
+def _refuse_one_text(outline: Outline) -> None:
+    """Refuse a dict whose keys are all texts in DCP, and two of them the same."""
+    for path, node in _containers(outline.tree, ()):
+        texts: set[str] = set()
+        for key in node[1][::2] if node[0] != "l" else ():
+            if str(key) in texts:
+                fqn = fqn_of((*path, key))
+                where = outline.contents.path
+                said = f"{where}: the keys {str(key)!r} and {key!r} of {fqn_of(path) or TOP} are one in a DCP directory"
+                raise DuplicateNameError(f"{said}; give one of them another name (key_map, --rename)", fqn=fqn)
+            texts.add(str(key))
 
 
 def _untied(outline: Outline) -> set[str]:

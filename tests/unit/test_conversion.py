@@ -303,7 +303,7 @@ def test_what_was_the_only_rank_s_own_is_everybody_s_and_that_is_said(to: str, t
     save(state, tmp_path / "a")
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert report.tensors == 2
-    assert "what was the only rank's own (PerRank) is everybody's: rng.s, rng.n" in report.changed
+    assert "what was the only rank's own (PerRank) is everybody's: rng" in report.changed
     states.assert_same(asyncckpt.load(tmp_path / "b"), {"w": torch.ones(2), "rng": {"s": torch.ones(3), "n": 1}})
     assert asyncckpt.convert(tmp_path / "a", tmp_path / "c", to=to, keys=["w"]).changed == ()
 

@@ -139,3 +139,24 @@ def test_a_target_with_another_nesting_is_not_put_into_place(
     with pytest.raises(CorruptCheckpointError, match="another container"):
         asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+OPENED: dict[str, tuple[Any, ...]] = {
+    "the top level and an empty key": ({"m": 1, "": [[], {}]}, {"m": 1, "": ([], {1})}),
+    "a key with a dot": ({"a.b": {"c": 1}, "a": {"b": [[], {}]}}, {"a.b": [[], {}], "a": {"b": {"c": 1}}}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", [*KEEPING, "dcp"])
+@pytest.mark.parametrize("what", OPENED)
+def test_containers_of_one_name_are_not_taken_for_each_other(what: str, to: str, tmp_path: pathlib.Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from asyncckpt.dcp import StorageWriter
+
+    for n, state in enumerate(OPENED[what]):
+        dcp.save(state, storage_writer=StorageWriter(tmp_path / f"{n}"), no_dist=True)
+        asyncckpt.convert(tmp_path / f"{n}", tmp_path / f"{n}-to", to=to)
+        if to != "dcp":
+            states.assert_same(asyncckpt.load(tmp_path / f"{n}-to"), asyncckpt.load(tmp_path / f"{n}"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt import PerRank
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.tree import MAX_KEY_CHARS
@@ -277,3 +278,64 @@ def test_every_dtype_that_safetensors_has_is_written_as_its_own_tools_read_it(
             assert torch.equal(found[key].reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
     asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
     assert asyncckpt.load(tmp_path / "c")["w"].dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("state", "names"),
+    [
+        ({"1": torch.ones(1), 1: {"k": torch.ones(2)}}, "1"),
+        ({"a": {"1": torch.ones(1), 1: {"k": torch.ones(2)}}}, "a.1"),
+        ({"1": {"a": torch.ones(1)}, 1: {"b": torch.ones(2)}}, "1"),
+        ({"a": {"1": [(), []], 1: ({},)}}, "a.1"),
+        ({1: {}, "1": torch.ones(1)}, "1"),
+    ],
+)
+def test_keys_that_become_one_text_in_dcp_are_refused(state: Any, names: str, tmp_path: pathlib.Path) -> None:
+    torch.save(state, tmp_path / "a")
+    with pytest.raises(DuplicateNameError, match="are one in a DCP directory") as caught:
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    assert caught.value.fqn == names  # type: ignore[attr-defined]
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch")
+
+
+@pytest.mark.parametrize("name", ["w@rank3", "__metadata__"])
+def test_of_tied_tensors_one_may_be_left_out(name: str, tmp_path: pathlib.Path) -> None:
+    tensor = torch.arange(3.0)
+    torch.save({name: tensor, "b": tensor, "c": tensor}, tmp_path / "a")
+    for to in ("asyncckpt", "safetensors"):
+        if to == "safetensors" and name != "__metadata__":
+            continue
+        with pytest.raises(UnsupportedLeafError):
+            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to)
+        report = asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True)
+        assert report.left_out == (name,)
+        found = asyncckpt.load(tmp_path / to)
+        assert list(found) == ["b", "c"] and torch.equal(found["b"], tensor) and torch.equal(found["c"], tensor)
+        if to == "safetensors":
+            assert report.changed == ("tied tensors are stored once for each name: c (= b)",)
+
+
+@pytest.mark.parametrize("key", [2**64, "\ud800"])
+@pytest.mark.parametrize("value", [{}, [[], {}], collections.OrderedDict(), ({},), {"x": {}}])
+def test_a_key_that_ours_has_not_is_refused_also_where_nothing_is_in_it(
+    key: Any, value: Any, tmp_path: pathlib.Path
+) -> None:
+    torch.save({key: value, "a": torch.ones(2)}, tmp_path / "a")
+    with pytest.raises(UnsupportedLeafError, match="its key"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt", partial=True)
+    assert report.left_out and all(name.startswith(str(key)) for name in report.left_out)
+    assert list(asyncckpt.load(tmp_path / "b")) == ["a"]
+
+
+def test_what_was_a_rank_s_own_is_named_where_it_is_held(tmp_path: pathlib.Path) -> None:
+    own = {"none": PerRank({}), "t": PerRank({"x": torch.ones(1), "n": 1}), "raw": PerRank(bytes(70_000))}
+    save(tmp_path / "a", {"w": torch.ones(2), **own})
+    said = "what was the only rank's own (PerRank) is everybody's: "
+    for to in ("asyncckpt", "torch"):
+        assert said + "none, t, raw" in asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to).changed
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "s", to="safetensors", partial=True)
+    assert said + "t" in report.changed
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "k", to="torch", keys=["t.x"], key_map={"t.x": "y"})
+    assert said + "t" in report.changed
