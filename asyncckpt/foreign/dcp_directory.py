@@ -15,7 +15,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
-from asyncckpt.foreign.nesting import nested
+from asyncckpt.foreign.nesting import led_through_leaves, nested
 from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.safetensors_header import SAFETENSORS_START, is_safetensors
@@ -127,6 +127,12 @@ class _Directory:
             found[fqn] = path
         if others:
             self._assembly.source.changed["what a planner keeps that is no path was not read"] = others
+        through = led_through_leaves(found)
+        if through:  # of a dict with the keys 1 and "1", which became one
+            found |= {fqn: (fqn,) for fqn in through}
+            self._assembly.source.changed["whose path leads through another leaf is at the top level"] = dict.fromkeys(
+                through, ""
+            )
         return found
 
     def _leaf(self, fqn: str, path: Path, entry: Any) -> Node:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncckpt.format.tree import Node, Path
 
 _Branch = dict[Any, Any]
+_END = object()
+"""Key of a branch at which a path ends."""
 
 
 def nested(leaves: Sequence[tuple[Path, Node]]) -> Node:
@@ -27,6 +29,26 @@ def nested(leaves: Sequence[tuple[Path, Node]]) -> Node:
             raise ValueError(f"two leaves stand at {path!r}")
         branch[path[-1]] = node
     return _node(root, is_root=True)
+
+
+def led_through_leaves(paths: Mapping[str, Path]) -> list[str]:
+    """Return the names of the paths on whose way another one ends."""
+    root: _Branch = {}
+    for path in paths.values():
+        branch = root
+        for key in path:
+            branch = branch.setdefault(key, {})
+        branch[_END] = None
+    return [name for name, path in paths.items() if _meets_an_end(root, path)]
+
+
+def _meets_an_end(root: _Branch, path: Path) -> bool:
+    branch = root
+    for key in path[:-1]:
+        branch = branch[key]
+        if _END in branch:
+            return True
+    return False
 
 
 def _node(branch: Any, is_root: bool = False) -> Node:

@@ -70,6 +70,16 @@ def test_planner_data_of_another_planner_cost_the_nesting_alone_and_are_named(
     assert said == ([] if names is None else [f"what a planner keeps that is no path was not read: {names}"])
 
 
+def test_a_path_through_another_leaf_costs_the_nesting_alone(tmp_path: pathlib.Path) -> None:
+    state: dict[str, Any] = {"d": {"1": torch.ones(1), 1: {"k": torch.ones(2), "n": 3}}, "w": torch.ones(3)}
+    foreign_samples.save_dcp(state, tmp_path / "d")
+    found = asyncckpt.load(tmp_path / "d")
+    assert torch.equal(found["d"]["1"], torch.ones(1)) and torch.equal(found["d.1.k"], torch.ones(2))
+    assert found["d.1.n"] == 3 and list(found["d"]) == ["1"]
+    report = asyncckpt.convert(tmp_path / "d", tmp_path / "t", to="torch")
+    assert "whose path leads through another leaf is at the top level: d.1.k, d.1.n" in report.changed
+
+
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize(
     ("key", "what"), [("k" * (MAX_KEY_CHARS + 1), "characters"), (".".join("d" * MAX_DEPTH), "nested deeper")]
