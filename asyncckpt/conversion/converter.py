@@ -114,7 +114,7 @@ def convert(
         CorruptCheckpointError: The source is damaged; or the target read back differs.
         UnsupportedFormatError: The source is of no known kind, or holds something that is not read; all named.
         UnsupportedLeafError: The target cannot hold some leaves, which are named (of more than 1,000 as many); or this
-                torch lacks a dtype.
+            torch lacks a dtype.
         MissingKeysError: `keys` name something that is not there.
         DuplicateNameError: Two leaves have, or get, one name.
         SaveFailedError: Not enough room, or the file system failed; nothing is left of the target. EAGAIN: a save of
