@@ -117,7 +117,8 @@ class _Directory:
             if type(fqn) is not str:
                 raise ValueError(f"the name {shown(fqn)} is no text")
             path = given.get(fqn, (fqn,))
-            if type(path) is not tuple or any(type(key) not in (str, int) for key in path) or fqn_of(path) != fqn:
+            is_path = type(path) is tuple and path and all(type(key) in (str, int) for key in path)
+            if not is_path or fqn_of(path) != fqn:
                 others[fqn] = ""
                 path = (fqn,)
             if len(path) > MAX_DEPTH - 2:

@@ -70,6 +70,14 @@ def test_planner_data_of_another_planner_cost_the_nesting_alone_and_are_named(
     assert said == ([] if names is None else [f"what a planner keeps that is no path was not read: {names}"])
 
 
+def test_a_leaf_without_a_name_and_without_a_path_is_read(tmp_path: pathlib.Path) -> None:
+    foreign_samples.save_dcp({"": torch.ones(2)}, tmp_path / "d")
+    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    metadata.planner_data[""] = ()
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert torch.equal(asyncckpt.load(tmp_path / "d")[""], torch.ones(2))
+
+
 def test_a_path_through_another_leaf_costs_the_nesting_alone(tmp_path: pathlib.Path) -> None:
     state: dict[str, Any] = {"d": {"1": torch.ones(1), 1: {"k": torch.ones(2), "n": 3}}, "w": torch.ones(3)}
     foreign_samples.save_dcp(state, tmp_path / "d")
