@@ -5,7 +5,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-PIP := python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Of what is installed a tenth is ever imported: that is compiled when it is.
+PIP := python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
 # Processes that share the tests: much of a test is waiting for others. JOBS=0 runs them in one process, in order.
@@ -69,10 +70,12 @@ check: .venv/.dev
 	.venv/bin/python docs/check_docs.py
 	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py
 
-# Of the unit tests those that have to do with torch or numpy: the rooms that import neither cannot tell the difference.
+# Of the unit tests those that import torch: the rooms that do not cannot tell the difference. The measurements want numpy.
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
-	.venv-core/bin/python -m pytest $(TOGETHER) $$(grep -lE 'torch|numpy' tests/unit/test_*.py) tests/unit/test_architecture.py \
+	.venv-core/bin/python -m pytest $(TOGETHER) \
+		$$(grep -lE '(import|from) (torch|numpy)\b|importorskip\("torch"' tests/unit/test_*.py | grep -v /test_benchmark_) \
+		tests/unit/test_architecture.py::test_quick_modules_load_without_torch_and_numpy \
 		tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
 # Of its own, so that nothing else depends on what these bring along.
@@ -97,11 +100,12 @@ test-fault: .venv/.dev
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/test_layout_dcp.py \
 		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py tests/integration/test_ring_takeover.py \
 		tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py
-	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
+	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" \
 		tests/unit/test_worker_simulation.py tests/unit/test_worker_crash_simulation.py tests/unit/test_worker_early_simulation.py \
 		tests/unit/test_worker_ring_simulation.py tests/unit/test_worker_kept_simulation.py tests/unit/test_workers_simulation.py \
-		tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py
+		tests/unit/test_*_properties.py tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py \
+		tests/integration/test_overlap.py
 
 test-nodes: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: all of it will be skipped"

@@ -3,6 +3,8 @@
 A random test takes its numbers from the fixture `rng`. Its seed is printed with the failure; run the test again with
 `ASYNCCKPT_TEST_SEED=<seed>` to get the same numbers, whether in one process or spread over several (`pytest -n 2`).
 It is that of hypothesis's examples, too.
+
+A failure is printed when it happens: a run that is cut off would keep it to itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ import pytest
 from tests import fault_table
 from tests.leak_guard import LeakGuard
 
+# Before torch is imported, here and in what is started from here. Threads of OpenMP that have nothing to do spin for a
+# while, in the hope of more: with several processes on few cores that takes a third of the time away from the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 try:
     import hypothesis
 except ModuleNotFoundError:  # the run with nothing but the required packages
@@ -31,12 +37,15 @@ else:
         deadline=None,
         print_blob=True,
         database=None,
-        max_examples=int(os.environ.get("ASYNCCKPT_TEST_EXAMPLES", "200")),
+        max_examples=int(os.environ.get("ASYNCCKPT_TEST_EXAMPLES", "100")),
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     hypothesis.settings.load_profile("bounded")
 
 SEED_VARIABLE = "ASYNCCKPT_TEST_SEED"
+MEMORY_NBYTES = 8 << 30
+"""What must be free in memory for files to be put there; several processes ask at once, each for a tenth of it."""
+
 _SEED = pytest.StashKey[int]()
 
 
@@ -62,6 +71,12 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Name the seed once, so that even a killed run can be replayed."""
     return f"asyncckpt: {SEED_VARIABLE}={config.stash[_SEED]}"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once, with several processes from the one that gathers what the others report."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}", flush=True)
 
 
 @pytest.fixture
@@ -101,6 +116,18 @@ def _default_endpoint_is_private() -> Iterator[pathlib.Path]:
 def short_path() -> Iterator[pathlib.Path]:
     """As `tmp_path`, with a name that leaves room for sockets, however deep pytest's own directories lie."""
     directory = _private_directory()
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def memory_path(request: pytest.FixtureRequest) -> Iterator[pathlib.Path]:
+    """As `tmp_path`, in memory where that has room: for hundreds of saves whose test fails their calls by itself."""
+    memory = pathlib.Path("/dev/shm")
+    if not memory.is_dir() or shutil.disk_usage(memory).free < MEMORY_NBYTES:
+        yield request.getfixturevalue("tmp_path")
+        return
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="ackpt-", dir=memory))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -99,16 +99,16 @@ CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno
     ("code", "late"), [*((code, False) for code in CODES), (errno.EIO, True), (errno.ESTALE, True)]
 )
 def test_a_failure_of_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
-    tmp_path: pathlib.Path, code: int, late: bool
+    memory_path: pathlib.Path, code: int, late: bool
 ) -> None:
     """`late`: the call is done, and answers with an error all the same."""
-    total, outcomes = number_of_calls(tmp_path), dict.fromkeys(("saved", "failed", "unknown"), 0)
+    total, outcomes = number_of_calls(memory_path), dict.fromkeys(("saved", "failed", "unknown"), 0)
     with (
         Snapshot(LENGTHS, save_id=NEW) as snapshot,
         Snapshot(LENGTHS, save_id=NEXT, seed=2) as following,
     ):
         for nth in range(1, total + 1):
-            path = tmp_path / f"try-{nth}"
+            path = memory_path / f"try-{nth}"
             old_at(path)
             fds = set(os.listdir("/proc/self/fd"))
             try:
@@ -127,11 +127,13 @@ def test_a_failure_of_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_kill_at_any_call_of_an_overwrite_leaves_one_complete_checkpoint(tmp_path: pathlib.Path, late: bool) -> None:
-    total, found = number_of_calls(tmp_path, late=late), []
+def test_a_kill_at_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
+    memory_path: pathlib.Path, late: bool
+) -> None:
+    total, found = number_of_calls(memory_path, late=late), []
     with Snapshot(LENGTHS, save_id=NEXT, seed=2) as following:
         for nth in range(1, total + 1):
-            path = tmp_path / f"try-{nth}"
+            path = memory_path / f"try-{nth}"
             old_at(path)
             pid = os.fork()
             if pid == 0:

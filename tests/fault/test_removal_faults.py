@@ -140,13 +140,13 @@ def check_left(scenario: str, path: pathlib.Path, what: str, *, done: bool) -> N
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_failure_of_any_call_of_a_removal_leaves_what_stays_whole_and_is_made_good_by_the_next(
-    tmp_path: pathlib.Path, scenario: str, late: bool
+    memory_path: pathlib.Path, scenario: str, late: bool
 ) -> None:
     """All codes; `late`: the call is done, and answers with an error all the same."""
-    root = tmp_path / "root"
+    root = memory_path / "root"
     save(root / "earlier")
     path = leave(root / "x", scenario)
-    template = shutil.move(path, tmp_path / "template")
+    template = shutil.move(path, memory_path / "template")
     told = 0
     for code in CODES:
         for nth in range(1, 500):

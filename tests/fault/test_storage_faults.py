@@ -144,23 +144,23 @@ def number_of_calls(tmp_path: Path, threads: int, parts: int, kind: type[Snapsho
         (errno.EIO, 2, True, Snapshot),
         (errno.ESTALE, 1, True, Snapshot),
         (errno.EINVAL, 2, True, Snapshot),
-        *((code, 2, False, kind) for code in CODES[:7] for kind in (Early, Ringed)),
+        *((code, 2, False, kind) for code in (errno.EIO, errno.ENOSPC, errno.EINTR) for kind in (Early, Ringed)),
         *((errno.EIO, 2, True, kind) for kind in (Early, Ringed)),
     ],
 )
 def test_a_failure_of_any_call_never_ends_in_success_with_damage(
-    tmp_path: Path, code: int, threads: int, late: bool, kind: type[Snapshot]
+    memory_path: Path, code: int, threads: int, late: bool, kind: type[Snapshot]
 ) -> None:
     """`late`: the call is done, and answers with an error all the same."""
     outcomes: dict[str, int] = {}
-    total = number_of_calls(tmp_path, threads, 2, kind)
+    total = number_of_calls(memory_path, threads, 2, kind)
     assert total > 50
     with (
         kind(LENGTHS, n_parts=2) as snapshot,
         Snapshot(LENGTHS, n_parts=2, save_id=OTHER_ID, seed=1) as following,
     ):
         for nth in range(1, total + 1):
-            path = tmp_path / f"try-{nth}" / "deep"
+            path = memory_path / f"try-{nth}" / "deep"
             files = FailingFiles(code, nth=nth, wanted=every_call, late=late)
             outcome = outcome_of(snapshot, path, files, threads)
             outcomes[outcome] = outcomes.get(outcome, 0) + 1

@@ -126,13 +126,13 @@ class Case:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Case]]:
+def make(memory_path: Path) -> Iterator[Callable[..., Case]]:
     made: list[Case] = []
 
     def case(**shape: int) -> Case:
         while made:
             made.pop().close()
-        made.append(Case(tmp_path, **shape))
+        made.append(Case(memory_path, **shape))
         return made[-1]
 
     yield case

@@ -165,7 +165,7 @@ class RingWorld(World):
         super().check_gone()
 
 
-SCHEDULES = max(20, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
+SCHEDULES = max(10, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
 
 
 @pytest.mark.parametrize("chaos", [0.0, 0.05, 0.3])

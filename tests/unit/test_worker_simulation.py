@@ -559,7 +559,7 @@ class World:
                     assert save_id in self.commits or excused, f"{save_id} was staged and is lost: {save}"
 
 
-SCHEDULES = max(40, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
+SCHEDULES = max(20, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
 """Of each kind; `make test-fault` raises it."""
 STEPS = 1500
 
