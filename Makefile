@@ -96,7 +96,7 @@ test-matrix: .venv/.dev
 test-fault: export ASYNCCKPT_TEST_RESULTS = tests/fault/results
 test-fault: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"
-	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_STREAMED_KILLS=100 ASYNCCKPT_TEST_CUTS=100 \
+	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_STREAMED_KILLS=100 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SHARE=1 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/test_layout_dcp.py \
 		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py tests/integration/test_ring_takeover.py \
 		tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py

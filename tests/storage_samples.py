@@ -27,6 +27,15 @@ OTHER_ID = SaveId(1, 1, "0123456789ab")
 SEAM = tuple(n for n, f in vars(Files).items() if callable(f) and not n.startswith("_"))
 
 
+SHARE = int(os.environ.get("ASYNCCKPT_TEST_SHARE", "3"))
+"""Of the calls that tests fail one by one, one in so many is; `make test-fault` takes every one."""
+
+
+def some_of(n_calls: int, rng: random.Random) -> range:
+    """Return the numbers, from 1, of the calls that a test lets fail: others with each seed, all over the time."""
+    return range(rng.randint(1, SHARE), n_calls + 1, SHARE)
+
+
 class Snapshot:
     """The memory of one rank's save: uint8 tensors of given lengths with random bytes. A context manager."""
 

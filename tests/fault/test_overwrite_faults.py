@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from storage_samples import FailingFiles, RecordingFiles, Snapshot
+from storage_samples import SHARE, FailingFiles, RecordingFiles, Snapshot, some_of
 
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
 from asyncckpt.format.names import LOCK_NAME, SaveId, owner_of
@@ -99,7 +100,7 @@ CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno
     ("code", "late"), [*((code, False) for code in CODES), (errno.EIO, True), (errno.ESTALE, True)]
 )
 def test_a_failure_of_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
-    memory_path: pathlib.Path, code: int, late: bool
+    memory_path: pathlib.Path, rng: random.Random, code: int, late: bool
 ) -> None:
     """`late`: the call is done, and answers with an error all the same."""
     total, outcomes = number_of_calls(memory_path), dict.fromkeys(("saved", "failed", "unknown"), 0)
@@ -107,7 +108,7 @@ def test_a_failure_of_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
         Snapshot(LENGTHS, save_id=NEW) as snapshot,
         Snapshot(LENGTHS, save_id=NEXT, seed=2) as following,
     ):
-        for nth in range(1, total + 1):
+        for nth in some_of(total, rng):
             path = memory_path / f"try-{nth}"
             old_at(path)
             fds = set(os.listdir("/proc/self/fd"))
@@ -122,17 +123,19 @@ def test_a_failure_of_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
             assert set(os.listdir("/proc/self/fd")) == fds, f"call {nth} left a descriptor open"
             outcomes[outcome] += 1
             assert check_after(path, following) in expected, f"call {nth}: {outcome}"
-    assert outcomes["failed"] > total // 8 and outcomes["saved"], outcomes
-    assert outcomes["unknown"] or code not in (errno.EIO, errno.ESTALE), outcomes
+    assert outcomes["failed"] > total // SHARE // 8, outcomes
+    if SHARE == 1:
+        assert outcomes["saved"], outcomes
+        assert outcomes["unknown"] or code not in (errno.EIO, errno.ESTALE), outcomes
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_kill_at_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
-    memory_path: pathlib.Path, late: bool
+    memory_path: pathlib.Path, rng: random.Random, late: bool
 ) -> None:
     total, found = number_of_calls(memory_path, late=late), []
     with Snapshot(LENGTHS, save_id=NEXT, seed=2) as following:
-        for nth in range(1, total + 1):
+        for nth in some_of(total, rng):
             path = memory_path / f"try-{nth}"
             old_at(path)
             pid = os.fork()
@@ -145,7 +148,8 @@ def test_a_kill_at_any_call_of_an_overwrite_leaves_one_complete_checkpoint(
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
             assert killed or nth > total - 10, f"call {nth} of {total} was never reached"
             found.append(check_after(path, following))
-    assert found == sorted(found) and set(found) == {OLD, NEW}, "the old one up to a call, the new one from there on"
+    assert found == sorted(found) and set(found) <= {OLD, NEW}, "the old one up to a call, the new one from there on"
+    assert SHARE > 1 or len(set(found)) == 2
 
 
 # ---- the worker -----------------------------------------------------------------------------------------------------
