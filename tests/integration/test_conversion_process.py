@@ -48,7 +48,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """A torch file with one large tensor, its transposed twin in another storage, and many small ones."""
     path = tmp_path_factory.mktemp("large") / "a.pt"
     big = torch.arange(LARGEST_NBYTES // 4, dtype=torch.int32).reshape(1000, -1)
-    torch.save({"big": big, "small": {str(n): torch.full((1000, 100), float(n)) for n in range(150)}}, path)
+    torch.save({"big": big, "small": {str(n): torch.full((1000, 100), float(n)) for n in range(600)}}, path)
     yield path
     path.unlink()
 
@@ -89,9 +89,8 @@ def test_a_transposed_tensor_takes_its_own_size_and_no_more(tmp_path: pathlib.Pa
     assert int(found.stdout) < LARGEST_NBYTES + LIMIT_NBYTES
 
 
-@pytest.mark.parametrize(
-    ("number", "to"), [*((signal.SIGINT, to) for to in TARGETS), (signal.SIGTERM, "dcp"), (signal.SIGHUP, "torch")]
-)
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_and_a_scheduler_s_end_leave_nothing_behind(
     number: int, to: str, large: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
