@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from asyncckpt.conversion.holding import TOP, listed
 from asyncckpt.conversion.outline import Outline, versioned
 from asyncckpt.conversion.sharing import sharing
+from asyncckpt.conversion.torch_views import kept
 from asyncckpt.conversion.unequal import unequal
 from asyncckpt.conversion.user_metadata import kept_metadata
 from asyncckpt.foreign.safetensors_files import OF_ONE_FILE
@@ -30,7 +31,7 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
     Raises:
         OSError: The source cannot be read.
     """
-    found = _read_otherwise(chosen.contents, keys) + _metadata_lost(chosen.contents, to)
+    found = _read_otherwise(chosen.contents, keys, kept(written, to)) + _metadata_lost(chosen.contents, to)
     found += _of_ranks(chosen.contents, to, keys, files)
     found += _unread(chosen.contents, files)
     found += _step_lost(written, to)
@@ -42,21 +43,21 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
     if written.opened and to not in ("safetensors", "hf"):
         numbers = "texts of their numbers" if to == "dcp" else "their numbers"
         found.append(f"lists that lack members became dicts of {numbers}: {listed(written.opened)}")
-    names = sharing(written, files)
+    names = sharing(written, files) if to != "torch" else []
     if names:
         found.append(f"views of the same elements are stored apart: {listed(names)}")
     return found
 
 
-def _read_otherwise(contents: Contents, keys: Iterable[str] | None) -> list[str]:
-    """Return what was something else where it was saved, and is read as plain values."""
+def _read_otherwise(contents: Contents, keys: Iterable[str] | None, kept: Container[tuple[str, str]]) -> list[str]:
+    """Return what was something else where it was saved, is read as plain values, and is not `kept` all the same."""
     selection = Selection(None if keys is None else list(keys))
     found = []
     for said, names in contents.source.changed.items() if contents.source is not None else ():
         chosen = [
             (name or TOP) + more
             for name, more in names.items()
-            if not name or name in selection or selection.reaches_into(name)
+            if (not name or name in selection or selection.reaches_into(name)) and (said, name) not in kept
         ]
         if chosen:
             found.append(f"{said}: {listed(chosen)}")

@@ -20,6 +20,7 @@ from asyncckpt.conversion.runs import RunReader
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.conversion.to_torch import check_dcp, check_torch, dcp_target, torch_target
+from asyncckpt.conversion.torch_views import with_views
 from asyncckpt.conversion.unreadable import readable
 from asyncckpt.conversion.writing import write_files
 from asyncckpt.errors import AsyncCkptError, ConfigError
@@ -177,7 +178,7 @@ class _Conversion:
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
         holding = _CHECKS[self._to](readable(whole))
         self._refuse_pickled(whole, holding)
-        outline = settled(whole, holding, to=self._to, partial=partial)
+        outline = with_views(settled(whole, holding, to=self._to, partial=partial), self._to)
         target = self._target(outline, max_shard_bytes)
         extras, not_copied = self._beside(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
@@ -245,7 +246,7 @@ class _Conversion:
             target.finish(temporary, blocks)
         if target.is_directory:
             fsync_directory(self._files, temporary)
-        prove_structure(temporary, outline, target, self._files, self._threads)
+        prove_structure(temporary, outline, self._to, target, self._files, self._threads)
         if self._read_back:
             prove_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.conversion.renaming import renamed
+from asyncckpt.conversion.torch_image import TorchView
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, MissingKeysError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
@@ -35,6 +36,8 @@ class Outline:
         away: FQNs of leaves that belong to single ranks, and are not in the tree.
         emptied: Names of OrderedDicts with `_metadata` that renaming left without a leaf, so that they are gone.
         opened: Names of lists and tuples that lack members, and so are dicts: every member keeps its number.
+        former: By FQN: those of the source, of leaves that have another one now.
+        views: By FQN: tensors in pickles that the target keeps as they were: see `torch_views`.
     """
 
     contents: Contents
@@ -45,6 +48,8 @@ class Outline:
     away: list[str] = field(default_factory=list)
     emptied: list[str] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
+    former: dict[str, str] = field(default_factory=dict)
+    views: dict[str, TorchView] = field(default_factory=dict)
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf) in order."""
@@ -86,9 +91,13 @@ def outline_of(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
     before = versioned(tree)
+    names_now: dict[str, str] = {}
     if key_map is not None:
-        tree = renamed(tree, _renamer(key_map), contents.path)
+        rename = _renamer(key_map)
+        names_now = {fqn: rename(fqn) for fqn in (fqn_of(path) for path, _ in leaves(tree))}
+        tree = renamed(tree, names_now.__getitem__, contents.path)
     outline = _numbered(contents, files, saved, tree, away)
+    outline.former = {new: old for old, new in names_now.items() if new != old}
     outline.emptied = sorted(before - versioned(tree))
     outline.opened = opened_sequences(saved.tree, tree)
     return outline

@@ -17,6 +17,7 @@ from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.same_nesting import other_nesting
+from asyncckpt.conversion.same_views import other_than_saved
 from asyncckpt.conversion.uninterrupted import mapped, uninterrupted
 from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
@@ -45,12 +46,13 @@ _REPORTED_NBYTES = 64 << 20
 """What is read back between two reports of progress, about."""
 
 
-def prove_structure(path: str, outline: Outline, target: Target, files: Files, threads: int) -> None:
+def prove_structure(path: str, outline: Outline, to: str, target: Target, files: Files, threads: int) -> None:
     """Compare what a reader finds at `path` with what was to be written there; reads no elements.
 
     Args:
         path: The target, under its temporary name.
         outline: What was to be written.
+        to: The target's kind.
         target: Where it was written.
         files: The storage seam.
         threads: That look for places.
@@ -73,7 +75,8 @@ def prove_structure(path: str, outline: Outline, target: Target, files: Files, t
         other = there[fqn]
         if node[0] in ("T", "N"):
             _compare_tensor(path, fqn, outline, node, found, other)
-            numbers[other[1]] = (node[1], fqn)
+            if fqn not in outline.views:
+                numbers[other[1]] = (node[1], fqn)
         elif node[0] == "B":
             if other[0] == "B":
                 numbers[other[1]] = (node[1], fqn)
@@ -84,6 +87,9 @@ def prove_structure(path: str, outline: Outline, target: Target, files: Files, t
         if name is not None:
             raise _failed(path, name, "stands in another container, or is tied no more")
     written = _written(path, target)
+    name = other_than_saved(outline, found, to, written)
+    if name is not None:
+        raise _failed(path, name, "is not what it was in the source's pickle: a view, a Parameter, a Counter, a layout or an OrderedDict")
     looked_for = _places(found, [number for number in numbers if found.nbytes_of(number)], files, threads)
     for at, place in looked_for:
         number, fqn = numbers[at]

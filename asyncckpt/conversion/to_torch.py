@@ -8,6 +8,8 @@ from typing import Any
 from asyncckpt.conversion.holding import TOP, Holding, listed, ordered_lost, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
+from asyncckpt.conversion.torch_image import TorchImage
+from asyncckpt.conversion.torch_views import as_it_was
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.archive import Archive, Payload, torch_archive
 from asyncckpt.format.dcp_items import is_terminal, items_of
@@ -24,10 +26,13 @@ Hoisted = Callable[[int], bytes]
 def check_torch(outline: Outline) -> Holding:
     """Say what a file that `torch.load(weights_only=True)` reads cannot hold of the outline, and what it changes."""
     holding = Holding()
-    for fqn, node in outline.leaves():
+    for path, node in leaves(outline.tree):
         if node[0] == "O":
+            fqn = fqn_of(path)
             try:
-                PickleImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(node)
+                TorchImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(
+                    as_it_was(outline, node, path)
+                )
             except NotPickledError as error:
                 holding.cannot[fqn] = f"torch.load(weights_only=True) does not read {error}"
     refuse_long_keys(outline, holding)
@@ -119,7 +124,7 @@ def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:
 
 
 def _archive(outline: Outline, node: Node, hoisted: Hoisted, start: int = 0, first_piece: int = 0) -> Archive:
-    image = PickleImage(_shape_of(outline), outline.objects, hoisted)
+    image = TorchImage(_shape_of(outline), outline.objects, hoisted)
     pickle = image.of_node(node)
     payloads = [Payload(number, outline.nbytes_of(number)) for number in image.storages]
     return torch_archive(pickle, payloads, start=start, first_piece=first_piece)
@@ -127,7 +132,7 @@ def _archive(outline: Outline, node: Node, hoisted: Hoisted, start: int = 0, fir
 
 def torch_target(outline: Outline, hoisted: Hoisted) -> Target:
     """Return the pieces of one file as `torch.save` writes it."""
-    archive = _archive(outline, outline.tree, hoisted)
+    archive = _archive(outline, as_it_was(outline, outline.tree), hoisted)
     file = OutputFile(name="", pieces=tuple(archive.pieces), crc_at=tuple(archive.crc_at))
     return Target(files=[file], is_directory=False, keeps_nesting=True)
 
@@ -160,21 +165,23 @@ class _Items:
         self._paths[fqn] = path
         if node[0] not in ("T", "N"):
             self._entries[fqn] = bytes_entry()
-            self._storage[index_record(fqn)] = storage_record(*self._place(node))
+            self._storage[index_record(fqn)] = storage_record(*self._place(node, path))
             return
         tensor, number = self._outline.tensors[node[1]], node[1]
         shape, start = tensor.global_shape, (0,) * len(tensor.global_shape)
         self._entries[fqn] = tensor_entry(tensor.dtype, shape, [(start, shape)])
         if number not in self._places:
-            self._places[number] = self._place(node)
+            self._places[number] = self._place(node, None)
         self._storage[index_record(fqn, start)] = storage_record(*self._places[number])
 
-    def _place(self, node: Node) -> tuple[str, int, int]:
-        """Append an item; return (file, offset, length)."""
+    def _place(self, node: Node, pickled: Path | None) -> tuple[str, int, int]:
+        """Append an item; return (file, offset, length). `pickled`: where one stands that is not a tensor."""
         if not self._files or (self._limit and self._length and self._length + self._size(node) > self._limit):
             self._files.append(([], []))
             self._length = 0
         pieces, crc_at = self._files[-1]
+        if pickled is not None:
+            node = as_it_was(self._outline, node, pickled)
         archive = _archive(self._outline, node, self._hoisted, self._length, len(pieces))
         pieces += archive.pieces
         crc_at += archive.crc_at

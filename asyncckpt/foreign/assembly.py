@@ -14,6 +14,7 @@ from typing import Any
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, DuplicateNameError, UnsupportedFormatError
 from asyncckpt.failpoints import reach
+from asyncckpt.foreign.as_saved import AsSaved
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
 from asyncckpt.format.manifest import Manifest
@@ -36,6 +37,7 @@ class ForeignSource:
     """See `storage.source.Source`. `places` is by part; None for a file.
 
     `names_save`: Whether something in it is of this one save, as the save id in the `.metadata` of torch's directories.
+    `as_saved`: What pickles said beyond what `objects` and the structure hold.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class ForeignSource:
     stamps: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     changed: dict[str, dict[str, str]] = field(default_factory=dict)
     names_save: bool = False
+    as_saved: AsSaved = field(default_factory=AsSaved)
 
     def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
         """See `storage.source.Source.check_unchanged`."""

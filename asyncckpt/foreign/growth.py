@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.foreign.as_saved import view_of
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.numpy_globals import dtype_text
 from asyncckpt.foreign.pickle_values import (
@@ -24,6 +25,7 @@ from asyncckpt.foreign.pickle_values import (
     LayoutText,
     Maker,
     PathText,
+    Tally,
     UnpicklingError,
 )
 from asyncckpt.foreign.strangers import Stranger
@@ -61,6 +63,8 @@ class Growth:
         self._assembly = assembly
         self._by_ref: dict[Any, int] = {}
         self._by_array: dict[int, tuple[Record, Node]] = {}
+        self._as_saved = assembly.source.as_saved
+        self._is_plainer = False
         self._n_nodes = self._n_looks = 0
 
     def node_of(self, value: Any, path: Path, locate: Locate) -> Node:
@@ -76,7 +80,7 @@ class Growth:
             CorruptCheckpointError: A tensor lies outside of its file.
         """
         self._count(path)
-        value = self._read_as(value, path)
+        saved, value = value, self._read_as(value, path)
         if len(path) > MAX_DEPTH - 2:
             raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
         kind = type(value)
@@ -90,6 +94,8 @@ class Growth:
                 for number, (key, child) in enumerate(value.items())
                 for part in self._member(number, key, child, value, path, locate)
             )
+            if type(saved) is Tally:
+                self._as_saved.counters.add(path)
             if kind is dict:
                 return ("d", members)
             metadata = getattr(value, "_metadata", None)
@@ -99,7 +105,7 @@ class Growth:
             return ("l" if kind is list else "t", children)
         if kind is Record and value.kind == "numpy.ndarray":
             return self._array(value, path)
-        return self._object(value, path)
+        return self._object(saved, path)
 
     def _member(
         self, number: int, key: Any, child: Any, among: dict[Any, Any], path: Path, locate: Locate
@@ -121,6 +127,7 @@ class Growth:
             return value
         plain, said = READ_AS[type(value)]
         self._note(said, path)
+        self._is_plainer |= type(value) in (Tally, LayoutText)  # which a pickle for `weights_only` may hold
         return plain(value)
 
     def _with_text_keys(self, value: Any, path: Path) -> Any:
@@ -135,8 +142,9 @@ class Growth:
     def _note(self, said: str, path: Path, more: str = "") -> None:
         self._assembly.source.changed.setdefault(said, {}).setdefault(fqn_of(path), more)
 
-    def _object(self, value: Any, path: Path) -> Node:
-        """Add a leaf that is no tensor."""
+    def _object(self, value: Any, path: Path, *, is_leaf: bool = True) -> Node:
+        """Add a leaf that is no tensor, or what belongs to a container."""
+        self._is_plainer = False
         plain = self._plain(value, path)
         try:
             raw = encode_value(plain, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
@@ -144,6 +152,8 @@ class Growth:
             inside = f"inside a {type(plain).__name__}" if error.value is not plain else ""
             return self._unread(_kind_of(error.value), inside, value)
         self._assembly.source.objects.append(raw)
+        if self._is_plainer and is_leaf:
+            self._as_saved.values[fqn_of(path)] = value
         return ("O", len(self._assembly.source.objects) - 1)
 
     def _unread(self, kind: str, why: str, value: Any) -> Node:
@@ -153,7 +163,7 @@ class Growth:
     def _versions(self, metadata: Any, path: Path) -> int | None:
         """Add the `_metadata` of an OrderedDict; without it the rest of that is worth as much."""
         plain = dict(metadata) if type(metadata) is OrderedDict else metadata  # as all of torch's are
-        objects, number = self._assembly.source.objects, self._object(plain, (*path, "_metadata"))[1]
+        objects, number = self._assembly.source.objects, self._object(plain, (*path, "_metadata"), is_leaf=False)[1]
         if type(objects[number]) is not Unread:
             return int(number)
         self._note(
@@ -204,6 +214,9 @@ class Growth:
         if kind in (dict, OrderedDict):
             if kind is OrderedDict:
                 self._note(UNORDERED, path)
+                self._is_plainer = True
+                if getattr(value, "_metadata", None) is not None:
+                    self._note(OF_ORDERED, path, " (_metadata)")
             pairs = value.items()
             return {self._plain(k, path, depth + 1): self._plain(v, path, depth + 1) for k, v in pairs}
         if kind in (list, tuple, set, frozenset):
@@ -212,6 +225,7 @@ class Growth:
 
     def _tensor_of(self, ref: TensorRef, path: Path, locate: Locate) -> Node:
         place = locate(ref)
+        self._as_saved.tensors[fqn_of(path)] = view_of(ref, place)
         if ref.attributes:
             self._note(ATTRIBUTES, path, f" ({', '.join(name[:80] for name in ref.attributes)})")
         if ref.is_parameter or ref.requires_grad:

@@ -56,10 +56,12 @@ class Defaulting(dict[Any, Any]):
     """What a defaultdict is read as: what it made of a missing key is gone."""
 
 
+COUNTER = "a Counter became a dict"
+LAYOUT = "a torch.layout became a text"
 READ_AS: dict[type, tuple[type, str]] = {
     PathText: (str, "a path became a text"),
-    LayoutText: (str, "a torch.layout became a text"),
-    Tally: (dict, "a Counter became a dict"),
+    LayoutText: (str, LAYOUT),
+    Tally: (dict, COUNTER),
     Defaulting: (dict, "a defaultdict became a dict"),
 }
 """By what stands for a value while it is read: what becomes of it, and how that is reported."""

@@ -27,11 +27,12 @@ from asyncckpt.foreign.strangers import Stranger, made_by
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
 
-_STORAGES = {
+STORAGES = {
     **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
     **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
+"""Of torch's classes of typed storages, by what their names begin with: the dtype. Others have bytes."""
 _BUILTIN_DTYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = (
@@ -58,7 +59,8 @@ class StorageRef:
 class TensorRef:
     """A tensor: which storage, from which element on, and how.
 
-    And what no checkpoint keeps of it: names of its Python attributes, that it was a Parameter or required gradients.
+    And what most checkpoints do not keep of it: names of its Python attributes, whether it was a Parameter, and
+    whether it required gradients.
     """
 
     storage: StorageRef
@@ -109,7 +111,7 @@ def storage_of(pid: Any) -> StorageRef | Stranger:
         raise UnpicklingError(f"{shown(pid)} is no storage")
     if len(pid) > 5 and pid[5] is not None:
         raise UnpicklingError("a view of a storage, as torch wrote before version 0.4")
-    dtype = _STORAGES.get(kind.removesuffix("Storage"))
+    dtype = STORAGES.get(kind.removesuffix("Storage"))
     if dtype is None and kind != "UntypedStorage":
         raise UnpicklingError(f"a storage of type {kind}, which cannot be read")
     return StorageRef(key, dtype, numel)
@@ -152,7 +154,7 @@ def _checked(tensor: TensorRef) -> TensorRef:
 def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: Any = None) -> TensorRef:
     if type(data) is not TensorRef:
         raise UnpicklingError("a parameter that holds no tensor")
-    return _with_attributes(replace(data, is_parameter=True), state)
+    return _with_attributes(replace(data, is_parameter=True, requires_grad=bool(requires_grad)), state)
 
 
 def _with_attributes(tensor: TensorRef, state: Any) -> TensorRef:
@@ -169,7 +171,8 @@ def _from_type(maker: Any, kind: Any, arguments: Any, state: Any) -> TensorRef |
     made = made_by(maker, arguments)
     if type(made) is Stranger:
         return made
-    return _parameter(made, state=state) if kind.name.endswith("Parameter") else _with_attributes(made, state)
+    is_parameter = kind.name.endswith("Parameter")
+    return _parameter(made, made.requires_grad, state=state) if is_parameter else _with_attributes(made, state)
 
 
 _DEVICES = frozenset(
@@ -270,7 +273,7 @@ def _makers() -> dict[str, Maker]:
     known = {name: Maker(name, make) for name, make in made.items()}
     inert = ["numpy.ndarray", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage"]
     inert += ["torch.storage.TypedStorage", "builtins.list", "builtins.dict", "builtins.int", "builtins.float"]
-    inert += [f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (*_STORAGES, "Untyped")]
+    inert += [f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (*STORAGES, "Untyped")]
     known |= {name: Maker(name) for name in inert}
     return known
 

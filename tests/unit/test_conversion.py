@@ -445,10 +445,10 @@ def test_what_is_read_as_something_plainer_is_reported(to: str, tmp_path: pathli
     }
     torch.save(state, tmp_path / "a")
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    kept = set() if to == "torch" else {"a Parameter became a tensor: p", "a Counter became a dict: seen, flat.0"}
     assert set(report.changed) == {
+        *kept,
         "attributes of tensors are not kept: p (is_sharded, group)",
-        "a Parameter became a tensor: p",
-        "a Counter became a dict: seen, flat.0",
         "a defaultdict became a dict: defaults",
         "a path became a text: run.out, run.all, by_path, flat.1.k",
     }
@@ -474,18 +474,18 @@ def test_what_the_top_level_was_is_reported(to: str, tmp_path: pathlib.Path) -> 
         [*others, "a list became a dict of its members' numbers: the top level"],
         [*others, "a tuple became a dict of its members' numbers: the top level"],
         ["what was no dict is its member 'value': the top level"],
-        ["a Counter became a dict: the top level"],
+        ["a Counter became a dict: the top level"] if to != "torch" else [],
     ]
 
 
 def test_what_holds_a_chosen_leaf_is_reported(tmp_path: pathlib.Path) -> None:
     torch.save({"c": collections.Counter(a=torch.ones(1), b=2), "d": collections.Counter("x")}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["c.a"])
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt", keys=["c.a"])
     assert report.changed == ("a Counter became a dict: c",)
 
 
 @pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", [to for to in TARGETS if to != "torch"])
 def test_what_a_tensor_was_besides_its_elements_is_reported(to: str, older: bool, tmp_path: pathlib.Path) -> None:
     base = torch.arange(48.0)
     state = {
@@ -511,7 +511,7 @@ def test_what_a_tensor_was_besides_its_elements_is_reported(to: str, older: bool
     assert not [said for said in again if "Parameter" in said or "requires_grad" in said or "row-major" in said]
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", [to for to in TARGETS if to != "torch"])
 def test_views_of_the_same_elements_are_reported(to: str, tmp_path: pathlib.Path) -> None:
     flat = torch.arange(32.0)
     tied = torch.ones(3)

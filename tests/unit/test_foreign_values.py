@@ -104,13 +104,14 @@ def test_what_a_layout_and_an_ordered_dict_were_is_reported(tmp_path: pathlib.Pa
     ordered._metadata, ordered.extra = collections.OrderedDict({"": {"version": 1}}), 5
     keyed = {(1, 2): collections.OrderedDict(a=1)}
     torch.save({"layout": torch.strided, "m": ordered, "keyed": keyed}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
     assert set(report.changed) == {
         "a torch.layout became a text: layout",
         "attributes of OrderedDicts are not kept: m ('extra')",
         "an OrderedDict became a dict: keyed",
     }
-    found = torch.load(tmp_path / "b", weights_only=True)
+    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="torch")
+    found = torch.load(tmp_path / "c", weights_only=True)
     assert found["m"]._metadata == {"": {"version": 1}}
     assert (found["layout"], found["keyed"]) == ("torch.strided", {(1, 2): {"a": 1}})
 

@@ -1,0 +1,126 @@
+"""Pickles for `torch.load(weights_only=True)` of values as a pickle of torch had them, beyond what a structure says."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.foreign.as_saved import SavedView
+from asyncckpt.foreign.pickle_values import Defaulting, LayoutText, PathText, Tally
+from asyncckpt.foreign.torch_globals import STORAGES
+from asyncckpt.format.objects import Opaque
+from asyncckpt.format.pickle_image import Call, Encoded, PickleImage, encoded
+from asyncckpt.format.tree import Node
+
+_CLASSES = {dtype: f"ctorch\n{name}Storage\n".encode() for name, dtype in STORAGES.items()}
+_BYTES = b"ctorch.storage\nUntypedStorage\n"
+
+
+class TorchView(NamedTuple):
+    """A tensor of the source as one of the target.
+
+    Attributes:
+        saved: What it was.
+        payload: Number of the tensor whose elements are the storage that it lies in.
+        storage_dtype: Of that storage; None: bytes.
+        offset: Of its first element there, in its own elements.
+        stride: Its strides there, in elements.
+    """
+
+    saved: SavedView
+    payload: int
+    storage_dtype: str | None
+    offset: int
+    stride: tuple[int, ...]
+
+
+class TorchImage(PickleImage):
+    """One pickle, with three more kinds of nodes than a structure's.
+
+        ("V", view)                     a `TorchView`; those of one `ref` are one object
+        ("c", (key, node, ...))         a Counter
+        ("P", value)                    an object leaf as the interpreter of pickles made it
+
+    Args:
+        tensor, objects, hoisted: See `PickleImage`.
+    """
+
+    def __init__(
+        self,
+        tensor: Callable[[int], tuple[str, tuple[int, ...]]],
+        objects: Sequence[Any],
+        hoisted: Callable[[int], bytes],
+    ) -> None:
+        super().__init__(tensor, objects, hoisted)
+        self._keys: dict[int, str] = {}
+
+    def _node(self, node: Node) -> None:
+        if node[0] == "V":
+            self._view(node[1])
+        elif node[0] == "c":
+            self._put(b"ccollections\nCounter\n(}")
+            self._members(node[1])
+            self._put(b"tR")
+        elif node[0] == "P":
+            self._value(_written_as(node[1]))
+        else:
+            super()._node(node)
+
+    def _view(self, view: TorchView) -> None:
+        ref = view.saved.ref
+        slot = self._memo.get(-id(ref))  # tensors of the structure have numbers from 0
+        if slot is not None:
+            self._put(b"j", struct.pack("<I", slot))
+            return
+        arguments = [self._storage(view), view.offset, ref.size, view.stride]
+        arguments += [ref.requires_grad and not ref.is_parameter, Call("collections.OrderedDict", ())]
+        if view.storage_dtype is None:
+            arguments.append(Opaque("torch.dtype", ref.dtype))
+        version = "v3" if view.storage_dtype is None else "v2"
+        made = Call(f"torch._utils._rebuild_tensor_{version}", tuple(arguments))
+        if ref.is_parameter:
+            hooks = Call("collections.OrderedDict", ())
+            made = Call("torch._utils._rebuild_parameter", (made, ref.requires_grad, hooks))
+        self._value(made)
+        slot = self._memo[-id(ref)] = len(self._memo)
+        self._put(b"r", struct.pack("<I", slot))
+
+    def _storage(self, view: TorchView) -> Encoded:
+        """Return the persistent id of the storage that a view lies in."""
+        dtype, shape = self._tensor(view.payload)
+        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+        if view.payload not in self._keys:
+            self._keys[view.payload] = str(len(self.storages))
+            self.storages.append(view.payload)
+        of, kind = view.storage_dtype, _BYTES
+        if of is not None:
+            nbytes, kind = nbytes // DTYPES[of].itemsize, _CLASSES[of]
+        return Encoded(encoded(("storage", Encoded(kind), self._keys[view.payload], "cpu", nbytes)).data + b"Q")
+
+
+def storage_dtype(dtypes: set[str]) -> str | None:
+    """Return the dtype of a storage for tensors of these; None: bytes, which hold those of any."""
+    (dtype, *others) = dtypes
+    return dtype if not others and dtype in _CLASSES else None
+
+
+def _written_as(value: Any) -> Any:
+    """Return what `PickleImage` writes for a value of the interpreter's, of the types that it was saved with."""
+    kind = type(value)
+    if kind in (dict, Defaulting):
+        return {_written_as(key): _written_as(member) for key, member in value.items()}
+    if kind is Tally:
+        return Call("collections.Counter", (_written_as(dict(value)),))
+    if kind is OrderedDict:
+        return Call("collections.OrderedDict", ([(_written_as(k), _written_as(v)) for k, v in value.items()],))
+    if kind is LayoutText:
+        return Call("torch.serialization._get_layout", (str(value),))
+    if kind is PathText:
+        return str(value)
+    if kind in (list, tuple, set):
+        return kind(_written_as(member) for member in value)
+    return value

@@ -1,0 +1,261 @@
+"""A file of `torch.save` as a file of `torch.save`: objects, views, strides and types are those that torch.load gives.
+
+The readers and writers are torch's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asyncckpt
+from asyncckpt.conversion import torch_image
+from asyncckpt.conversion.torch_image import TorchImage
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.foreign.pickle_values import Tally
+
+pytest.importorskip("numpy")
+
+Counts = collections.Counter
+OLDER = pytest.mark.parametrize("older", [False, True], ids=["zip", "older"])
+
+
+def torch_state() -> dict[str, Any]:
+    """What `torch.load(weights_only=True)` gives back, of every sort that is more than rows of elements and plain."""
+    base = torch.arange(24.0).reshape(4, 6)
+    learnt = torch.nn.Parameter(torch.randn(3, 4))
+    return {
+        "learnt": learnt,
+        "tied": learnt,
+        "same_elements": learnt.detach(),
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "strided_parameter": torch.nn.Parameter(torch.randn(6, 8).t()),
+        "graph": torch.ones(3, requires_grad=True),
+        "base": base,
+        "row": base[1],
+        "column": base[:, 2],
+        "image": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "expanded": torch.ones(1).expand(1000, 3),
+        "empty": torch.empty(0, 3).t(),
+        "scalar": base[2, 3],
+        "eights": torch.arange(8).to(torch.float8_e4m3fn),
+        "sixteens": torch.arange(10).to(torch.uint16).view(2, 5).t(),
+        "complex": torch.randn(3, 2, dtype=torch.complex64).t(),
+        "seen": Counts(a=2, b=-3),
+        "keyed": {(1, 2): Counts({(1,): 4}), (3, 4): collections.OrderedDict([((1,), 2), ((0,), 1)])},
+        "layout": torch.strided,
+        "layouts": [torch.strided, torch.sparse_coo],
+        "pair": (torch.nn.Parameter(torch.ones(3)), Counts(x=1), [Counts()]),
+        "module": collections.OrderedDict(weight=base[3]),
+    }
+
+
+def assert_same_tensor(found: Any, tensor: torch.Tensor, name: str) -> None:
+    assert type(found) is type(tensor), name
+    assert (found.stride(), found.requires_grad) == (tensor.stride(), tensor.requires_grad), name
+    dense = torch.contiguous_format
+    states.assert_same(found.detach().clone(memory_format=dense), tensor.detach().clone(memory_format=dense), name)
+
+
+def distances(state: dict[str, Any], names: list[str]) -> dict[tuple[str, str], int]:
+    """Bytes between the first elements of tensors that share some."""
+    return {
+        (a, b): state[b].data_ptr() - state[a].data_ptr()
+        for a, b in itertools.combinations(names, 2)
+        if max(_span(state[a])[0], _span(state[b])[0]) < min(_span(state[a])[1], _span(state[b])[1])
+    }
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + ((last + 1) * tensor.itemsize if tensor.numel() else 0)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+@OLDER
+def test_objects_views_and_types_are_what_they_were(older: bool, tmp_path: pathlib.Path) -> None:
+    state = torch_state()
+    torch.save(state, tmp_path / "a", _use_new_zipfile_serialization=not older)
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert report.changed == ()
+    found = torch.load(tmp_path / "b", weights_only=True)
+    names = [name for name, value in state.items() if torch.is_tensor(value)]
+    for name in names:
+        assert_same_tensor(found[name], state[name], name)
+    assert distances(found, names) == distances(state, names)
+    assert found["learnt"] is found["tied"]
+    assert found["learnt"] is not found["same_elements"]
+    assert found["module"]["weight"].data_ptr() == found["base"][3].data_ptr()
+    assert_same_tensor(found["pair"][0], state["pair"][0], "pair.0")
+    assert found["pair"][1:] == state["pair"][1:]
+    for name in ("seen", "keyed", "layout", "layouts"):
+        assert found[name] == state[name], name
+    types = [found["seen"], *found["keyed"].values(), found["pair"][1], found["pair"][2][0], found["module"]]
+    assert list(map(type, types)) == [Counts, Counts, collections.OrderedDict, Counts, Counts, collections.OrderedDict]
+    assert list(found["keyed"][3, 4]) == [(1,), (0,)]
+
+
+_SHAPES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=3)
+_DTYPES = [torch.float32, torch.float64, torch.uint8, torch.bfloat16, torch.uint16, torch.complex128]
+_VIEWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), _SHAPES, st.sampled_from("tpr")), max_size=9)
+
+
+@given(dtypes=st.lists(st.sampled_from(_DTYPES), min_size=4, max_size=4), views=_VIEWS, older=st.booleans())
+def test_any_views_of_any_storages(dtypes: Any, views: Any, older: bool, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("views")
+    if older:  # torch.load(weights_only=True) reads no uint16 there
+        dtypes = [torch.int16 if dtype is torch.uint16 else dtype for dtype in dtypes]
+    storages = [torch.arange(100).to(dtype) for dtype in dtypes]
+    state: dict[str, Any] = {}
+    for number, (storage, offset, box, sort) in enumerate(views):
+        sizes, strides = [n for n, _ in box], [s for _, s in box]
+        if offset + sum((n - 1) * s for n, s in box if n) >= 100:
+            continue
+        tensor = storages[storage].as_strided(sizes, strides, offset)
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor = torch.nn.Parameter(tensor) if sort == "p" else tensor.requires_grad_(sort == "r")
+        state[f"{number}"] = tensor
+        if sort == "t":
+            state[f"{number} again"] = tensor
+    torch.save(state, path / "a", _use_new_zipfile_serialization=not older)
+    report = asyncckpt.convert(path / "a", path / "b", to="torch")
+    compact = {name for said in report.changed for name in said.partition(": ")[2].split(", ")}
+    assert all(said.startswith("a tensor that was strided otherwise became row-major") for said in report.changed)
+    state, found = torch.load(path / "a", weights_only=True), torch.load(path / "b", weights_only=True)
+    assert list(found) == list(state)
+    apart = distances(state, list(state))
+    for name, tensor in state.items():
+        if name in compact:
+            assert (_span(tensor)[1] - _span(tensor)[0]) > tensor.numel() * tensor.itemsize, "it had gaps"
+            others = [state[one] for pair in apart if name in pair for one in pair]
+            assert all(_geometry(other) == _geometry(tensor) for other in others), "nothing else was there"
+            dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+            tensor = type(tensor)(dense).requires_grad_(tensor.requires_grad)
+        assert_same_tensor(found[name], tensor, name)
+    assert distances(found, list(state)) == apart
+    for a, b in itertools.combinations(state, 2):
+        assert (found[a] is found[b]) == (state[a] is state[b]), (a, b)
+
+
+def test_what_is_chosen_does_not_bring_the_rest_of_its_storage(tmp_path: pathlib.Path) -> None:
+    base = torch.arange(1 << 20)
+    torch.save({"a": base[100:200], "b": base[150:300], "c": base[::1024], "all": base}, tmp_path / "a")
+    report = asyncckpt.convert(
+        tmp_path / "a", tmp_path / "b", to="torch", keys=["a", "b", "c"], key_map={"a": "x.a", "c": "every"}
+    )
+    assert report.changed == ()  # the first of `every` lie among those of the others
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert list(found) == ["b", "x.a", "every"]
+    assert found["x.a"].data_ptr() + 50 * 8 == found["b"].data_ptr()
+    asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch", keys=["a", "b"])
+    assert os.path.getsize(tmp_path / "c") < 8192
+    found = torch.load(tmp_path / "c", weights_only=True)
+    assert torch.equal(found["b"], base[150:300])
+    assert found["b"].untyped_storage().nbytes() == 200 * 8
+
+
+def test_a_tensor_with_gaps_alone_becomes_row_major_and_says_so(tmp_path: pathlib.Path) -> None:
+    torch.save({"g": torch.nn.Parameter(torch.randn(1000, 1000)[:, 3]), "h": torch.ones(3)}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert report.changed == ("a tensor that was strided otherwise became row-major: g",)
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert (type(found["g"]), found["g"].stride()) == (torch.nn.Parameter, (1,))
+    assert os.path.getsize(tmp_path / "b") < 16384
+
+
+def test_what_an_item_of_dcp_pickles_keeps_its_types(tmp_path: pathlib.Path) -> None:
+    base = torch.arange(6.0)
+    pair = (torch.nn.Parameter(torch.ones(3)), Counts(x=1), base[:4], base[2:])
+    state = {"pair": pair, "keyed": {(1, 2): Counts({(1,): 4})}, "layout": torch.strided, "w": torch.nn.Parameter(base)}
+    torch.save(state, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "dcp", to="dcp")
+    assert "a Parameter became a tensor: w" in report.changed
+    assert not any("Counter" in said or "layout" in said for said in report.changed)
+    report = asyncckpt.convert(tmp_path / "dcp", tmp_path / "b", to="torch")
+    assert report.changed == ()
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert found["keyed"] == state["keyed"]
+    assert type(found["keyed"][1, 2]) is Counts
+    assert found["layout"] is torch.strided
+    assert_same_tensor(found["pair"][0], pair[0], "pair.0")
+    assert found["pair"][1] == pair[1]
+    assert found["pair"][2].data_ptr() + 8 == found["pair"][3].data_ptr()
+    assert type(found["w"]) is torch.Tensor
+
+
+def test_a_flipped_bit_of_shared_elements_is_an_error(tmp_path: pathlib.Path) -> None:
+    base = torch.arange(5000.0)
+    torch.save({"a": base[:3000], "b": base[2000:]}, tmp_path / "a")
+    data = bytearray((tmp_path / "a").read_bytes())
+    at = data.index(base[2500:2510].numpy().tobytes())
+    data[at] ^= 1
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="CRC-32"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def _without_counters(value: Any) -> Any:
+    return dict(value) if type(value) is Tally else value
+
+
+def _broken_node(kind: str) -> Callable[[TorchImage, Any], None]:
+    whole = TorchImage._node
+
+    def node(image: TorchImage, node: Any) -> None:
+        if node[0] == "V":
+            view = node[1]
+            ref, found = view.saved.ref, view
+            if kind == "parameter" and ref.is_parameter:
+                found = view._replace(saved=view.saved._replace(ref=dataclasses.replace(ref, is_parameter=False)))
+            elif kind == "gradients" and ref.requires_grad:
+                found = view._replace(saved=view.saved._replace(ref=dataclasses.replace(ref, requires_grad=False)))
+            elif kind == "stride" and len(view.stride) == 2:
+                found = view._replace(stride=view.stride[::-1])
+            elif kind == "offset" and view.offset:
+                found = view._replace(offset=view.offset - 1)
+            elif kind == "object":
+                found = view._replace(saved=view.saved._replace(ref=dataclasses.replace(ref)))
+                _ALIVE.append(found)
+            node = ("V", found)
+        elif kind == "counter" and node[0] == "c":
+            node = ("d", node[1])
+        whole(image, node)
+
+    return node
+
+
+_ALIVE: list[Any] = []
+"""What is written is told apart by identity."""
+
+
+@pytest.mark.parametrize("kind", ["parameter", "gradients", "stride", "offset", "object", "counter", "value"])
+def test_what_was_written_otherwise_is_found_before_it_is_in_place(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = torch.arange(16.0).reshape(4, 4)
+    tied = torch.nn.Parameter(torch.ones(2))
+    state = {"a": base, "b": base[1:, 1:], "c": Counts("xy"), "k": {(1,): Counts("z")}, "p": tied, "q": tied}
+    torch.save(state, tmp_path / "a")
+    if kind == "value":
+        written_as = torch_image._written_as
+        monkeypatch.setattr(torch_image, "_written_as", lambda value: written_as(_without_counters(value)))
+    monkeypatch.setattr(TorchImage, "_node", _broken_node(kind))
+    with pytest.raises(CorruptCheckpointError, match=r"is not what it was in the source's pickle|is tied no more"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert os.listdir(tmp_path) == ["a"]
