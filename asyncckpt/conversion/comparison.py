@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.conversion.long_bytes import are_same_bytes, nbytes_at
 from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.payloads import SLAB_NBYTES, slab_slices
@@ -128,6 +129,8 @@ def _shown(outline: Outline, node: Node) -> str:
     if node[0] == "O":
         return _short(outline.objects[node[1]])
     tensor = outline.tensors[node[1]]
+    if node[0] == "B":
+        return f"bytes[{outline.nbytes_of(node[1])}]"
     return f"{tensor.dtype}{list(tensor.global_shape)}"
 
 
@@ -153,7 +156,11 @@ def _compared(
     fqn: str, ours: Outline, mine: Node, theirs: Outline, other: Node, files: Files, data: bool
 ) -> Difference | None:
     first, second = _shown(ours, mine), _shown(theirs, other)
-    if (mine[0] == "O") != (other[0] == "O"):
+    has_long_bytes, lengths = "B" in (mine[0], other[0]), (nbytes_at(ours, mine), nbytes_at(theirs, other))
+    if has_long_bytes and None not in lengths:
+        same = lengths[0] == lengths[1] and (not data or are_same_bytes(ours, mine, theirs, other, files))
+        return None if same else Difference(fqn=fqn, what="value", first=first, second=second)
+    if has_long_bytes or (mine[0] == "O") != (other[0] == "O"):
         return Difference(fqn=fqn, what="kind", first=first, second=second)
     if mine[0] == "O":
         if is_same_value(ours.objects[mine[1]], theirs.objects[other[1]]):

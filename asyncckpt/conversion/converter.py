@@ -6,16 +6,19 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from asyncckpt.conversion.both_ways import BothWays
 from asyncckpt.conversion.changes import changes
 from asyncckpt.conversion.companions import companions, copy_file
 from asyncckpt.conversion.holding import Holding, settled
+from asyncckpt.conversion.long_bytes import pieces_of
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress
 from asyncckpt.conversion.pieces import Target
-from asyncckpt.conversion.proof import prove_bytes, prove_structure
+from asyncckpt.conversion.proof import prove_structure
 from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
+from asyncckpt.conversion.reading_back import prove_bytes
 from asyncckpt.conversion.runs import RunReader
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
@@ -27,9 +30,8 @@ from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.foreign.kinds import KINDS, read_any
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import PICKLED_TAGS
-from asyncckpt.loading.fetching import bytes_of, thread_count
+from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.selection import key_list
-from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.paths import absolute_path
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage.catalog import next_epoch_beside
@@ -85,8 +87,9 @@ def convert(
 
     The target is written beside its place under a hidden name, opened as a reader would and compared, read back, and
     renamed: it is there whole or not at all. Tensors pass in windows; needs no process group and no worker. Memory: 256
-    MB; the largest tensor where its elements are not row-major in the source; and several times the leaves that are no
-    tensors, and the numpy arrays in a `torch.save` file, which pickles hold in one piece.
+    MB; the largest tensor where its elements are not row-major in the source, nor to be in the target; and three to
+    six times the leaves that are no tensors, and the numpy arrays in a `torch.save` file, which pickles hold in one
+    piece.
 
     Args:
         src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
@@ -222,15 +225,10 @@ class _Conversion:
             return safetensors_target(outline)
         if self._to == "hf":
             return hf_target(outline, max_shard_bytes)
-
-        def hoisted(number: int) -> bytes:
-            saved = outline.tensors[number]
-            found = read_tensor(outline.contents, saved, None, self._files, threads=self._threads, verify=True)
-            return bytes_of(found)
-
+        long_bytes = partial(pieces_of, outline, files=self._files)
         if self._to == "torch":
-            return torch_target(outline, hoisted)
-        return dcp_target(outline, hoisted, max_shard_bytes)
+            return torch_target(outline, long_bytes)
+        return dcp_target(outline, long_bytes, max_shard_bytes)
 
     def _write(self, temporary: str, target: Target, outline: Outline, extras: list[str]) -> None:
         mode = MODE_FILE & ~self._umask

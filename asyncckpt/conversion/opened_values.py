@@ -1,4 +1,4 @@
-"""Values that are one leaf in one checkpoint and a container of leaves in another: alike if they hold the same. Pure.
+"""Values that are one leaf in one checkpoint and a container of leaves in another: alike if they hold the same.
 
 A tuple that holds a set is one leaf of a save through `asyncckpt.dcp.StorageWriter`, since torch's planners take no
 tuple apart; whoever reads the same tuple from an item of a DCP directory, or from a file of `torch.save`, opens it.
@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from asyncckpt.conversion.long_bytes import bytes_at
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.format.objects import encode_value
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.storage.files import Files
 from asyncckpt.storage.unread import Unread
 
 
@@ -22,6 +24,9 @@ def alike_when_opened(one: Outline, other: Outline) -> set[str]:
     Args:
         one: A checkpoint.
         other: Another one.
+
+    Raises:
+        CorruptCheckpointError, OSError: Long `bytes` cannot be read.
 
     Returns:
         Those of the leaf on the one side, and of all that it was opened to on the other. Empty containers count as
@@ -80,6 +85,8 @@ def _value_of(node: Node, outline: Outline) -> Any:
         if isinstance(raw, Unread):
             raise _HoldsMoreError
         return raw
+    if kind == "B":
+        return encode_value(bytes_at(outline, node, 0, outline.nbytes_of(node[1]), Files()))
     if kind == "l":
         return [_value_of(child, outline) for child in node[1]]
     if kind == "t":

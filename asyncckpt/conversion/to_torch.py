@@ -8,7 +8,7 @@ from typing import Any
 from asyncckpt.conversion.holding import TOP, Holding, listed, ordered_lost, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
-from asyncckpt.conversion.torch_image import TorchImage
+from asyncckpt.conversion.torch_image import Pieces, TorchImage
 from asyncckpt.conversion.torch_views import as_it_was
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.archive import Archive, Payload, torch_archive
@@ -20,8 +20,6 @@ from asyncckpt.format.records import Record
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.planning.keys import mappings
 
-Hoisted = Callable[[int], bytes]
-
 
 def check_torch(outline: Outline) -> Holding:
     """Say what a file that `torch.load(weights_only=True)` reads cannot hold of the outline, and what it changes."""
@@ -30,7 +28,7 @@ def check_torch(outline: Outline) -> Holding:
         if node[0] == "O":
             fqn = fqn_of(path)
             try:
-                TorchImage(_shape_of(outline), outline.objects, lambda number: b"").of_node(
+                TorchImage(_shape_of(outline), outline.objects, lambda number: ()).of_node(
                     as_it_was(outline, node, path)
                 )
             except NotPickledError as error:
@@ -123,26 +121,26 @@ def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:
     return lambda number: (outline.tensors[number].dtype, outline.tensors[number].global_shape)
 
 
-def _archive(outline: Outline, node: Node, hoisted: Hoisted, start: int = 0, first_piece: int = 0) -> Archive:
-    image = TorchImage(_shape_of(outline), outline.objects, hoisted)
+def _archive(outline: Outline, node: Node, long_bytes: Pieces, start: int = 0, first_piece: int = 0) -> Archive:
+    image = TorchImage(_shape_of(outline), outline.objects, long_bytes)
     pickle = image.of_node(node)
     payloads = [Payload(number, outline.nbytes_of(number)) for number in image.storages]
     return torch_archive(pickle, payloads, start=start, first_piece=first_piece)
 
 
-def torch_target(outline: Outline, hoisted: Hoisted) -> Target:
+def torch_target(outline: Outline, long_bytes: Pieces) -> Target:
     """Return the pieces of one file as `torch.save` writes it."""
-    archive = _archive(outline, as_it_was(outline, outline.tree), hoisted)
+    archive = _archive(outline, as_it_was(outline, outline.tree), long_bytes)
     file = OutputFile(name="", pieces=tuple(archive.pieces), crc_at=tuple(archive.crc_at))
     return Target(files=[file], is_directory=False, keeps_nesting=True)
 
 
-def dcp_target(outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None) -> Target:
+def dcp_target(outline: Outline, long_bytes: Pieces, max_shard_nbytes: int | None) -> Target:
     """Return the pieces of a DCP directory: items in one file, or several of bounded size; the metadata last.
 
     Tied tensors share their item. Names are those that stock `dcp.load` looks for.
     """
-    items = _Items(outline, hoisted, max_shard_nbytes)
+    items = _Items(outline, long_bytes, max_shard_nbytes)
     for item in items_of(outline.tree):
         items.add(item.path, item.node)
     return Target(files=[*items.files(), items.metadata()], is_directory=True)
@@ -151,8 +149,8 @@ def dcp_target(outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None)
 class _Items:
     """The items of a DCP directory while they are placed."""
 
-    def __init__(self, outline: Outline, hoisted: Hoisted, max_shard_nbytes: int | None) -> None:
-        self._outline, self._hoisted, self._limit = outline, hoisted, max_shard_nbytes
+    def __init__(self, outline: Outline, long_bytes: Pieces, max_shard_nbytes: int | None) -> None:
+        self._outline, self._long_bytes, self._limit = outline, long_bytes, max_shard_nbytes
         self._files: list[tuple[list[bytes | Payload], list[tuple[int, int]]]] = []
         self._length = 0
         self._places: dict[int, tuple[str, int, int]] = {}
@@ -182,7 +180,7 @@ class _Items:
         pieces, crc_at = self._files[-1]
         if pickled is not None:
             node = as_it_was(self._outline, node, pickled)
-        archive = _archive(self._outline, node, self._hoisted, self._length, len(pieces))
+        archive = _archive(self._outline, node, self._long_bytes, self._length, len(pieces))
         pieces += archive.pieces
         crc_at += archive.crc_at
         place = (_name(len(self._files) - 1), self._length, archive.nbytes)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.foreign.as_saved import SavedView
 from asyncckpt.foreign.pickle_values import Defaulting, LayoutText, PathText, Tally
 from asyncckpt.foreign.torch_globals import STORAGES
+from asyncckpt.foreign.unpickling import MAX_NBYTES
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.pickle_image import Call, Encoded, PickleImage, encoded
 from asyncckpt.format.tree import Node
 
+Pieces = Callable[[int], Iterable[bytes]]
 _CLASSES = {dtype: f"ctorch\n{name}Storage\n".encode() for name, dtype in STORAGES.items()}
 _BYTES = b"ctorch.storage\nUntypedStorage\n"
 
@@ -46,17 +50,38 @@ class TorchImage(PickleImage):
         ("P", value)                    an object leaf as the interpreter of pickles made it
 
     Args:
-        tensor, objects, hoisted: See `PickleImage`.
+        tensor, objects: See `PickleImage`.
+        pieces: The bytes of a "B" leaf in pieces, by its tensor's number.
     """
 
     def __init__(
-        self,
-        tensor: Callable[[int], tuple[str, tuple[int, ...]]],
-        objects: Sequence[Any],
-        hoisted: Callable[[int], bytes],
+        self, tensor: Callable[[int], tuple[str, tuple[int, ...]]], objects: Sequence[Any], pieces: Pieces
     ) -> None:
-        super().__init__(tensor, objects, hoisted)
+        super().__init__(tensor, objects, _in_pieces)
+        self._pieces = pieces
         self._keys: dict[int, str] = {}
+
+    def of_node(self, node: Node) -> bytes:
+        """Return the pickle of everything below a node.
+
+        Raises:
+            NotPickledError: A leaf cannot be.
+            UnsupportedLeafError: It is longer than pickles are that are read.
+            CorruptCheckpointError, OSError: Long bytes cannot be read.
+        """
+        self._node(node)
+        nbytes = sum(map(len, self._out)) + 1
+        if nbytes > MAX_NBYTES:
+            raise UnsupportedLeafError(
+                f"what is no tensor would be a pickle of {nbytes} bytes; no more than {MAX_NBYTES} are read again. "
+                "Choose other leaves by keys, or save long bytes as a tensor"
+            )
+        found = io.BytesIO()  # whose value, unlike a join's, needs no second copy
+        for n, part in enumerate(self._out):
+            found.write(part)
+            self._out[n] = b""
+        found.write(b".")
+        return found.getvalue()
 
     def _node(self, node: Node) -> None:
         if node[0] == "V":
@@ -67,8 +92,22 @@ class TorchImage(PickleImage):
             self._put(b"tR")
         elif node[0] == "P":
             self._value(_written_as(node[1]))
+        elif node[0] == "B":
+            self._long_bytes(node[1])
         else:
             super()._node(node)
+
+    def _long_bytes(self, number: int) -> None:
+        """As `PickleImage` writes bytes, a piece at a time: the UTF-8 of a text, and how to encode that."""
+        self._put(b"c_codecs\nencode\n(", b"")
+        header = len(self._out) - 1
+        for piece in self._pieces(number):
+            self._put(piece.decode("latin1").encode())
+            if sum(map(len, self._out[header:])) > MAX_NBYTES:
+                break  # which is said at the end
+        self._out[header] = b"X" + struct.pack("<I", sum(map(len, self._out[header + 1 :])))
+        self._value("latin1")
+        self._put(b"tR")
 
     def _view(self, view: TorchView) -> None:
         ref = view.saved.ref
@@ -100,6 +139,10 @@ class TorchImage(PickleImage):
         if of is not None:
             nbytes, kind = nbytes // DTYPES[of].itemsize, _CLASSES[of]
         return Encoded(encoded(("storage", Encoded(kind), self._keys[view.payload], "cpu", nbytes)).data + b"Q")
+
+
+def _in_pieces(number: int) -> bytes:
+    raise AssertionError(f"the bytes of tensor {number} at once")
 
 
 def storage_dtype(dtypes: set[str]) -> str | None:

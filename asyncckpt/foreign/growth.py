@@ -47,6 +47,9 @@ _NUMPY = {
 }
 
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
+LONG_NBYTES = 64 * 1024
+"""Of `bytes` that are a leaf: longer ones lie where tensors do, as in saves of ours."""
+
 _SHOWN_CHARS = 80
 _MAX_LOOKS = 1 << 20
 """At values in leaves that are not read. Chosen: half a second."""
@@ -63,6 +66,7 @@ class Growth:
         self._assembly = assembly
         self._by_ref: dict[Any, int] = {}
         self._by_array: dict[int, tuple[Record, Node]] = {}
+        self._by_bytes: dict[int, Node] = {}
         self._as_saved = assembly.source.as_saved
         self._is_plainer = False
         self._n_nodes = self._n_looks = 0
@@ -105,6 +109,10 @@ class Growth:
             return ("l" if kind is list else "t", children)
         if kind is Record and value.kind == "numpy.ndarray":
             return self._array(value, path)
+        if kind is bytes and len(value) >= LONG_NBYTES:
+            if id(value) not in self._by_bytes:
+                self._by_bytes[id(value)] = ("B", self._elements(value, "uint8", (len(value),), path))
+            return self._by_bytes[id(value)]
         return self._object(saved, path)
 
     def _member(
@@ -251,11 +259,15 @@ class Growth:
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
             return self._unread("numpy.ndarray", str(error), array)
-        part = self._assembly.place(-1, len(data), Inline(data))
-        chunk = Chunk(part=part, offset_bytes=0, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
-        node = ("N", self._assembly.tensor(fqn_of(path), name, sizes, [chunk])[1])
+        node = ("N", self._elements(data, name, sizes, path))
         self._by_array[id(array)] = (array, node)
         return node
+
+    def _elements(self, data: bytes, dtype: str, sizes: tuple[int, ...], path: Path) -> int:
+        """Add elements that lay in the pickle; return their number. The assembly keeps the bytes."""
+        part = self._assembly.place(-1, len(data), Inline(data))
+        chunk = Chunk(part=part, offset_bytes=0, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
+        return int(self._assembly.tensor(fqn_of(path), dtype, sizes, [chunk])[1])
 
 
 def _kind_of(value: Any) -> str:

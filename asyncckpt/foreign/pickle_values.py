@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncckpt.format.hashes import all_met
+
+ENCODE = "_codecs.encode"
+_LONG_TEXT_NBYTES = 1 << 20
+"""Chosen."""
+
+_PIECE_NBYTES = 1 << 20
 
 MAX_KEY_MEMBERS = 1000
 """In a tuple or frozenset that is a key or a member of a set: hashing one has no bound of its own. Chosen."""
@@ -34,6 +42,41 @@ class Maker:
 
     def __repr__(self) -> str:
         return self.name
+
+
+class LongText:
+    """A long text that is to be encoded, as pickles of protocol 2 hold bytes: it is looked at in pieces, and then once.
+
+    Args:
+        data: The pickle.
+        start, nbytes: Where its UTF-8 lies in it.
+    """
+
+    __slots__ = ("_data", "_nbytes", "_start")
+
+    def __init__(self, data: bytes, start: int, nbytes: int) -> None:
+        self._data, self._start, self._nbytes = data, start, nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def latin1(self) -> bytes:
+        """Return it encoded.
+
+        Raises:
+            ValueError: No UTF-8, or characters that are no bytes.
+        """
+        decode, found = codecs.getincrementaldecoder("utf-8")().decode, io.BytesIO()
+        with memoryview(self._data)[self._start : self._start + self._nbytes] as text:
+            for at in range(0, self._nbytes, _PIECE_NBYTES):
+                found.write(decode(text[at : at + _PIECE_NBYTES]).encode("latin1"))
+        found.write(decode(b"", True).encode("latin1"))
+        return found.getvalue()
+
+
+def is_encoded_next(stack: list[Any], nbytes: int) -> bool:
+    """Whether a text of so many bytes is long, and follows what encodes it: all that is done with one for bytes."""
+    return nbytes >= _LONG_TEXT_NBYTES and any(type(v) is Maker and v.name == ENCODE for v in stack[-2:])
 
 
 class PathText(str):

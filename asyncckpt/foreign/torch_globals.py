@@ -14,8 +14,10 @@ from typing import Any
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.numpy_globals import NUMPY
 from asyncckpt.foreign.pickle_values import (
+    ENCODE,
     Defaulting,
     LayoutText,
+    LongText,
     Maker,
     PathText,
     Tally,
@@ -194,10 +196,10 @@ def _device(kind: Any, index: Any = None) -> Opaque | Stranger:
     return Opaque("torch.device", kind if index is None else f"{kind}:{index}")
 
 
-def _encoded(text: str, encoding: str) -> bytes:
+def _encoded(text: str | LongText, encoding: str) -> bytes:
     if encoding != "latin1":
         raise UnpicklingError("bytes in another encoding than latin1")
-    return text.encode("latin1")
+    return text.latin1() if type(text) is LongText else text.encode("latin1")  # type: ignore[union-attr]
 
 
 def _pairs(members: Any) -> list[tuple[Any, Any]]:
@@ -246,7 +248,7 @@ def _makers() -> dict[str, Maker]:
         "collections.OrderedDict": _ordered,
         "collections.Counter": _counter,
         "collections.defaultdict": lambda factory=None: Defaulting(),
-        "_codecs.encode": _encoded,
+        ENCODE: _encoded,
         "builtins.bytearray": _bytearray,
         "builtins.bytes": _empty_bytes,
         "builtins.set": lambda members=(): set(keys_of(members)),

@@ -17,11 +17,13 @@ from typing import Any
 from asyncckpt.foreign.pickle_cursor import Cursor
 from asyncckpt.foreign.pickle_values import (
     Defaulting,
+    LongText,
     Maker,
     PathText,
     Tally,
     UnpicklingError,
     hashable,
+    is_encoded_next,
     keys_of,
     shown,
     unknown_global,
@@ -219,11 +221,12 @@ class _Machine(Cursor):
         del self.stack[len(self.stack) - count :]
         self.push(found)
 
-    def pop(self) -> None:
-        self.stack.pop()
-
     def text(self, width: int) -> None:
-        self.push(self.take(self.number(width)).decode("utf-8", "surrogatepass"))
+        nbytes = self.number(width)
+        if is_encoded_next(self.stack, nbytes):
+            self.push(LongText(self.data, self.skip(nbytes), nbytes))
+        else:
+            self.push(self.take(nbytes).decode("utf-8", "surrogatepass"))
 
     def bytes_(self, width: int) -> None:
         self.push(self.take(self.number(width)))
@@ -233,7 +236,7 @@ class _Machine(Cursor):
 
 
 _DICTS = (dict, OrderedDict, Tally, Defaulting)
-_SIZED = (str, PathText, bytes, bytearray, list, tuple, *_DICTS, set, frozenset)
+_SIZED = (str, LongText, PathText, bytes, bytearray, list, tuple, *_DICTS, set, frozenset)
 
 
 def _with_value(value: Any) -> Callable[[_Machine], None]:
@@ -246,7 +249,7 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "\x80": _Machine.proto,
         "\x95": lambda m: m.take(8),  # FRAME
         "(": _with_value(_MARK),
-        "0": _Machine.pop,
+        "0": lambda m: m.stack.pop(),
         "1": lambda m: m.marked(),
         "2": lambda m: m.push(m.stack[-1]),
         "N": _with_value(None),

@@ -87,7 +87,7 @@ def read_foreign(
     plain: dict[int, list[Wanted]] = {}
     for place, wanted in zip(places, ranges.values(), strict=True):
         if isinstance(place, Inline):
-            _hand_on(wanted, ctypes.create_string_buffer(place.data, max(1, len(place.data))))
+            _hand_on_from(wanted, _address_of(place.data))
         elif isinstance(place, Located):
             plain.setdefault(place.part, []).extend(_placed(w, place.offset) for w in wanted)
     _read(contents, plain, files, threads, buffer)
@@ -148,8 +148,9 @@ def read_span(contents: Contents, place: Strided, address: int, fqn: str, files:
     _read(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
 
 
-def _hand_on(wanted: Sequence[Wanted], buffer: ctypes.Array[ctypes.c_char]) -> None:
-    _hand_on_from(wanted, ctypes.addressof(buffer))
+def _address_of(data: bytes) -> int:
+    """Return where bytes lie that stay alive: a copy, for every window of a long array, would take as long as all."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
-from asyncckpt.conversion import proof, windows
+from asyncckpt.conversion import reading_back, windows
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile
 from asyncckpt.conversion.runs import RunReader
@@ -163,15 +163,15 @@ def test_the_checksum_of_two_runs_is_that_of_all_their_bytes(nbytes: int, rng: R
 def test_all_files_are_read_back_whatever_a_pass_holds(
     stretch_blocks: int, large_sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "STRETCH_NBYTES", stretch_blocks * BLOCK_NBYTES)
-    monkeypatch.setattr(proof, "_REPORTED_NBYTES", 1)
-    real, passes, seen = proof.read_shards, [], []
+    monkeypatch.setattr(reading_back, "STRETCH_NBYTES", stretch_blocks * BLOCK_NBYTES)
+    monkeypatch.setattr(reading_back, "_REPORTED_NBYTES", 1)
+    real, passes, seen = reading_back.read_shards, [], []
 
     def counted(directory: str, save_id: Any, requests: Any, **options: Any) -> Any:
         passes.append([(r.shard.name, w.offset, w.nbytes) for r in requests for w in r.wanted])
         return real(directory, save_id, requests, **options)
 
-    monkeypatch.setattr(proof, "read_shards", counted)
+    monkeypatch.setattr(reading_back, "read_shards", counted)
     report = asyncckpt.convert(
         large_sources["torch"],
         tmp_path / "x",

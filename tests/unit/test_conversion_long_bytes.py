@@ -1,0 +1,170 @@
+"""Long `bytes`, which are no tensors and lie where tensors do: the same value in every kind, in little memory."""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import dcp_calls
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+import asyncckpt
+from asyncckpt.conversion import long_bytes, torch_image
+from asyncckpt.conversion.comparison import compare
+from asyncckpt.dcp import StorageWriter
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from asyncckpt.foreign import growth, pickle_values
+from asyncckpt.foreign.pickle_values import UnpicklingError
+from asyncckpt.foreign.torch_globals import KNOWN
+from asyncckpt.foreign.unpickling import unpickle_data
+from asyncckpt.planning.state_dict import HOIST_NBYTES
+
+pytest.importorskip("numpy")
+
+LONG = random.Random(0).randbytes(growth.LONG_NBYTES + 77)
+
+
+def test_as_long_as_in_saves_of_ours() -> None:
+    assert growth.LONG_NBYTES == HOIST_NBYTES
+
+
+def written(kind: str, path: pathlib.Path) -> dict[str, Any]:
+    """Save a state that has them, long and short, in lists and tuples; return it."""
+    state = {"long": LONG, "short": LONG[:100], "list": [LONG, 1], "tuple": (LONG[::-1], {2}), "w": torch.ones(3)}
+    if kind == "ours":
+        with asyncckpt.SyncCheckpointer() as checkpointer:
+            checkpointer.save(state, path)
+    elif kind == "storage writer":
+        dcp_calls.save(state, StorageWriter(path))
+    else:
+        torch.save(state, path, pickle_protocol=int(kind))
+    return state
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch"])
+@pytest.mark.parametrize("kind", ["ours", "storage writer", "2", "5"])
+def test_every_kind_holds_them(kind: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_bytes, "SLAB_NBYTES", 1000)
+    monkeypatch.setattr(pickle_values, "_LONG_TEXT_NBYTES", 1000)
+    monkeypatch.setattr(pickle_values, "_PIECE_NBYTES", 999)  # which cuts characters
+    state = written(kind, tmp_path / "a")
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    found = asyncckpt.load(tmp_path / "b")
+    assert {name: value for name, value in found.items() if name != "w"} == {
+        name: value for name, value in state.items() if name != "w"
+    }
+    if to == "torch":
+        assert torch.load(tmp_path / "b", weights_only=True)["list"] == state["list"]
+    if to == "dcp":
+        target: dict[str, Any] = {"long": None, "list": [None, None], "w": torch.zeros(3)}
+        dcp_calls.load(target, FileSystemReader(tmp_path / "b"))
+        assert (target["long"], target["list"]) == (state["long"], state["list"])
+    for other in ("ours", "storage writer", "2"):
+        written(other, tmp_path / other)
+        assert not compare(str(tmp_path / "b"), str(tmp_path / other)).differences
+        assert not compare(str(tmp_path / other), str(tmp_path / "b"), data=False).differences
+
+
+def test_differences_are_told(tmp_path: pathlib.Path) -> None:
+    changed = bytearray(LONG)
+    changed[40_000] ^= 1
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save({"a": LONG, "b": LONG, "c": LONG, "d": LONG}, tmp_path / "a")
+    tensor = torch.frombuffer(bytearray(LONG), dtype=torch.uint8)
+    torch.save({"a": bytes(changed), "b": LONG[:-1], "c": tensor, "d": "text"}, tmp_path / "b")
+    found = compare(str(tmp_path / "a"), str(tmp_path / "b")).differences
+    n = len(LONG)
+    assert [(d.fqn, d.what, d.first, d.second) for d in found] == [
+        ("a", "value", f"bytes[{n}]", f"bytes[{n}]"),
+        ("b", "value", f"bytes[{n}]", f"bytes[{n - 1}]"),
+        ("c", "kind", f"bytes[{n}]", f"uint8[{n}]"),
+        ("d", "kind", f"bytes[{n}]", "'text'"),
+    ]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_other_bytes_in_the_target_are_found(to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written("2", tmp_path / "a")
+    whole = torch_image.TorchImage._long_bytes
+
+    def other(image: torch_image.TorchImage, number: int) -> None:
+        pieces = image._pieces
+        image._pieces = lambda n: [piece[:-1] + bytes([piece[-1] ^ 1]) for piece in pieces(n)]
+        whole(image, number)
+
+    monkeypatch.setattr(torch_image.TorchImage, "_long_bytes", other)
+    with pytest.raises(CorruptCheckpointError, match=r"has another value|on one side"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_pickle_that_nobody_would_read_again_is_not_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written("ours", tmp_path / "a")
+    monkeypatch.setattr(torch_image, "MAX_NBYTES", 100_000)
+    with pytest.raises(UnsupportedLeafError, match="no more than 100000 are read again"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert not (tmp_path / "b").exists()
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["short", "w"])
+
+
+def test_a_long_text_that_is_no_encoded_bytes_is_a_text_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "é" * 5000
+    long = pickle.dumps({"a": text, "b": text.encode("latin1")}, 2)
+    monkeypatch.setattr(pickle_values, "_LONG_TEXT_NBYTES", 1000)
+    assert unpickle_data(long, KNOWN)[0] == {"a": text, "b": text.encode("latin1")}
+
+    def encoding(utf8: bytes) -> bytes:
+        header = b"\x80\x02c_codecs\nencode\nX" + len(utf8).to_bytes(4, "little")
+        return header + utf8 + b"X\x06\x00\x00\x00latin1\x86R."
+
+    assert unpickle_data(encoding(b"a" * 2000), KNOWN)[0] == b"a" * 2000
+    for wrong in ("€".encode() * 1000, b"\xff" * 2000, b"a" * 2000 + b"\xc3"):
+        with pytest.raises(UnpicklingError):
+            unpickle_data(encoding(wrong), KNOWN)
+    again = (
+        b"\x80\x02(c_codecs\nencode\nq\x00X\xd0\x07\x00\x00" + b"a" * 2000 + b"q\x01X\x06\x00\x00\x00latin1\x86q\x02R"
+    )
+    found = unpickle_data(again + b"h\x01t.", KNOWN)[0]
+    assert found[0] == b"a" * 2000
+    assert len(found[1]) == 2000, "which is nothing that a leaf may hold"
+    many = again + b"h\x00h\x02R" * 1000 + b"t."
+    with pytest.raises(UnpicklingError, match="out of proportion"):
+        unpickle_data(many, KNOWN)
+
+
+MEASURED = """
+import sys
+import asyncckpt
+def peak(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+asyncckpt.convert(sys.argv[1] + "/small", sys.argv[1] + "/first", to=sys.argv[2])
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far: proc(5)
+before = peak("VmRSS")
+asyncckpt.convert(sys.argv[1] + "/" + sys.argv[3], sys.argv[1] + "/second", to=sys.argv[2])
+print(peak("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(("kind", "to", "times"), [("array", "asyncckpt", 3.2), ("bytes", "torch", 5.8)])
+def test_what_lies_in_a_pickle_is_in_memory_a_few_times(
+    kind: str, to: str, times: float, tmp_path: pathlib.Path
+) -> None:
+    np = pytest.importorskip("numpy")
+    try:
+        open("/proc/self/clear_refs", "w").close()
+    except OSError:
+        pytest.skip("the peak of memory cannot be reset here")
+    array = np.random.default_rng(0).integers(0, 256, 40_000_000, dtype=np.uint8)
+    torch.save({"w": torch.ones(3)}, tmp_path / "small")
+    torch.save({"long": array.tobytes() if kind == "bytes" else array}, tmp_path / "large")
+    arguments = [sys.executable, "-c", MEASURED, str(tmp_path), to, "large"]
+    found = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
+    assert int(found.stdout) < times * array.nbytes + 160_000_000, "with windows of 12 MiB for six threads"
