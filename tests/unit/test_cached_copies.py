@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.bringing import UNIT_NBYTES, bring
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.gathering import MAX_RANGES, gather
+from asyncckpt.storage.quicker import TRIALS, Quicker
 from asyncckpt.storage.read_plan import Runs, ShardRequest, Wanted
 
 ROWS, ROW, HALF = 900, 16_384, 8192
@@ -51,9 +53,17 @@ class Noting(Files):
 @pytest.fixture(params=["sifted", "gathered"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways by which the same runs are copied."""
-    if request.param == "gathered":
-        monkeypatch.setattr(cached_copies, "_SIFT_ROWS", 1 << 20)
+    always(request.param == "sifted", monkeypatch)
     return str(request.param)
+
+
+def always(sifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs copied in one of the two ways."""
+    known = Quicker()
+    for n in range(TRIALS):
+        for first in (False, True):
+            known.took((HALF, ROW), float(first != sifted) + n, first=first)
+    monkeypatch.setattr(cached_copies, "SIFTING", known)
 
 
 @pytest.fixture
@@ -144,6 +154,47 @@ def test_runs_of_any_length_are_copied_whatever_the_buffer_holds(
         os.close(fd)
     value = file.read_bytes()
     assert target.raw == b"".join(value[START + n * every :][:nbytes] for n in range(times))
+
+
+@pytest.mark.parametrize("slow", ["sifted", "gathered"])
+def test_each_way_is_tried_and_the_quicker_one_stays(file: Path, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_copies, "SIFTING", Quicker())
+    seen: list[str] = []
+
+    def work(way: str) -> None:
+        seen.append(way)
+        until = time.thread_time() + 0.02 * (way == slow)
+        while time.thread_time() < until:
+            pass
+
+    class Slow(Noting):
+        def gather(self, fd: int, *arguments: int) -> int:
+            work("gathered")
+            return Files.gather(self, fd, *arguments)
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if len(buffers) > cached_copies._SIFT_ROWS:
+                work("sifted")
+            return super().preadv(fd, buffers, offset, flags)
+
+    for _ in range(4):
+        assert torch.equal(columns_of(file, Slow()), expected(file.read_bytes()))
+    assert set(seen) == {"sifted", "gathered"}
+    assert slow not in seen[-3:], seen
+
+
+def test_where_one_way_is_refused_the_other_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_copies, "SIFTING", Quicker())
+    asked: list[int] = []
+
+    class Refusing(Noting):
+        def gather(self, fd: int, *arguments: int) -> int:
+            asked.append(fd)
+            return 0
+
+    for _ in range(TRIALS + 3):
+        assert torch.equal(columns_of(file, Refusing()), expected(file.read_bytes()))
+    assert len(asked) == TRIALS
 
 
 def test_a_read_of_many_runs_that_comes_back_short_is_no_copy(file: Path) -> None:
