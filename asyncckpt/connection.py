@@ -11,7 +11,12 @@ from functools import partial
 
 from asyncckpt import launcher
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointerClosedError,
+    ProtocolVersionError,
+    WorkerUnavailableError,
+)
 from asyncckpt.protocol import messages
 from asyncckpt.session import START_AFTER_S, Session
 
@@ -123,7 +128,9 @@ class Connection:
             begin = partial(launcher.start_worker, self.endpoint, options=options) if start else None
             session.open(deadline, begin, grace)
         except BaseException as error:
-            self._unreachable = self._unreachable or isinstance(error, AsyncCkptError)
+            # One of another version has answered: the next save may find another one in its place, and starts it.
+            silent = isinstance(error, AsyncCkptError) and not isinstance(error, ProtocolVersionError)
+            self._unreachable = self._unreachable or silent
             session.close()
             raise
         finally:

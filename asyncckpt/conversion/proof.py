@@ -16,13 +16,13 @@ from asyncckpt.conversion.outline import Outline, outline_of
 from asyncckpt.conversion.pieces import Target
 from asyncckpt.conversion.same_nesting import other_nesting
 from asyncckpt.conversion.same_views import other_than_saved
-from asyncckpt.conversion.uninterrupted import mapped
 from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.tree import Node
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.source import Located
+from asyncckpt.uninterrupted import mapped
 
 _Place = tuple[str, int]
 """File name, offset."""

@@ -18,11 +18,11 @@ from asyncckpt.conversion.companions import carry_over
 from asyncckpt.conversion.renaming_by_steps import NOT_SO, put_where_nothing_is, remove, replace_by_steps
 from asyncckpt.conversion.replaceable import Standing, companions_at, standing_at
 from asyncckpt.conversion.under_way import Look, held, look_at, refuse_arrivals, refuse_saves
-from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from asyncckpt.format.names import converting_name, kept_name
 from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import Files, fsync_directory
+from asyncckpt.uninterrupted import uninterrupted
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MARGIN_NBYTES = 1 << 20

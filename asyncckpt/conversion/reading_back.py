@@ -10,7 +10,6 @@ from queue import SimpleQueue
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.proof import failed
-from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.conversion.windows import payload_places
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksum import BLOCK_NBYTES
@@ -19,6 +18,7 @@ from asyncckpt.format.layout import round_up
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Sink, Wanted
+from asyncckpt.uninterrupted import uninterrupted
 
 _Stretch = list[tuple[OutputFile, ShardRequest]]
 STRETCH_NBYTES = 4 << 30

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-from asyncckpt.conversion.uninterrupted import mapped
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.verification import crc_of, damaged
@@ -24,6 +23,7 @@ from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files, opened
 from asyncckpt.storage.source import Inline, Located, Strided
+from asyncckpt.uninterrupted import mapped
 
 _BATCH = 16
 """Chunks that a thread looks up at once."""

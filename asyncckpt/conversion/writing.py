@@ -16,12 +16,12 @@ from asyncckpt.conversion import windows
 from asyncckpt.conversion.arriving import Arriving
 from asyncckpt.conversion.passing import PassingChecksums
 from asyncckpt.conversion.pieces import OutputFile, Target
-from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.conversion.windows import Run, Window, windows_of
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import ShardWriter
+from asyncckpt.uninterrupted import uninterrupted
 
 MAX_THREADS = 8
 """With a window and a buffer to read each, they have 200 MiB."""

@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.dcp.items import bytes_of, sorted_out
 from asyncckpt.dcp.leaf_values import encode_leaf
+from asyncckpt.dcp.resolving import CallersResolves
 from asyncckpt.dcp.results import StoredChunk, StoredLeaf, rank_result
-from asyncckpt.dcp.streamed import StreamedImage
+from asyncckpt.dcp.streamed import StreamedImage, in_file_order
 from asyncckpt.dcp.tickets import Ticket
+from asyncckpt.dcp.written_tensor import Resolve
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
 from asyncckpt.format.names import MAX_PARTS, shard_name
@@ -24,10 +26,14 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankWriter
 from asyncckpt.storage.rank_job import RankJob
 
+MIN_THREADS = 3
+"""That write. 1.6 GB on two cores take 2.8 s by one, 2.3 by two, 2.05 by three or four: while one thread copies and
+digests, the disk has nothing to do."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteOptions:
-    """How to write; `one_file`: a single one per rank, else one per tensor."""
+    """How to write; `one_file`: a single one per rank, else one per tensor. `threads`: that call the planner."""
 
     path: str
     fsync: bool
@@ -82,7 +88,13 @@ def write_part(
             f"a rank holds more than {MAX_PARTS} boxes of one tensor; give it fewer, larger ones"
         )
     tensors = _entries(specs, layout)
-    resolves = [partial(_elements, planner, item, spec) for item, spec in items.tensors]
+    resolves: list[Resolve] = [partial(_elements, planner, item, spec) for item, spec in items.tensors]
+    order = in_file_order(layout)
+    serving = CallersResolves([resolves[n] for n in order]) if options.threads == 1 else None
+    if serving is not None:
+        for n, resolve in zip(order, serving.resolves(), strict=True):
+            resolves[n] = resolve
+    threads = max(options.threads, MIN_THREADS)
     with StreamedImage(layout, specs, resolves, ticket.save_id, options.copy_ahead_nbytes) as image:
         job = RankJob(
             path=options.path,
@@ -96,11 +108,14 @@ def write_part(
             fsync=options.fsync,
             overwrite=options.overwrite,
             umask=options.umask,
-            threads=options.threads,
+            threads=threads,
         )
-        writer = RankWriter(job, image, files, lambda: None)
-        with ThreadPoolExecutor(max(1, options.threads - 1), "asyncckpt-write") as pool:
-            writer.write_shards(pool)
+        writer = RankWriter(job, image, files, serving.check if serving is not None else lambda: None)
+        with ThreadPoolExecutor(threads - 1, "asyncckpt-write") as pool:
+            if serving is not None:
+                serving.serve(partial(writer.write_shards, pool))
+            else:
+                writer.write_shards(pool)
     for (item, spec), chunk in zip(items.tensors, layout.chunks, strict=True):
         name = shard_name(ticket.save_id, ticket.rank, chunk.part)
         stored = StoredChunk(relative_path=name, offset=chunk.offset_bytes, length=chunk.nbytes)

@@ -31,6 +31,13 @@ class _Region(NamedTuple):
     number: int
 
 
+def in_file_order(layout: Layout) -> list[int]:
+    """Return the numbers of the chunks that have bytes, in the order in which they lie in the files."""
+    chunks = layout.chunks
+    held = (n for n, chunk in enumerate(chunks) if chunk.nbytes)
+    return sorted(held, key=lambda n: (chunks[n].part, chunks[n].offset_bytes))
+
+
 class StreamedImage:
     """See the module; a `storage.image.MadeImage`. A context manager, which frees the buffers.
 
@@ -68,14 +75,14 @@ class StreamedImage:
             _Region(s, s + len(p.header), _named(p.header, save_id), -1)
             for s, p in zip(starts, layout.parts, strict=True)
         ]
-        placed = sorted(
-            (starts[chunk.part] + chunk.offset_bytes, n) for n, chunk in enumerate(layout.chunks) if chunk.nbytes
-        )
-        self._tensors = [WrittenTensor(resolves[n], specs[n].nbytes, device) for _, n in placed]
-        regions += [_Region(s, s + specs[n].nbytes, b"", place) for place, (s, n) in enumerate(placed)]
+        placed = in_file_order(layout)
+        self._tensors = [WrittenTensor(resolves[n], specs[n].nbytes, device) for n in placed]
+        for place, n in enumerate(placed):
+            start = starts[layout.chunks[n].part] + layout.chunks[n].offset_bytes
+            regions.append(_Region(start, start + specs[n].nbytes, b"", place))
         self._regions = sorted(regions)
         self._starts = [region.start for region in self._regions]
-        self._ahead = CopyAhead([specs[n].nbytes for _, n in placed], copy_ahead_nbytes)
+        self._ahead = CopyAhead([specs[n].nbytes for n in placed], copy_ahead_nbytes)
         self._local = threading.local()
         self._buffers: list[Mapping] = []
         self._lock = threading.Lock()

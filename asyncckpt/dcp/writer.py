@@ -40,7 +40,7 @@ class StorageWriter(TorchStorageWriter, Stager):
     """Writes with stock `torch.distributed.checkpoint`: files of asyncckpt's format, committed at once by a manifest.
 
     The checkpoint also loads with `asyncckpt.load`, `StorageReader` and torch's `HuggingFaceStorageReader`. Every rank
-    writes in the process, and the thread, that calls `dcp.save`, with a buffer of 16 MiB per thread beside the state.
+    writes in the process that calls `dcp.save`, with a buffer of 16 MiB for each of three threads beside the state.
     Until the manifest stands, an older checkpoint at the path is whole; a save that fails leaves it so. The files of
     one that failed elsewhere go when the coordinator's writer is reset, used again or let go.
 
@@ -50,7 +50,8 @@ class StorageWriter(TorchStorageWriter, Stager):
         path: The checkpoint's directory; `checkpoint_id` of `dcp.save` takes its place.
         single_file_per_rank: One shard file per rank; False: one per tensor, at most 1000.
         sync_files: Whether files and directories are fsynced.
-        thread_count: Threads of each rank that write.
+        thread_count: Threads of each rank that call the planner for tensors, and write. With one, that is the thread
+            that calls `dcp.save`, which goes through the files in order. Three write in any case.
         per_thread_copy_ahead: Of tensors on a CUDA device, so many bytes per thread are fetched ahead of being written.
         cache_staged_state_dict: Whether `stage` keeps its copies, pinned where there is a device, for the next
             `dcp.async_save` with this writer, which has to come after the end of this one.

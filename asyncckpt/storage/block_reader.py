@@ -39,6 +39,7 @@ from asyncckpt.storage.read_plan import (
     with_verifiers,
 )
 from asyncckpt.storage.shard_reader import ShardReader
+from asyncckpt.uninterrupted import uninterrupted
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
@@ -156,8 +157,9 @@ class _Reader:
         parts = [(whole[n * room : (n + 1) * room], memory.address + n * room) for n in range(threads)]
         with ThreadPoolExecutor(threads, "asyncckpt-read") as pool:  # the calling thread is one of them
             try:
-                for part in parts[1:]:
-                    pool.submit(self._help, *part)
+                with uninterrupted():
+                    for part in parts[1:]:
+                        pool.submit(self._help, *part)
                 self._work(*parts[0])
             except BaseException as error:
                 self._stop(error)
@@ -165,7 +167,7 @@ class _Reader:
                 self._wait_for_helpers()
 
     def _help(self, buffer: memoryview, address: int) -> None:
-        """Work in a thread that is waited for. One that a signal, come while it was started, hides does nothing."""
+        """Work in a thread that is waited for."""
         with self._idle:
             self._helping += 1
         try:

@@ -196,10 +196,18 @@ def test_a_ctrl_c_while_threads_are_started_ends_the_process(name: str, tmp_path
     torch.save({"a": torch.ones(1000), "b": torch.ones(3, 2)}, tmp_path / "a.pt")
     root = tmp_path / "root"
     root.mkdir()
-    arguments = ["convert", str(tmp_path / "a.pt"), str(root / "out"), "--to", "torch"]
+    arguments = ["convert", str(tmp_path / "a.pt"), str(root / "out"), "--to", "dcp"]
     with converting([sys.executable, "-c", STARTING, name, *arguments]) as process:
         assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
     assert os.listdir(root) == []
+
+
+def test_a_ctrl_c_while_a_load_starts_its_threads_ends_it(tmp_path: pathlib.Path) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({f"w{n}": torch.ones(1 << 20) for n in range(8)}, tmp_path / "a")
+    loading = STARTING.replace("sys.exit(main(sys.argv[2:]))", "import asyncckpt; asyncckpt.load(sys.argv[2])")
+    with converting([sys.executable, "-c", loading, "asyncckpt-read", str(tmp_path / "a")]) as process:
+        assert process.wait(DEADLINE_S) == -signal.SIGINT
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ PLUGS = {"dcp", "integrations"}
 PICKLES = "asyncckpt.planning.pickles"
 """The one module that may, for users who say allow_pickle=True."""
 
-WORKER_MAY_IMPORT = {"", "errors", "dtypes", "failpoints", "protocol", "format", "memory", "storage"}
+WORKER_MAY_IMPORT = {"", "errors", "dtypes", "failpoints", "protocol", "format", "memory", "storage", "uninterrupted"}
 """Rooms of asyncckpt; "" is the package itself, for its version."""
 
 MAY_IMPORT = {
@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "format": {"errors", "dtypes", "msgpacked"},
     "memory": {"errors", "dtypes", "failpoints", "libc"},
     "protocol": {"errors", "dtypes", "msgpacked"},
-    "storage": {"errors", "dtypes", "failpoints", "libc", "format", "memory"},
+    "storage": {"errors", "dtypes", "failpoints", "libc", "uninterrupted", "format", "memory"},
+    "uninterrupted": set(),
     "retention": {"errors", "format", "storage"},
     "foreign": {"errors", "dtypes", "failpoints", "format", "storage"},
     "per_rank": set(),
@@ -54,7 +55,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("msgpacked", "failpoints", "libc"),
+    *("msgpacked", "failpoints", "libc", "uninterrupted"),
     *("protocol", "format", "memory", "storage", "retention", "foreign", "recall", "cli", "doctor", "reporting"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""

@@ -17,11 +17,11 @@ import torch
 
 import asyncckpt
 from asyncckpt.conversion import converter, publishing, renaming_by_steps
-from asyncckpt.conversion.uninterrupted import uninterrupted
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.uninterrupted import uninterrupted
 
 KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
 
