@@ -13,13 +13,15 @@ class Cursor:
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
-        start = self.skip(nbytes)
+        start, self.at = self.at, self.at + nbytes
+        if nbytes < 0 or self.at > len(self.data):
+            raise UnpicklingError("it ends early")
         return self.data[start : self.at]
 
     def skip(self, nbytes: int) -> int:
         """Go on behind the next bytes; return where they begin."""
         start, self.at = self.at, self.at + nbytes
-        if nbytes < 0 or self.at > len(self.data):
+        if nbytes < 0 or self.at > len(self.data):  # not by `take`, which is called for every opcode
             raise UnpicklingError("it ends early")
         return start
 
