@@ -123,11 +123,11 @@ def test_a_sentence_with_very_many_names_is_cut_and_json_has_it_whole(
 ) -> None:
     names = [f"parameter-{n}" for n in range(1000)]
     torch.save({name: torch.nn.Parameter(torch.ones(1)) for name in names}, tmp_path / "a.pt")
-    code, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "torch")
+    code, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "asyncckpt")
     assert code == 0
     (line,) = (line for line in out.splitlines() if "changed" in line)
     assert names[100] in line and names[999] not in line and line.endswith("... (--json prints all)")
-    _, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "c", "--to", "torch", "--json")
+    _, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "c", "--to", "asyncckpt", "--json")
     (said,) = json.loads(out)["changed"]
     assert said.endswith(", ".join(names))
 
