@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import states
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import asyncckpt
 from asyncckpt.conversion import torch_image
@@ -26,6 +24,10 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.pickle_values import Tally
 
 pytest.importorskip("numpy")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 Counts = collections.Counter
 OLDER = pytest.mark.parametrize("older", [False, True], ids=["zip", "older"])
