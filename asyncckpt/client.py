@@ -26,7 +26,6 @@ from asyncckpt.lineage import BRIEF_S, Lineage
 from asyncckpt.pending import PendingSaves, StagedSnapshot
 from asyncckpt.protocol import lifecycle, messages
 from asyncckpt.session import Session, greeting
-from asyncckpt.session_thread import DIED
 from asyncckpt.slot_lender import SlotLender, while_workers_die
 from asyncckpt.slow_saves import why_saves_do_not_end
 from asyncckpt.staging.slot_pool import SlotPool
@@ -189,10 +188,7 @@ class WorkerProcess(Submitting):
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
         _log.warning("%s", str(error))  # a log that keeps the error keeps its traceback, and the state that was saved
-        # IMPORTANT: only when it is proved to be dead. One that hangs may wake up and commit what another one, which
-        # had been given the same save, takes back.
-        is_dead = error.facts().get("detail") == DIED
-        handed_on = is_dead and self.config.on_worker_loss == "resubmit"
+        handed_on = self._hands_on(error)
         with self._handing:
             self._note_loss(session.name, is_handed_on=handed_on)
         if not handed_on:

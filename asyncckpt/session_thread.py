@@ -31,6 +31,9 @@ LATE_TURN_S = 1.0
 DIED = "died"
 """Detail of the error of a loss that is proved: by the worker's pidfd, which the kernel makes readable at its end."""
 
+CLOSED = "closed"
+"""Detail of the error of a session that we have ended."""
+
 LEAVE_S = 3.0
 GOODBYE_LINGER_MS = 200
 HIGH_WATER_MARK = 1000
@@ -116,7 +119,7 @@ class SessionThread:
         return self._welcome.result(0)
 
     def _run(self) -> None:
-        error = WorkerUnavailableError("the session was closed", endpoint=self.endpoint, detail="closed")
+        error = WorkerUnavailableError("the session was closed", endpoint=self.endpoint, detail=CLOSED)
         lost = False
         try:
             with contextlib.closing(_Wire(self.endpoint, self.name)) as wire:

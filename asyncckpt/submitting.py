@@ -24,6 +24,7 @@ from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, Unended, WriteFuture
 from asyncckpt.protocol import messages
 from asyncckpt.session import Session
+from asyncckpt.session_thread import CLOSED, DIED
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.takeover import Takeover
@@ -57,6 +58,14 @@ class Submitting(CheckpointProcess):
         self._handing = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._losses: OrderedDict[str, bool] = OrderedDict()
 
+    def _hands_on(self, error: AsyncCkptError) -> bool:
+        """Whether another worker gets what one has that is lost by `error`.
+
+        IMPORTANT: only when it is proved to be dead. One that hangs may wake up and commit what another one, which had
+        been given the same save, takes back.
+        """
+        return error.facts().get("detail") == DIED and self.config.on_worker_loss == "resubmit"
+
     def _note_loss(self, session: str, *, is_handed_on: bool) -> None:
         """Remember what becomes of the slots of a lost session. Under the lock."""
         self._losses[session] = is_handed_on
@@ -74,6 +83,9 @@ class Submitting(CheckpointProcess):
         if session is not None and lives and session.name == slot.session and not slot.orphaned:
             return session
         handed_on = self._losses.get(slot.session)
+        if handed_on is None and session is not None and session.name == slot.session and session.error is not None:
+            # It was lost just now, and its thread is about to note that; or we have closed it.
+            handed_on = session.error.facts().get("detail") == CLOSED or self._hands_on(session.error)
         # One that joined the pool after its lender's slots had been handed on is handed on now.
         given_up = handed_on is False or (lives and self._connection.settled and not handed_on)
         if slot.orphaned or given_up or session is None:

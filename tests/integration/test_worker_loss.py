@@ -12,12 +12,15 @@ import pytest
 import states
 import torch
 from own_worker import own_worker, worker_of
-from real_worker import DEADLINE_S, RealWorker, wait_until
+from real_worker import DEADLINE_S, RealWorker, saved_at_last, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.connection import Connection
 from asyncckpt.errors import CheckpointNotCommittedError, StagingError, WorkerUnavailableError
+from asyncckpt.failpoints import observed
 from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.session import Session
 from asyncckpt.staging.copy_cpu import SlotImage
 
 STATE = {"w": torch.arange(100_000.0)}
@@ -85,6 +88,48 @@ def test_all_saves_in_flight_fail_together(default_dir: pathlib.Path, tmp_path: 
             assert time.monotonic() - killed < LOSS_BOUND_S + SLACK_S
         assert {type(e) for e in errors} == {WorkerUnavailableError}
         checkpointer.save(STATE, tmp_path / "after").written.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [
+        ("killed", {"on_worker_loss": "fail", "worker_timeout_s": NEVER_S}),
+        ("frozen", {"on_worker_loss": "resubmit", "worker_timeout_s": 2.0}),
+    ],
+)
+def test_between_a_loss_and_its_note_nobody_begins_to_look_for_another_worker(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str, fields: dict[str, Any]
+) -> None:
+    """What fills a ring asks for the worker all the time, also between these two."""
+    is_lost, go_on, note = threading.Event(), threading.Event(), Connection._on_lost
+    sought: list[str] = []
+
+    def late(connection: Connection, session: Session, error: WorkerUnavailableError) -> None:
+        is_lost.set()
+        assert go_on.wait(DEADLINE_S)
+        note(connection, session, error)
+
+    monkeypatch.setattr(Connection, "_on_lost", late)
+    big = {"w": torch.ones(1_000_000)}
+    with own_worker(arena_limit_bytes=1_500_000, **fields) as checkpointer:
+        checkpointer.save(big, tmp_path / "0").written.result(DEADLINE_S)
+        worker, handles = worker_of(checkpointer), list[Any]()
+        saving = threading.Thread(target=lambda: handles.append(checkpointer.save(big, tmp_path / "1")))
+        with worker.frozen(), observed(sought.append):
+            saving.start()
+            wait_until(lambda: "trainer: announced" in sought, "the save has begun")
+            if how == "killed":
+                worker.kill()
+            assert is_lost.wait(DEADLINE_S)
+            saving.join(DEADLINE_S)
+            assert handles, "save() has returned"
+            go_on.set()
+            error = handles[0].written.exception(DEADLINE_S)
+        assert isinstance(error, WorkerUnavailableError), error
+        assert "trainer: seeking a worker" not in sought
+        wait_until(lambda: not checkpointer.pending(), "nothing is pending")
+        saved = saved_at_last(lambda name: checkpointer.save(big, tmp_path / name))
+        assert torch.equal(asyncckpt.load(tmp_path / saved, source="disk")["w"], big["w"])
 
 
 def test_losses_in_turn_leak_neither_fds_nor_mappings(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
