@@ -16,12 +16,13 @@ from asyncckpt.dcp.resolving import CallersResolves
 from asyncckpt.dcp.results import StoredChunk, StoredLeaf, rank_result
 from asyncckpt.dcp.streamed import StreamedImage, in_file_order
 from asyncckpt.dcp.tickets import Ticket
-from asyncckpt.dcp.written_tensor import Resolve
+from asyncckpt.dcp.written_tensor import Resolve, settle
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
 from asyncckpt.format.names import MAX_PARTS, shard_name
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.staging.cuda import CudaDevice
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import RankWriter
 from asyncckpt.storage.rank_job import RankJob
@@ -90,12 +91,13 @@ def write_part(
     tensors = _entries(specs, layout)
     resolves: list[Resolve] = [partial(_elements, planner, item, spec) for item, spec in items.tensors]
     order = in_file_order(layout)
-    serving = CallersResolves([resolves[n] for n in order]) if options.threads == 1 else None
-    if serving is not None:
+    device, serving = CudaDevice(), None
+    if options.threads == 1:
+        serving = CallersResolves([resolves[n] for n in order], partial(settle, device=device))
         for n, resolve in zip(order, serving.resolves(), strict=True):
             resolves[n] = resolve
     threads = max(options.threads, MIN_THREADS)
-    with StreamedImage(layout, specs, resolves, ticket.save_id, options.copy_ahead_nbytes) as image:
+    with StreamedImage(layout, specs, resolves, ticket.save_id, options.copy_ahead_nbytes, device) as image:
         job = RankJob(
             path=options.path,
             save_id=ticket.save_id,

@@ -1,13 +1,15 @@
 """A planner's tensors made by the thread that called it, while others write: in the order of the files, one by one.
 
 A planner may not be made for threads; it may even ask other ranks. With one thread, DCP's own writer calls it so.
+
+Ctrl-C may come between any two steps of the thread that serves. So nobody waits for an answer without looking whether
+one can still come, and answers go through queues, whose `put` is one step.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -16,7 +18,10 @@ import torch
 from asyncckpt.dcp.written_tensor import Resolve
 from asyncckpt.uninterrupted import uninterrupted
 
-_LOOK_EVERY_S = 0.01
+LOOK_EVERY_S = 0.05
+"""Whether the thread that serves has failed. Chosen: that is rare, and ends the save."""
+
+_Answer = SimpleQueue["torch.Tensor | Exception"]
 
 
 class _Stopped(Exception):
@@ -28,13 +33,15 @@ class CallersResolves:
 
     Args:
         resolves: In the order of the files.
+        settle: Called with each tensor before another thread gets it, in the thread that has made it.
     """
 
-    def __init__(self, resolves: Sequence[Resolve]) -> None:
-        self._resolves = resolves
-        self._wishes: SimpleQueue[tuple[int, Future[torch.Tensor]] | None] = SimpleQueue()
+    def __init__(self, resolves: Sequence[Resolve], settle: Callable[[torch.Tensor], None] = lambda made: None) -> None:
+        self._resolves, self._settle = resolves, settle
+        self._wishes: SimpleQueue[tuple[int, _Answer] | None] = SimpleQueue()
         self._made: dict[int, torch.Tensor] = {}
         self._next = 0
+        self._failure: Exception | None = None
         self._stopped = False
 
     def resolves(self) -> list[Resolve]:
@@ -42,9 +49,17 @@ class CallersResolves:
         return [partial(self._asked, number) for number in range(len(self._resolves))]
 
     def _asked(self, number: int) -> torch.Tensor:
-        wish: Future[torch.Tensor] = Future()
-        self._wishes.put((number, wish))
-        return wish.result()
+        answer: _Answer = SimpleQueue()
+        self._wishes.put((number, answer))
+        while True:
+            try:
+                found = answer.get(timeout=LOOK_EVERY_S)
+            except Empty:
+                self.check()
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
 
     def check(self) -> None:
         """Raise in a thread that writes, when there is nobody any more to make what it needs."""
@@ -59,14 +74,13 @@ class CallersResolves:
 
         Blocks: for the work. No thread is left when this returns or raises.
         """
-        ended: Future[None] = Future()
+        errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 work()
-                ended.set_result(None)
             except BaseException as error:
-                ended.set_exception(error)
+                errors.append(error)
             finally:
                 self._wishes.put(None)
 
@@ -77,38 +91,45 @@ class CallersResolves:
             while (wish := self._wishes.get()) is not None:
                 self._fulfil(*wish)
         except BaseException:
-            self._stopped = True
+            self._stopped = True  # who waits for an answer, or writes, sees it
+            _await_end(thread)
             raise
-        finally:
-            self._end(thread)
-        ended.result()
+        _await_end(thread)
+        if errors:
+            raise errors[0]
 
-    def _end(self, thread: threading.Thread) -> None:
-        """Wait for the thread, whatever comes meanwhile: it uses memory and descriptors that others may have next."""
-        interrupted: BaseException | None = None
-        while thread.is_alive():
+    def _fulfil(self, number: int, answer: _Answer) -> None:
+        """Answer. A planner that has failed is asked no more: every other wish gets the same error."""
+        if self._failure is None:
             try:
-                wish = self._wishes.get(timeout=_LOOK_EVERY_S)
-                if wish is not None:
-                    wish[1].set_exception(_Stopped())
-            except Empty:
-                pass
-            except BaseException as error:
-                self._stopped, interrupted = True, error
-        if interrupted is not None:
-            raise interrupted
-
-    def _fulfil(self, number: int, wish: Future[torch.Tensor]) -> None:
-        try:
-            if number < self._next and number not in self._made:
-                wish.set_result(self._resolves[number]())  # once more: of what is on no device nothing is kept early
+                answer.put(self._tensor(number))
                 return
-            while self._next <= number:
-                self._made[self._next] = self._resolves[self._next]()
-                self._next += 1
-            wish.set_result(self._made.pop(number))
-        except Exception as error:
-            wish.set_exception(error)
+            except Exception as error:
+                self._failure = error
+        answer.put(self._failure)
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        if number < self._next and number not in self._made:
+            return self._resolved(number)  # once more: of what is on no device nothing is kept early
+        while self._next <= number:
+            self._made[self._next] = self._resolved(self._next)
+            self._next += 1
+        return self._made.pop(number)
+
+    def _resolved(self, number: int) -> torch.Tensor:
+        made = self._resolves[number]()
+        self._settle(made)
+        return made
+
+
+def _await_end(thread: threading.Thread) -> None:
+    """Wait for the thread, whatever comes meanwhile: it uses memory and descriptors that others may have next."""
+    interrupted: BaseException | None = None
+    while thread.ident is not None:
+        try:
+            thread.join()
+            break
         except BaseException as error:
-            wish.set_exception(_Stopped())
-            raise error
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted

@@ -27,6 +27,28 @@ def pinned(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
+def settle(made: torch.Tensor, device: Device) -> None:
+    """Wait until a device has made a tensor, in the stream of this thread: other threads read it by streams of theirs.
+
+    Raises:
+        StagingError: A device does not come to an end.
+    """
+    index = device.device_of(made)
+    if index is None:
+        return
+    with device.on(index):
+        _await(device, index, device.record(device.current_stream(index)), "made")
+
+
+def _await(device: Device, index: int, event: Event, done: str) -> None:
+    """Wait for an event, inside `on`."""
+    deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+    while not device.done(event):
+        if time.monotonic() > deadline:
+            raise StagingError(f"device {index} has not {done} a tensor within {ARRIVAL_TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)
+
+
 class WrittenTensor:
     """See the module. Safe to use from several threads.
 
@@ -64,7 +86,8 @@ class WrittenTensor:
             host = pinned(found)
             with self._device.on(index):
                 current, side = self._device.current_stream(index), self._device.side_stream(index)
-                # IMPORTANT: a planner's kernels may still be making the values, in the stream of this thread.
+                # IMPORTANT: a planner's kernels may still be making the values, in the stream of this thread. What
+                # another thread has made has settled.
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._device.copy([host], [found], non_blocking=True)
@@ -80,24 +103,18 @@ class WrittenTensor:
         with self._lock:
             found = self._resolved()
             if self._arrival is not None:
-                self._wait(*self._arrival[:2])
-        index = self._device.device_of(found)
-        if index is None:
+                index, event, _ = self._arrival
+                with self._device.on(index):
+                    _await(self._device, index, event, "copied")
+        place = self._device.device_of(found)
+        if place is None:
             copy_bytes(address, found.data_ptr() + low, high - low)
         else:
             memory = torch.frombuffer((ctypes.c_char * (high - low)).from_address(address), dtype=torch.uint8)
-            with self._device.on(index):
+            with self._device.on(place):
                 self._device.copy([memory], [found[low:high]], non_blocking=False)
         with self._lock:
             self._missing -= high - low
             if not self._missing:
                 self._elements = self._arrival = None
             return not self._missing
-
-    def _wait(self, index: int, event: Event) -> None:
-        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
-        with self._device.on(index):
-            while not self._device.done(event):
-                if time.monotonic() > deadline:
-                    raise StagingError(f"device {index} has not copied a tensor within {ARRIVAL_TIMEOUT_S:g} s")
-                time.sleep(_POLL_S)

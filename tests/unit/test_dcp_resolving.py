@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import dcp_calls
 import pytest
 import torch
+from real_worker import wait_until
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import asyncckpt
-from asyncckpt.dcp import StorageWriter
+from asyncckpt.dcp import StorageWriter, resolving
 from asyncckpt.dcp.resolving import CallersResolves
+from asyncckpt.dcp.written_tensor import WrittenTensor, settle
 from asyncckpt.storage import rank_files
+from tests.simulated_device import SimulatedDevice
 
 STATE = {f"w{n:02}": torch.full((300, 1000), float(n)) for n in range(20)}
 
@@ -114,14 +121,14 @@ def test_tensors_are_made_in_order_whoever_asks_first() -> None:
     def make(number: int) -> Callable[[], torch.Tensor]:
         return lambda: made.append(number) or torch.tensor(number)  # type: ignore[func-returns-value]
 
-    resolving = CallersResolves([make(n) for n in range(6)])
-    asked = resolving.resolves()
+    serving = CallersResolves([make(n) for n in range(6)])
+    asked = serving.resolves()
     found: list[int] = []
 
     def work() -> None:
         found.extend(int(asked[n]()) for n in (3, 0, 1, 3, 5))
 
-    resolving.serve(work)
+    serving.serve(work)
     assert found == [3, 0, 1, 3, 5]
     assert made == [0, 1, 2, 3, 3, 4, 5], "the second time it is made again"
 
@@ -133,3 +140,104 @@ def test_an_error_of_the_work_is_raised() -> None:
     with pytest.raises(OSError, match="disk"):
         CallersResolves([]).serve(work)
     assert not our_threads()
+
+
+class Interrupt:
+    """Ctrl-C before the nth line of `resolving` that this thread comes to, from 0."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != resolving.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_ctrl_c_before_any_line_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolving, "LOOK_EVERY_S", 0.005)
+    outcomes: list[bool] = []
+    before = sys.gettrace()
+    for nth in range(1000):
+        serving = CallersResolves([partial(torch.full, (1,), float(n)) for n in range(3)])
+        asked = serving.resolves()
+        found: list[float] = []
+
+        def work(asked: Any = asked, found: list[float] = found) -> None:
+            found.extend(float(asked[n]()) for n in (1, 0, 2))
+
+        interrupt = Interrupt(nth)
+        sys.settrace(interrupt)
+        try:
+            serving.serve(work)
+            outcomes.append(False)
+        except KeyboardInterrupt:
+            outcomes.append(True)
+        finally:
+            sys.settrace(before)
+        wait_until(lambda: not our_threads(), f"no thread is left, line {nth}", 10.0)
+        if interrupt.left >= 0:
+            break
+        assert outcomes[-1], f"line {nth}: the interruption is lost"
+    assert found == [1.0, 0.0, 2.0], "not interrupted"
+    assert len(outcomes) > 30
+
+
+def test_a_planner_that_has_failed_is_asked_no_more() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> Callable[[], torch.Tensor]:
+        def resolve() -> torch.Tensor:
+            made.append(number)
+            if number == 2:
+                raise ValueError("no such thing")
+            return torch.tensor(number)
+
+        return resolve
+
+    serving = CallersResolves([make(n) for n in range(6)])
+    asked = serving.resolves()
+    errors: list[str] = []
+
+    def work() -> None:
+        for number in (1, 4, 2, 5):
+            try:
+                asked[number]()
+            except ValueError as error:
+                errors.append(str(error))
+
+    serving.serve(work)
+    assert made == [0, 1, 2]
+    assert errors == ["no such thing"] * 3
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_what_kernels_still_make_is_written_when_it_is_made(settles: bool, rng: random.Random) -> None:
+    """The planner's kernels are in a stream of its thread that no other thread's stream waits for."""
+    device = SimulatedDevice(rng)
+    found: list[bool] = []
+    for number in range(1, 51):
+        elements = device.put(torch.zeros(4096, dtype=torch.uint8), 0)
+        mine = device.new_stream(0)
+
+        def resolve(elements: torch.Tensor = elements, number: int = number) -> torch.Tensor:
+            device.launch(0, lambda: elements.fill_(number))
+            return elements
+
+        serving = CallersResolves([resolve], partial(settle, device=device) if settles else lambda made: None)
+        written = WrittenTensor(serving.resolves()[0], 4096, device)
+        memory = torch.zeros(4096, dtype=torch.uint8)
+
+        def work(written: WrittenTensor = written, memory: torch.Tensor = memory) -> None:
+            assert written.on_device()
+            written.read(0, 4096, memory.data_ptr())
+
+        with device.on_stream(mine):
+            serving.serve(work)
+        found.append(bool((memory == number).all()))
+    assert not device.violations
+    assert all(found) == settles
