@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable
 
 from asyncckpt.conversion.holding import TOP, listed
 from asyncckpt.conversion.outline import Outline, versioned
+from asyncckpt.conversion.shared_containers import containers_apart
 from asyncckpt.conversion.sharing import sharing
 from asyncckpt.conversion.torch_views import kept
 from asyncckpt.conversion.unequal import unequal
@@ -43,9 +44,12 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
     if written.opened and to not in ("safetensors", "hf"):
         numbers = "texts of their numbers" if to == "dcp" else "their numbers"
         found.append(f"lists that lack members became dicts of {numbers}: {listed(written.opened)}")
-    names = sharing(written, files) if to != "torch" else []
+    names = sharing(written, to)
     if names:
         found.append(f"views of the same elements are stored apart: {listed(names)}")
+    apart = containers_apart(written) if to not in ("safetensors", "hf") else []
+    if apart:
+        found.append(f"containers that were one object are stored apart: {listed(apart)}")
     return found
 
 

@@ -12,6 +12,8 @@ from asyncckpt.conversion.renaming import renamed
 from asyncckpt.conversion.torch_image import TorchView
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, MissingKeysError
+from asyncckpt.foreign.as_saved import AsSaved
+from asyncckpt.foreign.assembly import ForeignSource
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
@@ -38,6 +40,7 @@ class Outline:
         opened: Names of lists and tuples that lack members, and so are dicts: every member keeps its number.
         former: By FQN: those of the source, of leaves that have another one now.
         views: By FQN: tensors in pickles that the target keeps as they were: see `torch_views`.
+        shared: By path: of containers that are one object in the target the first path: see `shared_containers`.
     """
 
     contents: Contents
@@ -50,6 +53,13 @@ class Outline:
     opened: list[str] = field(default_factory=list)
     former: dict[str, str] = field(default_factory=dict)
     views: dict[str, TorchView] = field(default_factory=dict)
+    shared: dict[Path, Path] = field(default_factory=dict)
+
+    @property
+    def as_saved(self) -> AsSaved:
+        """What pickles said of the source's values; of one without pickles nothing."""
+        source = self.contents.source
+        return source.as_saved if isinstance(source, ForeignSource) else AsSaved()
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf) in order."""

@@ -9,7 +9,7 @@ from typing import Any
 from asyncckpt.conversion.holding import TOP
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.torch_image import TorchView
-from asyncckpt.conversion.torch_views import as_it_was, as_saved, pickles
+from asyncckpt.conversion.torch_views import as_it_was, pickles
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.as_saved import SavedView
 from asyncckpt.foreign.pickle_values import Defaulting, LayoutText, PathText, Tally
@@ -30,7 +30,7 @@ def other_than_saved(
         to: The target's kind.
         written: By number of a tensor: (file, offset) of its elements, of one that is written twice both.
     """
-    there = as_saved(found.contents)
+    there = found.as_saved
     shards = found.contents.ranks[0].index.shards if outline.views else ()
     same: dict[int, int] = {}
     back: dict[int, int] = {}
@@ -41,6 +41,9 @@ def other_than_saved(
         mine, its = id(view.saved.ref), id(other.ref)
         if to == "torch" and (same.setdefault(mine, its) != its or back.setdefault(its, mine) != mine):
             return fqn
+    for path, first in outline.shared.items():
+        if there.shared.get(path, path) != there.shared.get(first):
+            return fqn_of(path)
     for path, node in pickles(outline, to):
         name = _other_value(as_it_was(outline, node, path), path, there.values, there.counters)
         if name is not None:
@@ -60,6 +63,7 @@ def _is_same_view(view: TorchView, other: SavedView, file: str, places: set[tupl
 
 def _other_value(node: Node, path: Path, values: Mapping[str, Any], counters: set[Path]) -> str | None:
     """Return the name of the first Counter or value at or below `path` that is another one."""
+    node = node[2] if node[0] == "S" else node
     kind = node[0]
     if kind == "c" and path not in counters:
         return fqn_of(path) or TOP

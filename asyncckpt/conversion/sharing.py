@@ -1,34 +1,27 @@
-"""Which tensors of a `torch.save` file are different views of the same elements: no target keeps that."""
+"""Which tensors of pickles are different views of the same elements, and are not so in the target."""
 
 from __future__ import annotations
 
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.source import Inline, Strided
+from asyncckpt.conversion.torch_views import overlapping, pickles, saved_tensors
 
 
-def sharing(outline: Outline, files: Files) -> list[str]:
+def sharing(outline: Outline, to: str) -> list[str]:
     """Return the names of the tensors whose elements are others' as well; tied ones, which are the same, not.
 
-    Raises:
-        OSError: The source cannot be read.
+    Args:
+        outline: What is written.
+        to: The target's kind: within one pickle views stay what they are.
     """
-    source = outline.contents.source
-    if source is None or source.kind != "torch":
-        return []
-    extents: list[tuple[int, int, int]] = []
-    for number in {node[1] for _, node in outline.leaves() if node[0] != "O"}:
-        for _, chunk in outline.tensors[number].chunks:
-            place = source.place(chunk.part, files)
-            if isinstance(place, Inline) or not chunk.nbytes:
-                continue
-            start = place.offset + chunk.offset_bytes
-            extents.append((start, start + (place.nbytes if isinstance(place, Strided) else chunk.nbytes), number))
+    within = {
+        fqn: number
+        for number, (path, node) in enumerate(pickles(outline, to))
+        for fqn, _, _ in saved_tensors(outline, node, path)
+    }
     found: set[int] = set()
-    end, last = -1, -1
-    for start, stop, number in sorted(extents):
-        if start < end:
-            found |= {last, number}
-        if stop > end:
-            end, last = stop, number
+    for group in overlapping(saved_tensors(outline, outline.tree)):
+        numbers = {number for _, number, _ in group}
+        places = {within.get(fqn) for fqn, _, _ in group}
+        if len(numbers) > 1 and (None in places or len(places) > 1):
+            found |= numbers
     return sorted(outline.names[number] for number in found)

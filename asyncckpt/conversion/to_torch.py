@@ -11,7 +11,7 @@ from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.torch_image import Pieces, TorchImage
 from asyncckpt.conversion.torch_views import as_it_was
 from asyncckpt.errors import DuplicateNameError
-from asyncckpt.format.archive import Archive, Payload, torch_archive
+from asyncckpt.format.archive import Payload, torch_archive
 from asyncckpt.format.dcp_items import is_terminal, items_of
 from asyncckpt.format.dcp_metadata import bytes_entry, index_record, metadata_pickle, storage_record, tensor_entry
 from asyncckpt.format.names import DCP_METADATA_NAME
@@ -121,16 +121,16 @@ def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:
     return lambda number: (outline.tensors[number].dtype, outline.tensors[number].global_shape)
 
 
-def _archive(outline: Outline, node: Node, long_bytes: Pieces, start: int = 0, first_piece: int = 0) -> Archive:
+def _pickled(outline: Outline, node: Node, long_bytes: Pieces) -> tuple[bytes, list[Payload]]:
+    """Return a node's pickle, and the storages that belong beside it."""
     image = TorchImage(_shape_of(outline), outline.objects, long_bytes)
     pickle = image.of_node(node)
-    payloads = [Payload(number, outline.nbytes_of(number)) for number in image.storages]
-    return torch_archive(pickle, payloads, start=start, first_piece=first_piece)
+    return pickle, [Payload(number, outline.nbytes_of(number)) for number in image.storages]
 
 
 def torch_target(outline: Outline, long_bytes: Pieces) -> Target:
     """Return the pieces of one file as `torch.save` writes it."""
-    archive = _archive(outline, as_it_was(outline, outline.tree), long_bytes)
+    archive = torch_archive(*_pickled(outline, as_it_was(outline, outline.tree), long_bytes))
     file = OutputFile(name="", pieces=tuple(archive.pieces), crc_at=tuple(archive.crc_at))
     return Target(files=[file], is_directory=False, keeps_nesting=True)
 
@@ -174,23 +174,20 @@ class _Items:
 
     def _place(self, node: Node, pickled: Path | None) -> tuple[str, int, int]:
         """Append an item; return (file, offset, length). `pickled`: where one stands that is not a tensor."""
-        if not self._files or (self._limit and self._length and self._length + self._size(node) > self._limit):
+        if pickled is not None:
+            node = as_it_was(self._outline, node, pickled)
+        pickle, payloads = _pickled(self._outline, node, self._long_bytes)
+        nbytes = sum(payload.nbytes for payload in payloads)
+        if not self._files or (self._limit and self._length and self._length + nbytes > self._limit):
             self._files.append(([], []))
             self._length = 0
         pieces, crc_at = self._files[-1]
-        if pickled is not None:
-            node = as_it_was(self._outline, node, pickled)
-        archive = _archive(self._outline, node, self._long_bytes, self._length, len(pieces))
+        archive = torch_archive(pickle, payloads, start=self._length, first_piece=len(pieces))
         pieces += archive.pieces
         crc_at += archive.crc_at
         place = (_name(len(self._files) - 1), self._length, archive.nbytes)
         self._length += archive.nbytes
         return place
-
-    def _size(self, node: Node) -> int:
-        """Bytes of the elements of an item: of several tensors where it is a tuple of them."""
-        numbers = {leaf[1] for _, leaf in leaves(node) if leaf[0] in ("T", "N")}
-        return sum(self._outline.nbytes_of(number) for number in numbers)
 
     def files(self) -> list[OutputFile]:
         return [

@@ -6,7 +6,7 @@ import io
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
@@ -43,11 +43,12 @@ class TorchView(NamedTuple):
 
 
 class TorchImage(PickleImage):
-    """One pickle, with three more kinds of nodes than a structure's.
+    """One pickle, with four more kinds of nodes than a structure's.
 
         ("V", view)                     a `TorchView`; those of one `ref` are one object
         ("c", (key, node, ...))         a Counter
         ("P", value)                    an object leaf as the interpreter of pickles made it
+        ("S", path, node)               a container that is one object with the others of that path
 
     Args:
         tensor, objects: See `PickleImage`.
@@ -85,17 +86,28 @@ class TorchImage(PickleImage):
 
     def _node(self, node: Node) -> None:
         if node[0] == "V":
-            self._view(node[1])
+            self._once(-1 - id(node[1].saved.ref), lambda: self._view(node[1]))  # numbers are those of tensors
         elif node[0] == "c":
             self._put(b"ccollections\nCounter\n(}")
             self._members(node[1])
             self._put(b"tR")
+        elif node[0] == "S":
+            self._once(node[1], lambda: self._node(node[2]))
         elif node[0] == "P":
             self._value(_written_as(node[1]))
         elif node[0] == "B":
             self._long_bytes(node[1])
         else:
             super()._node(node)
+
+    def _once(self, key: Hashable, put: Callable[[], None]) -> None:
+        """Put what `key` stands for, or refer to it where it was put before."""
+        if key in self._memo:
+            self._put(b"j", struct.pack("<I", self._memo[key]))
+            return
+        put()
+        self._memo[key] = len(self._memo)
+        self._put(b"r", struct.pack("<I", self._memo[key]))
 
     def _long_bytes(self, number: int) -> None:
         """As `PickleImage` writes bytes, a piece at a time: the UTF-8 of a text, and how to encode that."""
@@ -111,10 +123,6 @@ class TorchImage(PickleImage):
 
     def _view(self, view: TorchView) -> None:
         ref = view.saved.ref
-        slot = self._memo.get(-id(ref))  # tensors of the structure have numbers from 0
-        if slot is not None:
-            self._put(b"j", struct.pack("<I", slot))
-            return
         arguments = [self._storage(view), view.offset, ref.size, view.stride]
         arguments += [ref.requires_grad and not ref.is_parameter, Call("collections.OrderedDict", ())]
         if view.storage_dtype is None:
@@ -125,8 +133,6 @@ class TorchImage(PickleImage):
             hooks = Call("collections.OrderedDict", ())
             made = Call("torch._utils._rebuild_parameter", (made, ref.requires_grad, hooks))
         self._value(made)
-        slot = self._memo[-id(ref)] = len(self._memo)
-        self._put(b"r", struct.pack("<I", slot))
 
     def _storage(self, view: TorchView) -> Encoded:
         """Return the persistent id of the storage that a view lies in."""

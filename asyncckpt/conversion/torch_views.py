@@ -12,23 +12,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from asyncckpt.conversion.outline import Outline
+from asyncckpt.conversion.shared_containers import shared_containers
 from asyncckpt.conversion.torch_image import TorchView, storage_dtype
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.as_saved import AsSaved, SavedView
-from asyncckpt.foreign.assembly import ForeignSource
+from asyncckpt.foreign.as_saved import SavedView
 from asyncckpt.foreign.pickle_values import COUNTER, LAYOUT, PARAMETER, REQUIRES_GRAD, ROW_MAJOR, UNORDERED
 from asyncckpt.format.dcp_items import items_of
 from asyncckpt.format.structure import Chunk, row_major
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
-from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.contents import SavedTensor
 
-_Member = tuple[str, int, SavedView]
+Member = tuple[str, int, SavedView]
 """FQN, number of the tensor, what it was."""
-
-
-def as_saved(contents: Contents) -> AsSaved:
-    """Return what pickles said of a checkpoint's values; of one without pickles nothing."""
-    return contents.source.as_saved if isinstance(contents.source, ForeignSource) else AsSaved()
 
 
 def pickles(outline: Outline, to: str) -> Iterator[tuple[Path, Node]]:
@@ -45,27 +40,32 @@ def pickles(outline: Outline, to: str) -> Iterator[tuple[Path, Node]]:
 
 
 def with_views(outline: Outline, to: str) -> Outline:
-    """Return the outline with `views` of the tensors in pickles, as far as those of the source were read.
+    """Return the outline with what its target's pickles have as the source's had it: `views`, and what is `shared`.
 
     The storages that these need are tensors of bytes behind the others; no leaf has their numbers.
     """
-    saved = as_saved(outline.contents).tensors
-    found: list[_Member] = []
-    for path, node in pickles(outline, to) if saved else ():
-        for at, leaf in leaves(node, path):
-            fqn = fqn_of(at)
-            view = saved.get(outline.former.get(fqn, fqn)) if leaf[0] == "T" else None
-            if view is not None:
-                found.append((fqn, leaf[1], view))
     outline = replace(outline, tensors=list(outline.tensors), names=list(outline.names), views={})
-    for group in _overlapping(found):
-        _place(outline, group)
+    outline.shared = shared_containers(outline, list(pickles(outline, to)))
+    for path, node in pickles(outline, to) if outline.as_saved.tensors else ():
+        for group in overlapping(saved_tensors(outline, node, path)):
+            _place(outline, group)
     return outline
 
 
-def _overlapping(members: list[_Member]) -> Iterator[list[_Member]]:
+def saved_tensors(outline: Outline, node: Node, path: Path = ()) -> list[Member]:
+    """Return the tensors below a node, which stands at `path`, of which a pickle said what they were."""
+    saved, found = outline.as_saved.tensors, []
+    for at, leaf in leaves(node, path):
+        fqn = fqn_of(at)
+        view = saved.get(outline.former.get(fqn, fqn)) if leaf[0] == "T" else None
+        if view is not None:
+            found.append((fqn, leaf[1], view))
+    return found
+
+
+def overlapping(members: list[Member]) -> Iterator[list[Member]]:
     """Yield groups of tensors whose extents overlap; those without elements one by one."""
-    group: list[_Member] = []
+    group: list[Member] = []
     end = -1
     for member in sorted(members, key=lambda m: (m[2].part, m[2].extent)):
         start, stop = member[2].extent
@@ -81,7 +81,7 @@ def _overlapping(members: list[_Member]) -> Iterator[list[_Member]]:
         yield group
 
 
-def _place(outline: Outline, group: list[_Member]) -> None:
+def _place(outline: Outline, group: list[Member]) -> None:
     """Give the tensors of a group their views."""
     dtype = storage_dtype({view.ref.dtype for _, _, view in group})
     fqn, number, first = group[0]
@@ -116,7 +116,12 @@ def as_it_was(outline: Outline, node: Node, path: Path = ()) -> Node:
         node: Of what is one pickle.
         path: Where it stands.
     """
-    kind, saved = node[0], as_saved(outline.contents)
+    found, first = _of_kind(outline, node, path), outline.shared.get(path)
+    return found if first is None else ("S", first, found)
+
+
+def _of_kind(outline: Outline, node: Node, path: Path) -> Node:
+    kind, saved = node[0], outline.as_saved
     if kind in ("d", "o"):
         pairs = zip(node[1][::2], node[1][1::2], strict=True)
         members = tuple(m for key, child in pairs for m in (key, as_it_was(outline, child, (*path, key))))
@@ -152,6 +157,8 @@ def kept(outline: Outline, to: str) -> set[tuple[str, str]]:
 
 
 def _leaves_and_counters(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    if node[0] == "S":
+        node = node[2]
     if node[0] in ("V", "P", "c"):
         yield path, node
     if node[0] in ("d", "o", "c"):

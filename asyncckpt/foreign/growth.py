@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.as_saved import view_of
+from asyncckpt.foreign.as_saved import Met, view_of
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.numpy_globals import dtype_text
 from asyncckpt.foreign.pickle_values import (
@@ -23,6 +23,7 @@ from asyncckpt.foreign.pickle_values import (
     ROW_MAJOR,
     UNORDERED,
     LayoutText,
+    LongText,
     Maker,
     PathText,
     Tally,
@@ -68,7 +69,8 @@ class Growth:
         self._by_array: dict[int, tuple[Record, Node]] = {}
         self._by_bytes: dict[int, Node] = {}
         self._as_saved = assembly.source.as_saved
-        self._is_plainer = False
+        self._met = Met(self._as_saved)
+        self._is_plainer, self._is_leaf = False, True
         self._n_nodes = self._n_looks = 0
 
     def node_of(self, value: Any, path: Path, locate: Locate) -> Node:
@@ -84,6 +86,7 @@ class Growth:
             CorruptCheckpointError: A tensor lies outside of its file.
         """
         self._count(path)
+        self._met.note(value, path)
         saved, value = value, self._read_as(value, path)
         if len(path) > MAX_DEPTH - 2:
             raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
@@ -132,7 +135,7 @@ class Growth:
         if others:
             self._note(OF_ORDERED, path, f" ({others})")
         if type(value) not in READ_AS:
-            return value
+            return value.text() if type(value) is LongText else value
         plain, said = READ_AS[type(value)]
         self._note(said, path)
         self._is_plainer |= type(value) in (Tally, LayoutText)  # which a pickle for `weights_only` may hold
@@ -152,7 +155,7 @@ class Growth:
 
     def _object(self, value: Any, path: Path, *, is_leaf: bool = True) -> Node:
         """Add a leaf that is no tensor, or what belongs to a container."""
-        self._is_plainer = False
+        self._is_plainer, self._is_leaf = False, is_leaf
         plain = self._plain(value, path)
         try:
             raw = encode_value(plain, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
@@ -215,6 +218,8 @@ class Growth:
     def _plain(self, value: Any, path: Path, depth: int = 0) -> Any:
         """Return an object leaf with plain dicts in place of OrderedDicts; counts what is in it."""
         self._count(path)
+        if depth and self._is_leaf:
+            self._met.note(value, path, is_inside=True)
         value = self._read_as(value, path)
         kind = type(value)
         if depth > MAX_DEPTH:

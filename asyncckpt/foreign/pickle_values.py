@@ -73,10 +73,21 @@ class LongText:
         found.write(decode(b"", True).encode("latin1"))
         return found.getvalue()
 
+    def text(self) -> str:
+        """Return it as the text that it is: nothing encodes it.
 
-def is_encoded_next(stack: list[Any], nbytes: int) -> bool:
-    """Whether a text of so many bytes is long, and follows what encodes it: all that is done with one for bytes."""
-    return nbytes >= _LONG_TEXT_NBYTES and any(type(v) is Maker and v.name == ENCODE for v in stack[-2:])
+        Raises:
+            ValueError: No UTF-8.
+        """
+        return self._data[self._start : self._start + self._nbytes].decode("utf-8", "surrogatepass")
+
+
+def is_encoded_next(stack: list[Any], nbytes: int, mark: object) -> bool:
+    """Whether a text of so many bytes is long, and follows what encodes it, or the mark after that."""
+    if nbytes < _LONG_TEXT_NBYTES or not stack:
+        return False
+    before = stack[-2:-1] if stack[-1] is mark else stack[-1:]
+    return any(type(value) is Maker and value.name == ENCODE for value in before)
 
 
 class PathText(str):

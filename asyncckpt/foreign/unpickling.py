@@ -223,7 +223,7 @@ class _Machine(Cursor):
 
     def text(self, width: int) -> None:
         nbytes = self.number(width)
-        if is_encoded_next(self.stack, nbytes):
+        if is_encoded_next(self.stack, nbytes, _MARK):
             self.push(LongText(self.data, self.skip(nbytes), nbytes))
         else:
             self.push(self.take(nbytes).decode("utf-8", "surrogatepass"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
@@ -62,7 +62,7 @@ class PickleImage:
     ) -> None:
         self._tensor, self._objects, self._hoisted = tensor, objects, hoisted
         self._out: list[bytes] = [b"\x80\x02"]
-        self._memo: dict[int, int] = {}
+        self._memo: dict[Hashable, int] = {}
         self.storages: list[int] = []
 
     def of_node(self, node: Node) -> bytes:

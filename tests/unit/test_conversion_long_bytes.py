@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import pathlib
 import pickle
 import random
@@ -168,3 +169,13 @@ def test_what_lies_in_a_pickle_is_in_memory_a_few_times(
     arguments = [sys.executable, "-c", MEASURED, str(tmp_path), to, "large"]
     found = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
     assert int(found.stdout) < times * array.nbytes + 160_000_000, "with windows of 12 MiB for six threads"
+
+
+def test_a_long_text_beside_what_encodes_is_a_text(tmp_path: pathlib.Path) -> None:
+    long = "\u00e9" * (1 << 20)
+    state = {"a": codecs.encode, "b": long, "c": [codecs.encode, long], "d": (codecs.encode, {"e": long})}
+    torch.save(state, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt", partial=True)
+    assert report.left_out == ("a", "c.0", "d.0")
+    found = asyncckpt.load(tmp_path / "b")
+    assert found == {"b": long, "c": {1: long}, "d": {1: {"e": long}}}

@@ -212,6 +212,106 @@ def test_a_flipped_bit_of_shared_elements_is_an_error(tmp_path: pathlib.Path) ->
     assert os.listdir(tmp_path) == ["a"]
 
 
+# ---- containers
+
+
+def containers_of(value: Any) -> list[Any]:
+    """Every dict and list below a value, as often as it stands there."""
+    members = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    found = [value] if isinstance(value, (dict, list, set)) else []
+    return found + [container for member in members for container in containers_of(member)]
+
+
+def same_objects(containers: list[Any]) -> list[int]:
+    """For each the place of the first that is the same object."""
+    return [next(n for n, other in enumerate(containers) if other is one) for one in containers]
+
+
+_MEMBERS = st.lists(st.integers(0, 9), max_size=4)
+_CONTAINERS = st.lists(st.tuples(st.sampled_from("ldoc"), _MEMBERS), min_size=1, max_size=6)
+
+
+@given(containers=_CONTAINERS, chosen=st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_any_containers_that_are_one_stay_one(containers: Any, chosen: Any, tmp_path_factory: Any) -> None:
+    root, made = tmp_path_factory.mktemp("x"), list[Any]()
+    for kind, numbers in containers:
+        members: list[Any] = [made[n % len(made)] for n in numbers] if made else []
+        if kind == "l":
+            made.append([torch.ones(2), *members])  # of plain values alone it would be one leaf
+        elif kind == "c":
+            made.append(Counts({f"k{n}": n for n in numbers}))
+        else:
+            kept: dict[str, Any] = collections.OrderedDict() if kind == "o" else {}
+            made.append(kept)
+            kept.update({f"m{n}": member for n, member in enumerate(members)})
+    state = {f"s{n}": made[place % len(made)] for n, place in enumerate(chosen)}
+    torch.save(state, root / "a")
+    report = asyncckpt.convert(root / "a", root / "b", to="torch")
+    assert report.changed == ()
+    found = torch.load(root / "b", weights_only=True)
+    assert list(map(type, containers_of(found))) == list(map(type, containers_of(state)))
+    assert same_objects(containers_of(found)) == same_objects(containers_of(state))
+
+
+def apart(report: Any) -> list[str]:
+    said = "containers that were one object are stored apart: "
+    return [text.removeprefix(said) for text in report.changed if text.startswith(said)]
+
+
+def test_containers_that_cannot_stay_one_are_named(tmp_path: pathlib.Path) -> None:
+    once, plain, few = {"q": 1, "w": torch.ones(2)}, [1, 2], {3}
+    state = {"a": once, "b": once, "p": plain, "t": (plain, plain), "n": [plain, plain], "f": few, "g": few}
+    torch.save(state, tmp_path / "a")
+    assert apart(asyncckpt.convert(tmp_path / "a", tmp_path / "torch", to="torch")) == ["n, p, t"]
+    found = torch.load(tmp_path / "torch", weights_only=True)
+    assert found["a"] is found["b"]
+    assert found["f"] is found["g"]
+    for to in ("asyncckpt", "dcp"):
+        assert apart(asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to)) == ["a, b, f, g, n, p, t"]
+    assert not apart(asyncckpt.convert(tmp_path / "a", tmp_path / "st", to="safetensors", partial=True))
+    # One that was chosen alone is apart from nothing.
+    assert not apart(asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="asyncckpt", keys=["a", "f"]))
+
+
+def test_what_a_choice_or_new_names_part_is_several_objects(tmp_path: pathlib.Path) -> None:
+    once = {"q": 1, "w": torch.ones(2)}
+    torch.save({"a": once, "b": once, "c": once}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["a.q", "b", "c"])
+    assert apart(report) == ["a, b, c"]
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert [list(found[name]) for name in "abc"] == [["q"], ["q", "w"], ["q", "w"]]
+    assert found["b"] is found["c"]
+    asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch", key_map={"a.q": "a.z"})
+    found = torch.load(tmp_path / "c", weights_only=True)
+    assert sorted(found["a"]) == ["w", "z"]
+    assert found["b"] is found["c"]
+    assert sorted(found["b"]) == ["q", "w"]
+
+
+def test_containers_in_a_tuple_of_dcp_stay_one(tmp_path: pathlib.Path) -> None:
+    once = {"q": 1}
+    torch.save({"t": (once, once, torch.ones(2)), "v": {"s": set()}}, tmp_path / "a")
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "dcp", to="dcp").changed == ()
+    assert asyncckpt.convert(tmp_path / "dcp", tmp_path / "b", to="torch").changed == ()
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert found["t"][0] is found["t"][1]
+
+
+def test_each_tuple_of_dcp_holds_its_own_elements_alone(tmp_path: pathlib.Path) -> None:
+    flat = torch.arange(1 << 16).float()
+    state = {f"p{n}": (flat[n * 100 : n * 100 + 100],) for n in range(20)}
+    torch.save({**state, "all": (flat,), "two": (flat[:10], flat[5:20])}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp", max_shard_bytes=flat.nbytes)
+    sizes = [path.stat().st_size for path in (tmp_path / "b").glob("*.distcp")]
+    assert sum(sizes) < flat.nbytes + 22 * 2000
+    assert len(sizes) == 3, "those before the largest, it, and those behind it"
+    assert any(said.startswith("views of the same elements are stored apart: all.0, p0.0") for said in report.changed)
+    torch.save({"two": (flat[:10], flat[5:20])}, tmp_path / "c")
+    assert asyncckpt.convert(tmp_path / "c", tmp_path / "d", to="dcp").changed == ()
+    report = asyncckpt.convert(tmp_path / "d", tmp_path / "e", to="asyncckpt")
+    assert "views of the same elements are stored apart: two.0, two.1" in report.changed
+
+
 def _without_counters(value: Any) -> Any:
     return dict(value) if type(value) is Tally else value
 
@@ -237,6 +337,8 @@ def _broken_node(kind: str) -> Callable[[TorchImage, Any], None]:
             node = ("V", found)
         elif kind == "counter" and node[0] == "c":
             node = ("d", node[1])
+        elif kind == "container" and node[0] == "S":
+            node = node[2]
         whole(image, node)
 
     return node
@@ -246,13 +348,16 @@ _ALIVE: list[Any] = []
 """What is written is told apart by identity."""
 
 
-@pytest.mark.parametrize("kind", ["parameter", "gradients", "stride", "offset", "object", "counter", "value"])
+@pytest.mark.parametrize(
+    "kind", ["parameter", "gradients", "stride", "offset", "object", "counter", "container", "value"]
+)
 def test_what_was_written_otherwise_is_found_before_it_is_in_place(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = torch.arange(16.0).reshape(4, 4)
     tied = torch.nn.Parameter(torch.ones(2))
     state = {"a": base, "b": base[1:, 1:], "c": Counts("xy"), "k": {(1,): Counts("z")}, "p": tied, "q": tied}
+    state["d"] = state["e"] = {"x": 1}
     torch.save(state, tmp_path / "a")
     if kind == "value":
         written_as = torch_image._written_as
