@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import asyncckpt
-from asyncckpt.dcp import StorageWriter, resolving
+from asyncckpt.dcp import StorageWriter, rank_part, resolving, written_tensor
 from asyncckpt.dcp.resolving import CallersResolves
 from asyncckpt.dcp.written_tensor import WrittenTensor, settle
 from asyncckpt.storage import rank_files
@@ -241,3 +241,30 @@ def test_what_kernels_still_make_is_written_when_it_is_made(settles: bool, rng: 
         found.append(bool((memory == number).all()))
     assert not device.violations
     assert all(found) == settles
+
+
+def test_a_save_waits_for_the_kernels_of_its_planner(
+    tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, kept = SimulatedDevice(rng), list[torch.Tensor]()
+
+    def pinned(like: torch.Tensor) -> torch.Tensor:
+        kept.append(torch.zeros_like(like))
+        device.registered[kept[-1].data_ptr()] = kept[-1].numel()
+        return kept[-1]
+
+    monkeypatch.setattr(written_tensor, "pinned", pinned)
+    monkeypatch.setattr(rank_part, "CudaDevice", lambda: device)
+
+    class Computing(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            made = device.put(torch.zeros(300, 1000), 0)
+            device.launch(0, lambda: made.copy_(STATE[write_item.index.fqn]))
+            return made
+
+    with device.on_stream(device.new_stream(0)):
+        dcp_calls.save(STATE, StorageWriter(tmp_path / "a"), planner=Computing())
+    assert kept, "fetched ahead"
+    found = asyncckpt.load(tmp_path / "a")
+    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+    assert not device.violations
