@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec
 from asyncckpt.format.names import is_reserved
-from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.planning.torch_types import dtype_name, why_unreadable
 
 
 class Items(NamedTuple):
@@ -77,8 +77,12 @@ def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:
     """Return the elements of what a planner resolved as a flat uint8 tensor on its device: a copy only if need be.
 
     Raises:
-        UnsupportedLeafError: It is not what the plan says.
+        UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
     """
+    why = why_unreadable(tensor)
+    if why is not None:
+        kind = type(tensor).__name__
+        raise UnsupportedLeafError(f"cannot store {spec.fqn!r}: {why}", leaf=spec.fqn, type_name=kind)
     if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.sizes:
         raise UnsupportedLeafError(
             f"the planner resolves {spec.fqn!r} to {tensor.dtype}{list(tensor.shape)}, its plan says {spec.dtype}"

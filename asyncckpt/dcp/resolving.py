@@ -85,16 +85,27 @@ class CallersResolves:
                 self._wishes.put(None)
 
         thread = threading.Thread(target=run, name="asyncckpt-write-all")
+        is_over, interrupted = False, None
         try:
             with uninterrupted():
                 thread.start()
             while (wish := self._wishes.get()) is not None:
                 self._fulfil(*wish)
-        except BaseException:
-            self._stopped = True  # who waits for an answer, or writes, sees it
-            _await_end(thread)
-            raise
-        _await_end(thread)
+            is_over = True
+        finally:
+            # IMPORTANT: no call outside of the inner `try`: a second signal may be handled there, and the thread uses
+            # memory and descriptors that others may have next.
+            while True:
+                try:
+                    self._stopped = not is_over  # who waits for an answer, or writes, sees it
+                    if thread.ident is not None:
+                        with uninterrupted():
+                            thread.join()
+                    break
+                except BaseException as error:
+                    interrupted = error
+        if interrupted is not None:
+            raise interrupted
         if errors:
             raise errors[0]
 
@@ -120,16 +131,3 @@ class CallersResolves:
         made = self._resolves[number]()
         self._settle(made)
         return made
-
-
-def _await_end(thread: threading.Thread) -> None:
-    """Wait for the thread, whatever comes meanwhile: it uses memory and descriptors that others may have next."""
-    interrupted: BaseException | None = None
-    while thread.ident is not None:
-        try:
-            thread.join()
-            break
-        except BaseException as error:
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted

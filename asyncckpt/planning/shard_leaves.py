@@ -9,7 +9,7 @@ import torch
 from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.sharding.grid import Box, Grid
 from asyncckpt.planning.sharding.shards import Sharded, refused
-from asyncckpt.planning.torch_types import SHRUNK, address_of, dtype_name, is_whole
+from asyncckpt.planning.torch_types import NO_MEMORY, SHRUNK, address_of, dtype_name, is_whole
 
 
 class ShardLeaf(NamedTuple):
@@ -53,7 +53,7 @@ def sources_of(found: Sharded) -> list[torch.Tensor]:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             raise refused(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
         if tensor.numel() and not address_of(tensor):
-            raise refused(found.type_name, "it has elements and no memory: its storage was freed or never allocated")
+            raise refused(found.type_name, NO_MEMORY)
         if not is_whole(tensor):
             raise refused(found.type_name, SHRUNK)
         if tensor.is_conj() or tensor.is_neg():

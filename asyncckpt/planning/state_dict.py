@@ -21,7 +21,7 @@ from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, so
 from asyncckpt.planning.sharding.recognising import Describe, describer
 from asyncckpt.planning.sharding.shards import Sharded, named, refused, refused_by_name
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, SHRUNK, address_of, dtype_name, is_whole
+from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, NO_MEMORY, SHRUNK, address_of, dtype_name, is_whole
 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
@@ -202,7 +202,7 @@ class _Walk:
             else id(value)
         )
         if not address and value.numel():
-            raise self._refused(value, "it has elements and no memory: its storage was freed or never allocated")
+            raise self._refused(value, NO_MEMORY)
         number = self._seen.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
             if not is_whole(value):

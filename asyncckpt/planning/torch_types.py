@@ -15,6 +15,7 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 NO_ADDRESS_BELOW = 1 << 40
 """What is below may be an offset: memory hardly ever lies there, and no storage is that long."""
 
+NO_MEMORY = "it has elements and no memory: its storage was freed or never allocated"
 SHRUNK = "its storage holds fewer bytes than its elements take: it was resized"
 
 
@@ -48,6 +49,19 @@ def is_whole(tensor: torch.Tensor) -> bool:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     end = tensor.storage_offset() + last + 1
     return not tensor.numel() or end * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def why_unreadable(tensor: torch.Tensor) -> str | None:
+    """Return why the elements of a tensor cannot be copied, or None. What is copied by address must have one."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type not in ("cpu", "cuda"):
+        return f"a {'nested ' if tensor.is_nested else ''}tensor of layout {tensor.layout} on {tensor.device}"
+    try:
+        # A fake tensor says that it is on the CPU; its storage does not.
+        if tensor.untyped_storage().device != tensor.device or (tensor.numel() and not address_of(tensor)):
+            return NO_MEMORY
+        return None if is_whole(tensor) else SHRUNK
+    except RuntimeError as error:  # a subclass that stands for a tensor, as torch.compile has them
+        return f"a {type(tensor).__name__}: {error}"
 
 
 def encode_torch(value: Any) -> tuple[str, Any] | None:

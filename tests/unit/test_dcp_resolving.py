@@ -187,6 +187,40 @@ def test_ctrl_c_before_any_line_ends_everything(monkeypatch: pytest.MonkeyPatch)
     assert len(outcomes) > 30
 
 
+def test_two_signals_at_once_leave_no_thread() -> None:
+    """As a scheduler sends them: the second one is handled while the first one's exception is on its way."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    def both() -> torch.Tensor:
+        signals = {signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        for number in signals:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        return torch.ones(1)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        for _ in range(20):
+            serving = CallersResolves([both, lambda: torch.zeros(1)])
+            asked = serving.resolves()
+
+            def work(asked: Any = asked) -> None:
+                asked[0]()
+                asked[1]()
+
+            left: list[list[str]] = []
+            try:
+                serving.serve(work)
+            except (KeyboardInterrupt, SystemExit):
+                left.append(our_threads())
+            assert left == [[]]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_planner_that_has_failed_is_asked_no_more() -> None:
     made: list[int] = []
 

@@ -17,6 +17,7 @@ import states
 import storage_samples
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -375,6 +376,45 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
     with pytest.raises(CheckpointException) as caught:
         dcp_calls.save(state_dict, StorageWriter(tmp_path / "c"), planner=planner)
     assert isinstance(dcp_calls.reason(caught.value), kind)
+    assert not (tmp_path / "c").exists()
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(40)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(5)
+
+
+@pytest.mark.parametrize("thread_count", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.empty(2, 3, device="meta"), "on meta"),
+        (lambda: torch.nn.Linear(2, 3, device="meta").weight, "on meta"),
+        (freed, "no memory"),
+        (shrunk, "fewer bytes"),
+        (fake, "no memory"),
+    ],
+    ids=["meta", "parameter", "freed", "shrunk", "fake"],
+)
+def test_a_tensor_without_memory_is_refused(tmp_path: Path, thread_count: int, make: Any, why: str) -> None:
+    writer = StorageWriter(tmp_path / "c", thread_count=thread_count)
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.save({"a": torch.ones(3), "w": make()}, writer)
+    reason = dcp_calls.reason(caught.value)
+    assert isinstance(reason, UnsupportedLeafError)
+    assert "'w'" in str(reason) and why in str(reason)
     assert not (tmp_path / "c").exists()
 
 
