@@ -18,7 +18,7 @@ import states
 import torch
 
 import asyncckpt
-from asyncckpt.conversion import torch_image
+from asyncckpt.conversion import shared_containers, torch_image
 from asyncckpt.conversion.torch_image import TorchImage
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.foreign.pickle_values import Tally
@@ -286,6 +286,42 @@ def test_what_a_choice_or_new_names_part_is_several_objects(tmp_path: pathlib.Pa
     assert sorted(found["a"]) == ["w", "z"]
     assert found["b"] is found["c"]
     assert sorted(found["b"]) == ["q", "w"]
+
+
+@pytest.mark.parametrize("to", ["torch", "asyncckpt", "dcp"])
+def test_containers_that_new_names_part_are_named_as_in_the_source(to: str, tmp_path: pathlib.Path) -> None:
+    once, plain, odd = {"w": torch.ones(2), "n": 1}, [1, 2], [torch.strided, 1]
+    state = {"model": {"a": once, "b": once, "l": [plain, plain]}, "o": {"x": once}, "u": odd, "v": odd, "z": [odd, 3]}
+    torch.save(state, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, key_map=lambda fqn: fqn.removeprefix("model."))
+    assert apart(report) == ["model.a, model.b, model.l, o.x, u, v, z"]
+
+
+def test_empty_containers_that_are_stored_apart_are_named(tmp_path: pathlib.Path) -> None:
+    empty: dict[str, Any] = {}
+    torch.save({"a": empty, "b": empty, "c": {}}, tmp_path / "a")
+    assert apart(asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")) == ["a, b"]
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch").changed == ()
+    found = torch.load(tmp_path / "c", weights_only=True)
+    assert found["a"] is found["b"]
+    assert found["a"] is not found["c"]
+
+
+def test_looking_for_what_was_one_takes_no_more_than_a_look_at_each(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once, looks = {"w": torch.ones(2)}, list[int]()
+    nodes = shared_containers._nodes
+
+    def counted(*arguments: Any) -> Any:
+        for found in nodes(*arguments):
+            looks.append(1)
+            yield found
+
+    monkeypatch.setattr(shared_containers, "_nodes", counted)
+    torch.save({"s": {str(n): n for n in range(500)}, "a": once, "b": once}, tmp_path / "a")
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    assert 500 < len(looks) < 1500
 
 
 def test_containers_in_a_tuple_of_dcp_stay_one(tmp_path: pathlib.Path) -> None:
