@@ -11,7 +11,7 @@ from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.foreign.dcp_directory import read_dcp_directory
 from asyncckpt.foreign.safetensors_files import index_names, read_hf_directory, read_safetensors_file
 from asyncckpt.foreign.safetensors_header import is_safetensors
-from asyncckpt.foreign.torch_file import LEGACY_MAGIC, ZIP_MAGIC, read_torch_file
+from asyncckpt.foreign.torch_file import HEAD_NBYTES, begins_torch_file, read_torch_file
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, owner_of
 from asyncckpt.storage.contents import Contents, OnIndex, read_contents
 from asyncckpt.storage.files import Files, opened
@@ -38,10 +38,10 @@ def kind_at(path: str, files: Files) -> str:
     if not stat.S_ISREG(found.st_mode):
         raise UnsupportedFormatError(f"{path} is neither a file nor a directory", path=path)
     with opened(files, path, os.O_RDONLY) as fd:
-        start = bytearray(16)
+        start = bytearray(HEAD_NBYTES)
         count = files.preadv(fd, [start], 0)
     head = bytes(start[:count])
-    if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)):
+    if begins_torch_file(head):
         return "torch"
     if is_safetensors(head, found.st_size):
         return "safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -23,8 +24,13 @@ from asyncckpt.storage.files import Files, opened
 from asyncckpt.storage.source import Strided
 
 ZIP_MAGIC = b"PK\x03\x04"
-LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-"""A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`."""
+_LEGACY_MAGIC = re.compile(
+    rb"\x80([\x02\x03]|[\x04\x05]\x95.{8})\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", re.DOTALL
+)
+"""A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`; from protocol 4 on in a frame."""
+
+HEAD_NBYTES = 32
+"""Of a file: enough to tell what it is."""
 
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
 """Of a tensor that `expand` made: saved as the elements that it repeats, and read as what it claims to be. Chosen."""
@@ -128,8 +134,7 @@ def read_torch_file(path: str, files: Files) -> Contents:
     try:
         with opened(files, path, os.O_RDONLY) as fd:
             read_at = read_exactly(files, fd, nbytes)
-            magic = read_at(0, min(nbytes, len(LEGACY_MAGIC)))
-            if magic == LEGACY_MAGIC:
+            if _is_legacy(read_at(0, min(nbytes, HEAD_NBYTES))):
                 value, start_of = _legacy(read_at, nbytes)
                 writer = "torch.save, before torch 1.6"
             else:
@@ -159,6 +164,15 @@ def read_torch_file(path: str, files: Files) -> Contents:
     return assembly.contents(tree, writer)
 
 
+def begins_torch_file(head: bytes) -> bool:
+    """Whether a file that begins with `head`, of `HEAD_NBYTES` or all of it, may be one of torch's."""
+    return head.startswith(ZIP_MAGIC) or _is_legacy(head)
+
+
+def _is_legacy(head: bytes) -> bool:
+    return _LEGACY_MAGIC.match(head) is not None
+
+
 def is_torch_file(path: str, files: Files) -> bool:
     """Whether `torch.save` wrote a file that begins as one of its: any zip archive does.
 
@@ -169,7 +183,7 @@ def is_torch_file(path: str, files: Files) -> bool:
         nbytes = files.fstat(fd).st_size
         try:
             read_at = read_exactly(files, fd, nbytes)
-            if read_at(0, len(LEGACY_MAGIC)) != LEGACY_MAGIC:
+            if not _is_legacy(read_at(0, min(nbytes, HEAD_NBYTES))):
                 TorchArchive(read_at, nbytes)
         except ValueError:
             return False

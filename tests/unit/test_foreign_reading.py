@@ -543,3 +543,11 @@ def test_one_element_that_claims_to_be_terabytes_is_refused_and_smaller_ones_are
         asyncckpt.load(tmp_path / "a")
     torch.save({"x": torch.arange(2.0)[:, None].expand(2, 5000)}, tmp_path / "a")
     assert torch.equal(asyncckpt.load(tmp_path / "a")["x"], torch.arange(2.0)[:, None].expand(2, 5000))
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["zip", "older"])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_files_of_every_pickle_protocol_are_read(protocol: int, older: bool, tmp_path: pathlib.Path) -> None:
+    state = {"a": torch.arange(5.0), "b": [1, "x" * 70_000], "c": b"y" * 70_000, "n": None}
+    torch.save(state, tmp_path / "a", pickle_protocol=protocol, _use_new_zipfile_serialization=not older)
+    states.assert_same(asyncckpt.load(tmp_path / "a"), state)
