@@ -29,6 +29,13 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torc
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
 
 
+def resized(nbytes: int) -> torch.Tensor:
+    """Return 1,000 float32 ones whose storage was made `nbytes` long afterwards: less than they take."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 def every_tensor() -> dict[str, torch.Tensor]:
     """One tensor of every dtype, and every shape that is out of the ordinary."""
     found = {f"dtype_{str(d).removeprefix('torch.')}": tensor_of(d, (3, 5), n) for n, d in enumerate(ALL_DTYPES)}

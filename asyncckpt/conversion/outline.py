@@ -22,6 +22,8 @@ from asyncckpt.planning.keys import mappings
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 
+_NOTHING_SAID = AsSaved()
+
 KeyMap = Mapping[str, str] | Callable[[str], str]
 
 
@@ -59,7 +61,7 @@ class Outline:
     def as_saved(self) -> AsSaved:
         """What pickles said of the source's values; of one without pickles nothing."""
         source = self.contents.source
-        return source.as_saved if isinstance(source, ForeignSource) else AsSaved()
+        return source.as_saved if isinstance(source, ForeignSource) else _NOTHING_SAID
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf) in order."""

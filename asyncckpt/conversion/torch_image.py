@@ -6,7 +6,7 @@ import io
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
@@ -99,15 +99,6 @@ class TorchImage(PickleImage):
             self._long_bytes(node[1])
         else:
             super()._node(node)
-
-    def _once(self, key: Hashable, put: Callable[[], None]) -> None:
-        """Put what `key` stands for, or refer to it where it was put before."""
-        if key in self._memo:
-            self._put(b"j", struct.pack("<I", self._memo[key]))
-            return
-        put()
-        self._memo[key] = len(self._memo)
-        self._put(b"r", struct.pack("<I", self._memo[key]))
 
     def _long_bytes(self, number: int) -> None:
         """As `PickleImage` writes bytes, a piece at a time: the UTF-8 of a text, and how to encode that."""

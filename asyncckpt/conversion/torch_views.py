@@ -46,7 +46,7 @@ def with_views(outline: Outline, to: str) -> Outline:
     """
     outline = replace(outline, tensors=list(outline.tensors), names=list(outline.names), views={})
     outline.shared = shared_containers(outline, list(pickles(outline, to)))
-    for path, node in pickles(outline, to) if outline.as_saved.tensors else ():
+    for path, node in pickles(outline, to):
         for group in overlapping(saved_tensors(outline, node, path)):
             _place(outline, group)
     return outline
@@ -55,7 +55,7 @@ def with_views(outline: Outline, to: str) -> Outline:
 def saved_tensors(outline: Outline, node: Node, path: Path = ()) -> list[Member]:
     """Return the tensors below a node, which stands at `path`, of which a pickle said what they were."""
     saved, found = outline.as_saved.tensors, []
-    for at, leaf in leaves(node, path):
+    for at, leaf in leaves(node, path) if saved else ():
         fqn = fqn_of(at)
         view = saved.get(outline.former.get(fqn, fqn)) if leaf[0] == "T" else None
         if view is not None:

@@ -114,7 +114,7 @@ class PickleImage:
         elif kind == "B":
             self._value(self._hoisted(node[1]))
         else:
-            self._tensor_of(node[1])
+            self._once(node[1], lambda: self._tensor_of(node[1]))
 
     def _members(self, members: tuple[Any, ...]) -> None:
         self._put(b"(")
@@ -134,10 +134,16 @@ class PickleImage:
             self._value(value)
         self._put(b"u")
 
-    def _tensor_of(self, number: int) -> None:
-        if number in self._memo:
-            self._put(b"j", struct.pack("<I", self._memo[number]))
+    def _once(self, key: Hashable, put: Callable[[], None]) -> None:
+        """Put what `key` stands for, or refer to it where it was put before."""
+        if key in self._memo:
+            self._put(b"j", struct.pack("<I", self._memo[key]))
             return
+        put()
+        self._memo[key] = len(self._memo)
+        self._put(b"r", struct.pack("<I", self._memo[key]))
+
+    def _tensor_of(self, number: int) -> None:
         dtype, shape = self._tensor(number)
         storage = _STORAGES.get(dtype)
         numel, itemsize = math.prod(shape), DTYPES[dtype].itemsize
@@ -157,8 +163,6 @@ class PickleImage:
             self._put(f"ctorch\n{dtype}\n".encode())
         self._put(b"tR")
         self.storages.append(number)
-        self._memo[number] = len(self._memo)
-        self._put(b"r", struct.pack("<I", self._memo[number]))
 
     def _value(self, value: Any) -> None:
         kind = type(value)

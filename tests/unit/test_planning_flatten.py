@@ -153,23 +153,11 @@ class Subclass(torch.Tensor):
     """A tensor of another kind."""
 
 
-def _freed() -> torch.Tensor:
-    tensor = torch.ones(1000)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 def _view_of_freed() -> torch.Tensor:
     tensor = torch.ones(1000)
     view = tensor[2:]
     tensor.untyped_storage().resize_(0)
     return view
-
-
-def _shrunk() -> torch.Tensor:
-    tensor = torch.ones(1000)
-    tensor.untyped_storage().resize_(3999)
-    return tensor
 
 
 def _view_of_shrunk() -> torch.Tensor:
@@ -198,11 +186,11 @@ REFUSED = {
     "tensor subclass": lambda: torch.ones(2).as_subclass(Subclass),
     "lazy parameter": torch.nn.parameter.UninitializedParameter,
     "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "freed storage": _freed,
+    "freed storage": lambda: states.resized(0),
     "view of freed storage": _view_of_freed,
-    "shrunk storage": _shrunk,
+    "shrunk storage": lambda: states.resized(3999),
     "view of shrunk storage": _view_of_shrunk,
-    "shard in shrunk storage": lambda: ShardedSlice(_shrunk(), (2000,), (0,)),
+    "shard in shrunk storage": lambda: ShardedSlice(states.resized(3999), (2000,), (0,)),
     "subclass of str": lambda: type("S", (str,), {})("x"),
     "subclass of float": lambda: type("F", (float,), {})(1.0),
 }
