@@ -1,4 +1,4 @@
-"""What a test process holds: fds, threads, children, slots, sockets, workers; and what it holds more of later."""
+"""What a test process holds: fds, threads, children, slots, sockets, workers, signals; and what more of it later."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 import stat
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 
@@ -33,9 +35,12 @@ class LeakGuard:
             "thread": lambda: set(threading.enumerate()),
             "child process": child_processes,
             "slot mapping": slot_mappings,
+            "signal": lambda: {f"{one.name}: {how}" for one, how in handlers().items()},
+            "blocked signal": blocked_signals,
             "socket": lambda: {name for d in self._directories for name in sockets(d)},
             "worker": lambda: {name for d in self._directories for name in held_locks(d)},
         }
+        self._handlers, self._blocked = handlers(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._before = {kind: probe() for kind, probe in self._probes.items()}
 
     def watch(self, directory: pathlib.Path) -> None:
@@ -61,6 +66,10 @@ class LeakGuard:
 
     def clean_up(self) -> None:
         """End what a failed test left, so that the next one is not blamed for it."""
+        for one, before in self._handlers.items():
+            if before is not None and signal.getsignal(one) is not before:
+                signal.signal(one, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for directory in self._own:
             for process in psutil.process_iter(["cmdline"]):
                 if any(str(directory) in word for word in process.info["cmdline"] or ()) and process.pid != os.getpid():
@@ -123,6 +132,16 @@ def slot_mappings() -> set[object]:
     """Return the address ranges at which slots are mapped."""
     with open("/proc/self/maps") as maps:
         return {line.split()[0] for line in maps if "memfd:asyncckpt" in line}
+
+
+def handlers() -> dict[signal.Signals, Any]:
+    """Return what is done at each signal; None: not Python's."""
+    return {one: signal.getsignal(one) for one in signal.valid_signals() if isinstance(one, signal.Signals)}
+
+
+def blocked_signals() -> set[object]:
+    """Return what this thread blocks."""
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
 def sockets(directory: pathlib.Path) -> set[str]:

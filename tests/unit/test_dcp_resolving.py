@@ -194,10 +194,12 @@ def test_two_signals_at_once_leave_no_thread() -> None:
         raise SystemExit(128 + number)
 
     def both() -> torch.Tensor:
+        # To this thread, which blocks them: sent to the process they would come by way of another thread at once, and
+        # what they raise would leave them blocked here for good.
         signals = {signal.SIGINT, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         for number in signals:
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return torch.ones(1)
 

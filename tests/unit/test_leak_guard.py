@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def _worker(directory: pathlib.Path) -> Iterator[None]:
     os.close(fd)
 
 
+@contextmanager
+def _handler(_: pathlib.Path) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+@contextmanager
+def _blocked(_: pathlib.Path) -> Iterator[None]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+
+
 @pytest.mark.parametrize(
     ("kind", "leak"),
     [
@@ -76,6 +91,8 @@ def _worker(directory: pathlib.Path) -> Iterator[None]:
         ("slot mapping", _mapping),
         ("socket", _socket),
         ("worker", _worker),
+        ("signal", _handler),
+        ("blocked signal", _blocked),
     ],
 )
 def test_guard_names_the_leak_and_forgets_it_when_it_is_gone(
@@ -85,3 +102,12 @@ def test_guard_names_the_leak_and_forgets_it_when_it_is_gone(
     with leak(endpoint_dir):  # type: ignore[attr-defined]
         assert any(found.startswith(f"{kind}: ") for found in guard.settled_leaks(0.05))
     assert guard.settled_leaks() == []
+
+
+def test_guard_puts_signals_back_for_the_next_test() -> None:
+    guard, before = LeakGuard(), signal.getsignal(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    guard.clean_up()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
