@@ -22,6 +22,7 @@ import pytest
 
 from tests import fault_table
 from tests.leak_guard import LeakGuard
+from tests.warm_python import WarmPython
 
 # Before torch is imported, here and in what is started from here. Threads of OpenMP that have nothing to do spin for a
 # while, in the hope of more: with several processes on few cores that takes a third of the time away from the others.
@@ -110,6 +111,14 @@ def _default_endpoint_is_private() -> Iterator[pathlib.Path]:
     yield directory
     patch.undo()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def warm_python(_default_endpoint_is_private: pathlib.Path) -> Iterator[WarmPython]:
+    """Starts programs that need torch in a hundredth of the time."""
+    found = WarmPython()
+    yield found
+    found.close()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ GRACE_S = 20.0
 """A closed thing may need a moment: threads to return, the kernel to drop a process. More, on a busy machine."""
 
 _IGNORED_FDS = ("/dev/urandom", "/dev/nvidia", "/dev/null", "/proc/")
-_IGNORED_CHILDREN = ("resource_tracker", "forkserver")
+_IGNORED_CHILDREN = ("resource_tracker", "forkserver", "tests.warm_python")
 
 
 class LeakGuard:
@@ -135,8 +135,9 @@ def slot_mappings() -> set[object]:
 
 
 def handlers() -> dict[signal.Signals, Any]:
-    """Return what is done at each signal; None: not Python's."""
-    return {one: signal.getsignal(one) for one in signal.valid_signals() if isinstance(one, signal.Signals)}
+    """Return what is done at each signal but pytest-timeout's; None: not Python's."""
+    found = signal.valid_signals() - {signal.SIGALRM}
+    return {one: signal.getsignal(one) for one in found if isinstance(one, signal.Signals)}
 
 
 def blocked_signals() -> set[object]:

@@ -59,6 +59,11 @@ def standing_at(path: str, files: Files, *, overwrite: bool, is_hub: bool = Fals
             f"{path} exists; it was left untouched. Choose another path, or replace it by overwrite=True (--overwrite)",
             path=path,
         )
+    if stat.S_ISLNK(found.st_mode):
+        raise CheckpointExistsError(
+            f"{path} is a symbolic link; it was left untouched. Name what it leads to: {os.path.realpath(path)}",
+            path=path,
+        )
     if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
         raise _no_checkpoint(path)
     try:

@@ -18,7 +18,7 @@ from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
 from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
-from asyncckpt.foreign.zip_directory import ReadAt, ZipEntry, data_offset, read_directory
+from asyncckpt.foreign.zip_directory import PackedError, ReadAt, ZipEntry, data_offset, read_directory
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened
 from asyncckpt.storage.source import Strided
@@ -47,19 +47,25 @@ class TorchArchive:
         nbytes: Its length.
 
     Raises:
+        UnpicklingError: A TorchScript archive.
         ValueError: No such archive, or damaged.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int) -> None:
         self._read_at = read_at
-        self.entries = read_directory(read_at, nbytes)
+        try:
+            self.entries = read_directory(read_at, nbytes)
+        except PackedError as error:
+            if any(name.endswith("/constants.pkl") for name in error.names):  # its code is compressed
+                raise _torchscript() from error
+            raise
         self._has_crcs = any(entry.crc for entry in self.entries.values())
         pickles = [name for name in self.entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise ValueError("a zip archive that torch.save did not write: it holds no data.pkl")
         self.prefix = pickles[0].removesuffix("data.pkl")
         if f"{self.prefix}constants.pkl" in self.entries:
-            raise UnpicklingError("a TorchScript archive, which is code", "torch.jit")
+            raise _torchscript()
         order = self.entries.get(f"{self.prefix}byteorder")
         if order is not None and self.bytes_of(order) != b"little":
             raise ValueError("it was written on a big-endian machine")
@@ -93,6 +99,10 @@ class TorchArchive:
         if entry.nbytes < storage.numel * DTYPES[storage.dtype or "uint8"].itemsize:
             raise ValueError(f"storage {storage.key!r} was cut short")
         return data_offset(self._read_at, entry)
+
+
+def _torchscript() -> UnpicklingError:
+    return UnpicklingError("a TorchScript archive, which is code", "torch.jit")
 
 
 def place_of(ref: TensorRef, part: int, start: int) -> tuple[int, int] | Strided:

@@ -41,11 +41,20 @@ class ZipEntry(NamedTuple):
     limit: int
 
 
+class PackedError(ValueError):
+    """Some entries are compressed or encrypted. `names`: of all entries."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        super().__init__("some entries are compressed or encrypted")
+
+
 def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
     """Return the entries of an archive of `nbytes`, by name.
 
     Raises:
-        ValueError: No zip archive, a damaged one, or one whose entries overlap, or are compressed or encrypted.
+        PackedError: Some are not stored as they are.
+        ValueError: No zip archive, a damaged one, or one whose entries overlap.
     """
     tail_nbytes = min(nbytes, _FIRST_TAIL_NBYTES)
     tail = read_at(nbytes - tail_nbytes, tail_nbytes)
@@ -87,6 +96,7 @@ def _end64(read_at: ReadAt, end_offset: int, plain: tuple[int, int, int]) -> tup
 
 def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipEntry]:
     found: dict[str, ZipEntry] = {}
+    is_packed = False
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data):
@@ -101,13 +111,14 @@ def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipEntry]:
         if _MAX32 in (packed, nbytes, offset):
             nbytes, packed, offset = _extra64(data[at + n_name : at + n_name + n_extra], nbytes, packed, offset)
         at += n_name + n_extra + n_comment
-        if method or flags & 1 or packed != nbytes:
-            raise ValueError(f"entry {name!r} is compressed or encrypted")
-        if offset + _LOCAL.size + nbytes > limit:
+        is_packed = is_packed or bool(method or flags & 1 or packed != nbytes)
+        if offset + _LOCAL.size + packed > limit:
             raise ValueError(f"entry {name!r} lies outside of the archive")
         if name in found:
             raise ValueError(f"entry {name!r} is there twice")
         found[name] = ZipEntry(name, offset, nbytes, crc, limit)
+    if is_packed:
+        raise PackedError(found)
     return found
 
 

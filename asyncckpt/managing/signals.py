@@ -40,7 +40,8 @@ class SignalNote:
 
     The handler that was there before is called as well, unless it is one that ends the process: that is what is put
     off. In a forked child (of a pool, say, that ends its children by SIGTERM) nothing is put off: it does what was
-    there before. IMPORTANT: the handler takes no lock and writes no log: it may interrupt whoever holds one.
+    there before; and so it does where `restore` could not take it away, since another note was made later, or was not
+    in the main thread. IMPORTANT: the handler takes no lock and writes no log: it may interrupt whoever holds one.
 
     Attributes:
         at: `time.monotonic()` when it came; None: it has not.
@@ -50,6 +51,7 @@ class SignalNote:
         self.at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
+        self._is_over = False
 
     def install(self, signals: Iterable[signal.Signals]) -> None:
         """Handle these signals.
@@ -72,13 +74,17 @@ class SignalNote:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(signal.Signals(number))
-        if os.getpid() != self._pid:
+        # A note that was made later and still counts calls this one, too: then nothing ends the process.
+        if os.getpid() != self._pid or (self._is_over and self._is_in_place(number)):
             self._leave_to(before, number, frame)
             return
-        if self.at is None:
+        if self.at is None and not self._is_over:
             self.at = time.monotonic()
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+    def _is_in_place(self, number: int) -> bool:
+        return signal.getsignal(number) == self._handle  # a bound method is another object each time it is asked for
 
     @staticmethod
     def _leave_to(before: Any, number: int, frame: FrameType | None) -> None:
@@ -90,9 +96,9 @@ class SignalNote:
 
     def restore(self) -> None:
         """Put back what was there before, where this is still what is there. Twice is fine."""
+        self._is_over = True
         for one, before in list(self._before.items()):
-            # A bound method is another object each time it is asked for.
-            if signal.getsignal(one) == self._handle and before is not None:
+            if self._is_in_place(one) and before is not None:
                 with contextlib.suppress(ValueError):  # not the main thread: it goes on passing them on
                     signal.signal(one, before)
                     del self._before[one]

@@ -111,7 +111,11 @@ def _absent(path: str, files: Files) -> AsyncCkptError:
         return CheckpointNotFoundError(f"{path} is a file; a checkpoint is a directory", path=path)
     except FileNotFoundError:
         return CheckpointNotFoundError(f"there is no checkpoint at {path}: no such directory", path=path)
-    if not names or any(owner_of(name) for name in names):
+    if not names:
+        return CheckpointNotCommittedError(
+            f"{path} is an empty directory: nothing was saved there, or a save was begun and never committed", path=path
+        )
+    if any(owner_of(name) for name in names):
         return CheckpointNotCommittedError(
             f"{path} holds a checkpoint that was begun and never committed (no {MANIFEST_NAME}); load an earlier one",
             path=path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import pathlib
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from real_worker import wait_until
 import asyncckpt
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.storage.files import Files
+from tests.warm_python import WarmPython
 
 TARGETS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
 DEADLINE_S = 60
@@ -92,7 +92,7 @@ def test_a_transposed_tensor_takes_its_own_size_and_no_more(tmp_path: pathlib.Pa
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_and_a_scheduler_s_end_leave_nothing_behind(
-    number: int, to: str, large: pathlib.Path, tmp_path: pathlib.Path
+    number: int, to: str, large: pathlib.Path, tmp_path: pathlib.Path, warm_python: WarmPython
 ) -> None:
     # Whoever runs the tests in the background of a shell has Ctrl-C ignored, and what is ignored stays so.
     default = "default_int_handler" if number == signal.SIGINT else "SIG_DFL"
@@ -102,9 +102,12 @@ def test_ctrl_c_and_a_scheduler_s_end_leave_nothing_behind(
     for attempt in range(ATTEMPTS):
         root = tmp_path / str(attempt)
         root.mkdir()
-        with converting(
-            [sys.executable, "-c", command, "convert", str(large), str(root / "out"), "--to", to], tmp_path / "stderr"
-        ) as process:
+        with (
+            (tmp_path / "stderr").open("wb") as stderr,
+            warm_python.running(
+                command, "convert", str(large), str(root / "out"), "--to", to, stderr=stderr
+            ) as process,
+        ):
             wait_until(lambda root=root: os.listdir(root), "it writes")  # type: ignore[misc]
             process.send_signal(number)
             try:
@@ -146,7 +149,7 @@ sys.exit(main(sys.argv[4:]))
     ids=str,
 )
 def test_a_signal_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_whole(
-    module: str, step: str, number: int, stands: str, tmp_path: pathlib.Path
+    module: str, step: str, number: int, stands: str, tmp_path: pathlib.Path, warm_python: WarmPython
 ) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -155,8 +158,7 @@ def test_a_signal_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_w
     asyncckpt.convert(tmp_path / "old.pt", root / "out", to="asyncckpt")
     where = [f"asyncckpt.conversion.{module}", step, str(int(number))]
     arguments = ["convert", str(tmp_path / "new.pt"), str(root / "out"), "--to", "asyncckpt", "--overwrite"]
-    with converting([sys.executable, "-c", INTERRUPTED, *where, *arguments]) as process:
-        assert process.wait(DEADLINE_S) == 128 + number
+    assert warm_python.run(INTERRUPTED, *where, *arguments, timeout_s=DEADLINE_S).returncode == 128 + number
     assert os.listdir(root) == ["out"]
     ((name, tensor),) = asyncckpt.load(root / "out").items()
     assert name == stands
@@ -192,34 +194,23 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("name", ["asyncckpt-convert", "asyncckpt-prove", "asyncckpt-sums", "asyncckpt-read"])
-def test_a_ctrl_c_while_threads_are_started_ends_the_process(name: str, tmp_path: pathlib.Path) -> None:
+def test_a_ctrl_c_while_threads_are_started_ends_the_process(
+    name: str, tmp_path: pathlib.Path, warm_python: WarmPython
+) -> None:
     torch.save({"a": torch.ones(1000), "b": torch.ones(3, 2)}, tmp_path / "a.pt")
     root = tmp_path / "root"
     root.mkdir()
     arguments = ["convert", str(tmp_path / "a.pt"), str(root / "out"), "--to", "dcp"]
-    with converting([sys.executable, "-c", STARTING, name, *arguments]) as process:
-        assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+    assert warm_python.run(STARTING, name, *arguments, timeout_s=DEADLINE_S).returncode == 128 + signal.SIGINT
     assert os.listdir(root) == []
 
 
-def test_a_ctrl_c_while_a_load_starts_its_threads_ends_it(tmp_path: pathlib.Path) -> None:
+def test_a_ctrl_c_while_a_load_starts_its_threads_ends_it(tmp_path: pathlib.Path, warm_python: WarmPython) -> None:
     with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
         checkpointer.save({f"w{n}": torch.ones(1 << 20) for n in range(8)}, tmp_path / "a")
     loading = STARTING.replace("sys.exit(main(sys.argv[2:]))", "import asyncckpt; asyncckpt.load(sys.argv[2])")
-    with converting([sys.executable, "-c", loading, "asyncckpt-read", str(tmp_path / "a")]) as process:
-        assert process.wait(DEADLINE_S) == -signal.SIGINT
-
-
-@contextlib.contextmanager
-def converting(command: Sequence[str], said: pathlib.Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block; `said` gets what it writes to stderr."""
-    with (said or pathlib.Path(os.devnull)).open("wb") as stderr:
-        process = subprocess.Popen(command, stderr=stderr)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    found = warm_python.run(loading, "asyncckpt-read", str(tmp_path / "a"), timeout_s=DEADLINE_S)
+    assert found.returncode == -signal.SIGINT
 
 
 @pytest.fixture
@@ -255,13 +246,13 @@ def test_a_disk_that_is_or_becomes_full_holds_nothing_afterwards(
 
 
 def test_a_killed_conversion_leaves_only_a_hidden_name_that_nobody_takes_for_a_checkpoint(
-    large: pathlib.Path, tmp_path: pathlib.Path
+    large: pathlib.Path, tmp_path: pathlib.Path, warm_python: WarmPython
 ) -> None:
     command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
     for attempt in range(ATTEMPTS):
         root = tmp_path / str(attempt)
         root.mkdir()
-        with converting([sys.executable, "-c", command, "convert", str(large), str(root / "out"), "--to", "asyncckpt"]):
+        with warm_python.running(command, "convert", str(large), str(root / "out"), "--to", "asyncckpt"):
             wait_until(lambda root=root: os.listdir(root), "it writes")  # type: ignore[misc]
         (left,) = os.listdir(root)
         if left != "out":  # else it had ended before it was killed

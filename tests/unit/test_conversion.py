@@ -606,6 +606,15 @@ def test_overwrite_never_takes_what_lies_beside_a_checkpoint(
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_overwrite_of_a_link_names_what_it_leads_to(sources: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    asyncckpt.convert(sources["hf"], tmp_path / "x", to="asyncckpt")
+    (tmp_path / "latest").symlink_to("x")
+    with pytest.raises(CheckpointExistsError, match=f"symbolic link.*{tmp_path / 'x'}$"):
+        asyncckpt.convert(sources["torch"], tmp_path / "latest", to="asyncckpt", overwrite=True)
+    assert os.readlink(tmp_path / "latest") == "x"
+    assert asyncckpt.load(tmp_path / "latest").keys() == asyncckpt.load(tmp_path / "x").keys()
+
+
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_comes_into_the_target_meanwhile_is_left_alone(

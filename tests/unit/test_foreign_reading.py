@@ -517,11 +517,26 @@ def test_a_local_header_that_points_beyond_the_archive_is_refused(tmp_path: path
 
 
 def test_a_torchscript_archive_is_refused(tmp_path: pathlib.Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3)), tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as file:
+        assert {entry.compress_type for entry in file.infolist()} == {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+    with zipfile.ZipFile(tmp_path / "stored.pt", "w") as file:
         for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
             file.writestr(f"archive/{name}", b"\x80\x02}.")
-    with pytest.raises(UnsupportedFormatError, match="TorchScript"):
-        asyncckpt.load(tmp_path / "a.pt")
+    for name in ("a.pt", "stored.pt"):
+        with pytest.raises(UnsupportedFormatError, match="TorchScript"):
+            asyncckpt.load(tmp_path / name)
+
+
+def test_an_archive_that_was_packed_again_is_refused(tmp_path: pathlib.Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as file, zipfile.ZipFile(tmp_path / "b.pt", "w") as packed:
+        for entry in file.infolist():
+            packed.writestr(entry.filename, file.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(CorruptCheckpointError, match="compressed or encrypted"):
+        asyncckpt.load(tmp_path / "b.pt")
 
 
 def test_kinds_are_told_by_what_is_there(samples: dict[str, pathlib.Path]) -> None:

@@ -623,6 +623,48 @@ def test_a_forked_child_calls_the_handler_that_was_there() -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
+def test_notes_that_are_closed_in_the_order_in_which_they_were_made_hide_no_signal() -> None:
+    """The first one finds the second one's handler in its place, and the second one puts the first one's back."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    first, second = (Preemption(signal.SIGUSR1, 25.0, 1, lambda: None) for _ in range(2))
+    first.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert second.at(1) and not first.at(1) and len(heard) == 1
+    second.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert len(heard) == 2
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_process_ends_by_the_signal_once_every_note_is_closed(closed: int) -> None:
+    def lives() -> None:
+        notes = [Preemption(signal.SIGTERM, 25.0, 1, lambda: None) for _ in range(2)]
+        for note in notes[:closed]:
+            note.close()
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(7)  # it was put off
+
+    child = multiprocessing.get_context("fork").Process(target=lives)
+    child.start()
+    child.join(60)
+    assert child.exitcode == {1: 7, 2: -signal.SIGTERM}[closed]
+    child.close()
+
+
+def test_a_note_that_is_closed_in_another_thread_hides_no_signal() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    preemption = Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
+    thread = threading.Thread(target=preemption.close)
+    thread.start()
+    thread.join()
+    signal.raise_signal(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1] and preemption.left_s is None
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_outside_the_main_thread_a_handler_is_a_typed_error() -> None:
     caught: list[BaseException] = []
 
