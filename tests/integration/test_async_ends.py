@@ -6,7 +6,6 @@ import gc
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from asyncckpt.errors import (
     ReentrantCallError,
     WaitTimeoutError,
 )
+from tests.warm_python import WarmPython
 
 STATE = {"w": torch.arange(100_000.0), "n": {"lr": 0.1}}
 
@@ -273,14 +273,10 @@ if how == "raise":
 
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 7), ("drop", 0)])
 def test_interpreter_exit_right_after_save_loses_nothing(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, how: str, code: int
+    shared_worker: RealWorker, tmp_path: pathlib.Path, warm_python: WarmPython, how: str, code: int
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXITING, str(tmp_path / "a"), how],
-        env={**os.environ, "ASYNCCKPT_ENDPOINT": shared_worker.endpoint},
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == code
+    environ = {**os.environ, "ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    done = warm_python.run(EXITING, str(tmp_path / "a"), how, env=environ)
+    assert done.returncode == code, done.stderr
     wait_until((tmp_path / "a" / "manifest.json").exists, "the worker commits it")
     states.assert_same(asyncckpt.load(tmp_path / "a"), {"w": torch.arange(2_000_000.0), "step": 4})

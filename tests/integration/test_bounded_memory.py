@@ -7,8 +7,6 @@ import os
 import pathlib
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +27,8 @@ from asyncckpt.errors import (
     SlotTimeoutError,
     SnapshotTornError,
 )
+from tests.warm_python import WarmPython
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 4_000_000
 NOT_THERE = (CheckpointNotFoundError, CheckpointNotCommittedError)
 
@@ -318,14 +316,13 @@ checkpointer.save({"large": torch.arange(3_000_000.0), "step": 1}, path)
 
 @pytest.mark.parametrize(("when", "survives"), [("midway", False), ("sealed", True)])
 def test_a_trainer_that_dies_leaves_a_whole_checkpoint_or_none_and_others_go_on(
-    worker: RealWorker, tmp_path: pathlib.Path, when: str, *, survives: bool
+    worker: RealWorker, tmp_path: pathlib.Path, warm_python: WarmPython, when: str, *, survives: bool
 ) -> None:
     path = tmp_path / "a"
-    command = [sys.executable, "-c", TRAINER, worker.endpoint, str(path), when, str(LIMIT)]
     with AsyncCheckpointer(endpoint=worker.endpoint, arena_limit_bytes=LIMIT) as other:
         written(other.save(state_of(0), tmp_path / "before"))
-        done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, cwd=REPOSITORY, check=False)
-        assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"dies\n"), done.stderr
+        done = warm_python.run(TRAINER, worker.endpoint, str(path), when, str(LIMIT), timeout_s=DEADLINE_S)
+        assert (done.returncode, done.stdout) == (-signal.SIGKILL, "dies\n"), done.stderr
         written(other.save(state_of(1), tmp_path / "after"))
         wait_until(lambda: len(worker.status()["sessions"]) == 1, "the dead one is forgotten")
         if survives:

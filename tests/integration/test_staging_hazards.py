@@ -24,6 +24,7 @@ from asyncckpt.parts import CheckpointReader
 from asyncckpt.protocol.endpoint import acquire_lock, socket_path
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.tracker import SaveTracker
+from tests.warm_python import WarmPython
 
 STATE = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 1}
 
@@ -81,7 +82,7 @@ def test_a_save_from_within_a_save_is_refused(
 
 
 def test_closing_while_another_thread_stages_leaves_its_memory_mapped(
-    shared_worker: RealWorker, tmp_path: pathlib.Path
+    shared_worker: RealWorker, tmp_path: pathlib.Path, warm_python: WarmPython
 ) -> None:
     program = """
         import pathlib, sys, threading, torch, asyncckpt
@@ -105,13 +106,7 @@ def test_closing_while_another_thread_stages_leaves_its_memory_mapped(
             threading.Timer(0.0, go_on.set).start()
     """
     for way in ("close", "exit"):
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program), shared_worker.endpoint, str(tmp_path / way), way],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        done = warm_python.run(textwrap.dedent(program), shared_worker.endpoint, str(tmp_path / way), way)
         assert done.returncode == 0, f"{way}: {done.returncode} {done.stderr}"
         assert way == "exit" or "ended" in done.stdout
 
@@ -181,7 +176,9 @@ def test_a_worker_on_its_way_out_holds_the_first_save_up_no_longer_than_it_takes
         subprocess.run([sys.executable, "-m", "asyncckpt", "worker", "stop", "--endpoint", endpoint], check=True)
 
 
-def test_an_exit_waits_for_no_callback_that_blocks(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+def test_an_exit_waits_for_no_callback_that_blocks(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, warm_python: WarmPython
+) -> None:
     program = """
         import sys, threading, time, torch, asyncckpt
         endpoint, directory = sys.argv[1:]
@@ -194,13 +191,7 @@ def test_an_exit_waits_for_no_callback_that_blocks(shared_worker: RealWorker, tm
         blocked.wait(60)
         print(time.monotonic(), flush=True)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), shared_worker.endpoint, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = warm_python.run(textwrap.dedent(program), shared_worker.endpoint, str(tmp_path), timeout_s=200.0)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - float(done.stdout) < 100.0, (
         "5 s for all checkpointers together, and the interpreter's own end on a busy machine"
