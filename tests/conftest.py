@@ -115,7 +115,7 @@ def _default_endpoint_is_private() -> Iterator[pathlib.Path]:
 
 @pytest.fixture(scope="session")
 def warm_python(_default_endpoint_is_private: pathlib.Path) -> Iterator[WarmPython]:
-    """Starts programs that need torch in a hundredth of the time."""
+    """Starts programs that need torch without importing it each time."""
     found = WarmPython()
     yield found
     found.close()
