@@ -42,11 +42,11 @@ class ZipEntry(NamedTuple):
 
 
 class PackedError(ValueError):
-    """Some entries are compressed or encrypted. `names`: of all entries."""
+    """An entry, `name`, is compressed or encrypted. `names`: of all entries."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, name: str, names: Iterable[str]) -> None:
         self.names = frozenset(names)
-        super().__init__("some entries are compressed or encrypted")
+        super().__init__(f"entry {name!r} is compressed or encrypted")
 
 
 def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
@@ -96,7 +96,7 @@ def _end64(read_at: ReadAt, end_offset: int, plain: tuple[int, int, int]) -> tup
 
 def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipEntry]:
     found: dict[str, ZipEntry] = {}
-    is_packed = False
+    packed_one: str | None = None
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data):
@@ -111,14 +111,15 @@ def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipEntry]:
         if _MAX32 in (packed, nbytes, offset):
             nbytes, packed, offset = _extra64(data[at + n_name : at + n_name + n_extra], nbytes, packed, offset)
         at += n_name + n_extra + n_comment
-        is_packed = is_packed or bool(method or flags & 1 or packed != nbytes)
+        if packed_one is None and (method or flags & 1 or packed != nbytes):
+            packed_one = name
         if offset + _LOCAL.size + packed > limit:
             raise ValueError(f"entry {name!r} lies outside of the archive")
         if name in found:
             raise ValueError(f"entry {name!r} is there twice")
         found[name] = ZipEntry(name, offset, nbytes, crc, limit)
-    if is_packed:
-        raise PackedError(found)
+    if packed_one is not None:
+        raise PackedError(packed_one, found)
     return found
 
 

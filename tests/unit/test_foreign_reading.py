@@ -535,7 +535,7 @@ def test_an_archive_that_was_packed_again_is_refused(tmp_path: pathlib.Path) -> 
     with zipfile.ZipFile(tmp_path / "a.pt") as file, zipfile.ZipFile(tmp_path / "b.pt", "w") as packed:
         for entry in file.infolist():
             packed.writestr(entry.filename, file.read(entry), zipfile.ZIP_DEFLATED)
-    with pytest.raises(CorruptCheckpointError, match="compressed or encrypted"):
+    with pytest.raises(CorruptCheckpointError, match=r"entry .*data\.pkl. is compressed or encrypted"):
         asyncckpt.load(tmp_path / "b.pt")
 
 
