@@ -10,9 +10,9 @@ import ctypes
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
@@ -20,13 +20,16 @@ from asyncckpt.format.layout import PAGE_NBYTES, round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import view_at
 from asyncckpt.memory.mapping import Mapping
+from asyncckpt.storage.cached_copies import BRING_FROM_NBYTES
 from asyncckpt.storage.damage import is_sound
 from asyncckpt.storage.extents import Extent, Source, are_at_hand, deliver
 from asyncckpt.storage.files import Files, named
+from asyncckpt.storage.quicker import Quicker
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
     EXTENT_NBYTES,
     Batch,
+    ReadReport,
     ShardRequest,
     Spread,
     Step,
@@ -43,14 +46,6 @@ from asyncckpt.uninterrupted import uninterrupted
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadReport:
-    """Bytes that were read, by way; blocks that are partly wanted count whole, batches of ranges as cached."""
-
-    cached_nbytes: int
-    disk_nbytes: int
 
 
 def read_shards(
@@ -101,6 +96,9 @@ def read_shards(
 
 
 class _Reader:
+    """One `read_shards`. What is cold and read through is brought in in large pages, unless that takes more of the
+    processor: where memory that nobody has touched must come from a host, they are such more often (ADR 0034)."""
+
     def __init__(
         self,
         path: str,
@@ -117,6 +115,7 @@ class _Reader:
         self._sources: list[Source] = []
         self._error: BaseException | None = None
         self._at_hand = False
+        self._large_pages = Quicker(sum)
         self.cached_nbytes = self.disk_nbytes = 0
 
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[Extent]:
@@ -222,20 +221,27 @@ class _Reader:
         reader = self._open(source, through=True)
         for _, group in itertools.groupby(steps, lambda step: id(step.wanted[0])):
             together = list(group)
-            (start, _, (wanted,)), end = together[0], together[-1].end
-            sink = wanted.sink
-            spread: Spread | None = getattr(sink, "runs", None)
-            runs = spread(start - wanted.offset, end - start) if spread is not None else None
-            room = address, len(buffer)
-            if runs is not None and reader.copies.copy(start, end - start, runs, room, is_there=self._at_hand):
+            began, in_large = time.thread_time(), not self._at_hand and self._large_pages.is_first(None)
+            if (self._at_hand or in_large) and self._copied(reader, together, (address, len(buffer))):
                 reach("load: bytes copied")
-                continue
-            for step in together:
-                with buffer[: step.end - step.start] as view:
-                    reader.copies.bring(step.start, len(view))
-                    reader.read_buffered(view, step.start, len(view))
-                    self._hand_on(source, step, view, address)
+            else:
+                for step in together:
+                    with buffer[: step.end - step.start] as view:
+                        if in_large:
+                            reader.copies.bring(step.start, len(view))
+                        reader.read_buffered(view, step.start, len(view))
+                        self._hand_on(source, step, view, address)
+            nbytes = together[-1].end - together[0].start
+            if not self._at_hand and nbytes >= BRING_FROM_NBYTES:
+                self._large_pages.took(None, (time.thread_time() - began) / nbytes, first=in_large)
         self._release(source, cached_nbytes=steps[-1].end - steps[0].start)
+
+    def _copied(self, reader: ShardReader, steps: list[Step], room: tuple[int, int]) -> bool:
+        """Copy what is wanted of one range straight to where it goes; False where that was not done."""
+        (start, _, (wanted,)), end = steps[0], steps[-1].end
+        spread: Spread | None = getattr(wanted.sink, "runs", None)
+        runs = spread(start - wanted.offset, end - start) if spread is not None else None
+        return runs is not None and reader.copies.copy(start, end - start, runs, room, is_there=self._at_hand)
 
     def _read(self, source: Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         reader = self._open(source)
@@ -255,8 +261,7 @@ class _Reader:
                 self._hand_on(source, steps[at], buffer, address)
                 at += 1
         if at < len(steps):
-            start = steps[at].start
-            low, nbytes = pages_of(start, end, reader.nbytes)
+            low, nbytes = pages_of(start := steps[at].start, end, reader.nbytes)
             try:
                 with self._disk:
                     reader.read(buffer, low, nbytes)
@@ -266,15 +271,13 @@ class _Reader:
             for step in steps[at:]:
                 with buffer[step.start - low : step.end - low] as view:
                     self._hand_on(source, step, view, address + step.start - low)
-        else:
-            start = end
-        self._release(source, cached_nbytes=start - steps[0].start, disk_nbytes=end - start)
+        disk_nbytes = end - start if at < len(steps) else 0
+        self._release(source, cached_nbytes=end - steps[0].start - disk_nbytes, disk_nbytes=disk_nbytes)
 
     def _open(self, source: Source, *, through: bool = False) -> ShardReader:
         with source.lock:
             if through not in source.readers:
-                shard = source.request.shard
-                opened = ShardReader(self._path, shard, self._save_id, self._files, read_ahead=through)
+                opened = ShardReader(self._path, source.request.shard, self._save_id, self._files, read_ahead=through)
                 source.readers[through] = opened
                 reach("load: shard opened")
             return source.readers[through]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 TRIALS = 4
-"""Of each way. The least of so many is taken: whatever else happens makes one longer."""
+"""Of each way."""
 
 _MAX_KINDS = 256
 
 
 class Quicker:
-    """Safe to use from several threads. Which way is quicker depends on machine and kernel, and does not change."""
+    """Safe to use from several threads. What a way has taken once is not asked again.
 
-    def __init__(self) -> None:
+    Args:
+        judged: Makes one number of what the tries took. The least is that of the way alone: whatever else happens makes
+            one longer. Their sum is for what only happens in some of them, and belongs to the way.
+    """
+
+    def __init__(self, judged: Callable[[Sequence[float]], float] = min) -> None:
+        self._judged = judged
         self._lock = threading.Lock()
         self._kinds: dict[Hashable, tuple[list[float], list[float]]] = {}
 
@@ -24,7 +30,7 @@ class Quicker:
             first, second = self._kinds.get(kind, ((), ()))
             if min(len(first), len(second)) < TRIALS:
                 return len(first) <= len(second)
-            return min(first) <= min(second)
+            return self._judged(first) <= self._judged(second)
 
     def took(self, kind: Hashable, seconds: float, *, first: bool) -> None:
         """Take what one try of a way took, in seconds of the processor for a unit of the work."""

@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.loading import spreading
 from asyncckpt.loading.sinks import BoxSink
-from asyncckpt.storage import bringing, cached_copies
+from asyncckpt.storage import block_reader, bringing, cached_copies, read_plan
 from asyncckpt.storage.block_reader import read_shards
 from asyncckpt.storage.bringing import UNIT_NBYTES, bring
 from asyncckpt.storage.files import Files
@@ -64,6 +64,17 @@ def always(sifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         for first in (False, True):
             known.took((HALF, ROW), float(first != sifted) + n, first=first)
     monkeypatch.setattr(cached_copies, "SIFTING", known)
+
+
+@pytest.fixture(autouse=True)
+def in_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bring in large pages whatever that takes."""
+
+    class Always(Quicker):
+        def is_first(self, kind: Hashable) -> bool:
+            return True
+
+    monkeypatch.setattr(block_reader, "Quicker", Always)
 
 
 @pytest.fixture
@@ -181,6 +192,37 @@ def test_each_way_is_tried_and_the_quicker_one_stays(file: Path, slow: str, monk
         assert torch.equal(columns_of(file, Slow()), expected(file.read_bytes()))
     assert set(seen) == {"sifted", "gathered"}
     assert slow not in seen[-3:], seen
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_large_pages_are_left_where_they_take_more_of_the_processor(
+    file: Path, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_reader, "Quicker", Quicker)
+    monkeypatch.setattr(read_plan, "THROUGH_EXTENT_NBYTES", 1 << 20)
+    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 1 << 20)
+    seen: list[str] = []
+
+    def work(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    class Hosted(Noting):
+        def bring(self, fd: int, offset: int, nbytes: int) -> bool:
+            seen.append("large")
+            work(0.03 * is_slow)
+            return Files.bring(self, fd, offset, nbytes)
+
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+            if len(buffers) == 1 and len(buffers[0]) >= 1 << 19:
+                seen.append("small")
+                work(0.03 * (not is_slow))
+            return super().preadv(fd, buffers, offset, flags)
+
+    assert torch.equal(columns_of(file, Hosted()), expected(file.read_bytes()))
+    assert set(seen[:2]) == {"large", "small"}
+    assert set(seen[-3:]) == {"small" if is_slow else "large"}, seen
 
 
 def test_where_one_way_is_refused_the_other_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
