@@ -6,12 +6,15 @@ import base64
 from collections.abc import Iterator
 
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.conversion.payloads import SLAB_NBYTES
 from asyncckpt.format.tree import Node
 from asyncckpt.loading.fetching import bytes_of
 from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.storage import latin1
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.files import Files
+
+PIECE_NBYTES = 4 * latin1.STEP_NBYTES
+"""Of each there are a few copies at a time. Chosen."""
 
 
 def nbytes_at(outline: Outline, node: Node) -> int | None:
@@ -37,7 +40,7 @@ def bytes_at(outline: Outline, node: Node, start: int, end: int, files: Files) -
 
 
 def are_same_bytes(one: Outline, node: Node, other: Outline, there: Node, files: Files) -> bool:
-    """Whether two leaves are `bytes`, and the same; in pieces of 32 MiB.
+    """Whether two leaves are `bytes`, and the same; in pieces.
 
     Raises:
         CorruptCheckpointError, OSError: As `bytes_at`.
@@ -49,7 +52,7 @@ def are_same_bytes(one: Outline, node: Node, other: Outline, there: Node, files:
 
 
 def pieces_of(outline: Outline, number: int, *, files: Files) -> Iterator[bytes]:
-    """Yield the bytes of a leaf that lies where tensors do, by that number, in pieces of 32 MiB.
+    """Yield the bytes of a leaf that lies where tensors do, by that number, in pieces of whole steps.
 
     Raises:
         CorruptCheckpointError, OSError: As `bytes_at`.
@@ -59,5 +62,5 @@ def pieces_of(outline: Outline, number: int, *, files: Files) -> Iterator[bytes]
 
 
 def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, nbytes, SLAB_NBYTES):
-        yield start, min(start + SLAB_NBYTES, nbytes)
+    for start in range(0, nbytes, PIECE_NBYTES):
+        yield start, min(start + PIECE_NBYTES, nbytes)

@@ -27,7 +27,12 @@ class OutputFile:
     @property
     def nbytes(self) -> int:
         """Length of the file."""
-        return sum(piece.nbytes if isinstance(piece, Payload) else len(piece) for piece in self.pieces)
+        return sum(map(length_of, self.pieces))
+
+
+def length_of(piece: bytes | Payload) -> int:
+    """Return the bytes of a piece."""
+    return len(piece) if isinstance(piece, bytes) else piece.nbytes
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import ctypes
 import math
 import threading
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -15,11 +16,15 @@ from asyncckpt.conversion.payloads import CARRIERS, strided_view
 from asyncckpt.conversion.source_checksums import SourceChecksums
 from asyncckpt.conversion.windows import Run
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.archive import TextPayload
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.boxes import whole_region
-from asyncckpt.loading.fetching import read_ranges
+from asyncckpt.loading.fetching import bytes_of, read_ranges
 from asyncckpt.loading.placements import wanted_ranges
 from asyncckpt.loading.sinks import boxes_within, elements_at
+from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.storage import latin1
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
@@ -71,7 +76,9 @@ class RunReader:
             to = address + run.at - origin
             saved = self._tensors[run.tensor]
             rank, chunk = saved.chunks[0]
-            if chunk.sizes != saved.global_shape:
+            if run.text is not None:
+                self._put_text(saved, run, run.text, to)
+            elif chunk.sizes != saved.global_shape:
                 ranges += self._of_chunks(saved, run, to)
             elif (run.start == 0 and run.is_last) or not self._copied(run, to):
                 start, sink = chunk.offset_bytes + run.start, arriving.sink(run, summed=summed)
@@ -106,6 +113,20 @@ class RunReader:
         for target, offsets in _targets(saved, run, to):
             region = whole_region(offsets, tuple(target.shape))
             yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
+
+    def _put_text(self, saved: SavedTensor, run: Run, text: TextPayload, to: int) -> None:
+        """Put a run of the text that stands for bytes to its place, a step of these at a time."""
+        end, total = run.start + run.nbytes, saved.global_shape[0]
+        for n in range(bisect_right(text.starts, run.start) - 1, bisect_left(text.starts, end)):
+            chosen = slice(n * text.step, min((n + 1) * text.step, total))
+            data = read_tensor(self._contents, saved, (chosen,), self._files, threads=1, verify=True)
+            start, found = text.starts[n], latin1.encoded(bytes_of(data))
+            if len(found) != text.starts[n + 1] - start:
+                detail = f"{saved.fqn!r} was changed while it was read"
+                where = self._contents.path
+                raise CorruptCheckpointError(f"{where}: {detail}", path=where, fqn=saved.fqn, detail=detail)
+            low, high = max(run.start - start, 0), min(end - start, len(found))
+            ctypes.memmove(to + start + low - run.start, found[low:high], high - low)
 
     def _copied(self, run: Run, to: int) -> bool:
         """Copy a run of a tensor that is not row-major in its file; False of any other, and nothing is done."""

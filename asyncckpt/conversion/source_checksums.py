@@ -22,7 +22,7 @@ from asyncckpt.format.crc import joined
 from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files, opened
-from asyncckpt.storage.source import Inline, Located, Strided
+from asyncckpt.storage.source import Inline, Latin1, Located, Place
 from asyncckpt.uninterrupted import mapped
 
 _BATCH = 16
@@ -46,32 +46,32 @@ class _Archive:
         self.left = 0
 
 
-class _Storage:
-    """An entry that holds elements.
+class _Summed:
+    """Bytes that have a CRC-32.
 
     Attributes:
-        archive: That it is of.
-        start: Where its bytes begin in the file.
+        start: Where they begin.
+        nbytes: How many they are.
         sums: By offset in it: length and CRC-32 of what has passed. None: nothing has, or nothing more is wanted.
         passed: Bytes of these.
         is_over: Whether no more is wanted: all of it has passed, or ranges that overlap.
         is_sound: Whether all of it has passed, and was what its CRC-32 says.
     """
 
-    __slots__ = ("archive", "entry", "is_over", "is_sound", "passed", "start", "sums")
+    __slots__ = ("_crc", "is_over", "is_sound", "nbytes", "passed", "start", "sums")
 
-    def __init__(self, archive: _Archive, start: int, entry: ZipEntry) -> None:
-        self.archive, self.start, self.entry = archive, start, entry
+    def __init__(self, start: int, nbytes: int, crc: int) -> None:
+        self.start, self.nbytes, self._crc = start, nbytes, crc
         self.sums: dict[int, tuple[int, int]] | None = None
         self.passed = 0
-        self.is_over = self.is_sound = not entry.nbytes
+        self.is_over = self.is_sound = not nbytes
 
     def take(self, at: int, nbytes: int, crc: int) -> bool:
         """Take the CRC-32 of the bytes from `at` on; False if with them all have passed, and its own is another."""
         if self.is_over or at in (self.sums or ()):  # perhaps the other name of a tied tensor
             return True
         self.passed += nbytes
-        if self.passed < self.entry.nbytes:
+        if self.passed < self.nbytes:
             self.sums = self.sums or {}
             self.sums[at] = (nbytes, crc)
             return True
@@ -83,8 +83,18 @@ class _Storage:
                 return True
             whole = joined(whole, part, length) if start else part
             end += length
-        self.is_sound = whole == self.entry.crc and end == self.entry.nbytes
-        return self.is_sound or end != self.entry.nbytes
+        self.is_sound = whole == self._crc and end == self.nbytes
+        return self.is_sound or end != self.nbytes
+
+
+class _Storage(_Summed):
+    """An entry of an archive that holds elements; `start` is in the file."""
+
+    __slots__ = ("archive", "entry")
+
+    def __init__(self, archive: _Archive, start: int, entry: ZipEntry) -> None:
+        super().__init__(start, entry.nbytes, entry.crc)
+        self.archive, self.entry = archive, entry
 
 
 class SourceChecksums:
@@ -96,6 +106,7 @@ class SourceChecksums:
 
     Attributes:
         are_there: Whether sums are wanted: archives have them, but for a few whose writer was told to leave them out.
+            Of what lies in pickles they were taken when these were read.
     """
 
     def __init__(self, contents: Contents, files: Files) -> None:
@@ -105,7 +116,12 @@ class SourceChecksums:
         self._known: dict[tuple[str, int], _Archive | None] = {}  # None: nothing of it is to be compared any more
         for name, start, nbytes in sorted(contents.source.archives) if contents.source is not None else []:
             self._archives.setdefault(name, []).append((start, nbytes))
-        self.are_there = bool(self._archives)
+        in_pickles = contents.source.in_pickles if contents.source is not None else {}
+        self._in_pickles = {
+            part: [_Summed(start, *known) for start, known in sorted(of_part.items())]
+            for part, of_part in in_pickles.items()
+        }
+        self.are_there = bool(self._archives or self._in_pickles)
 
     def take(self, part: int, offset: int, nbytes: int, crc: int) -> None:
         """Take the CRC-32 of `nbytes` of a part, from byte `offset` of it on, as they lie in the file.
@@ -115,6 +131,8 @@ class SourceChecksums:
             OSError: The archive cannot be read.
         """
         assert self._contents.source is not None
+        if self._is_in_pickle(part, offset, nbytes, crc):
+            return
         place = self._contents.source.place(part, self._files)
         storage = self._storage_of(place, offset)
         if storage is None or not isinstance(place, Located):
@@ -127,6 +145,20 @@ class SourceChecksums:
                 self._forget_finished(storage.archive)
         if not is_right:
             raise damaged(self._contents, storage.archive.name, storage.entry, storage.start)
+
+    def _is_in_pickle(self, part: int, offset: int, nbytes: int, crc: int) -> bool:
+        """Take the CRC-32 of long bytes in a pickle; False of anything else. As `take`."""
+        held = self._in_pickles.get(part, [])
+        found = bisect_right(held, offset, key=lambda one: one.start) - 1
+        if found < 0 or offset >= held[found].start + held[found].nbytes:
+            return False
+        with self._lock:
+            is_right = held[found].take(offset - held[found].start, nbytes, crc)
+        if not is_right:
+            path, name = self._contents.path, self._contents.ranks[0].index.shards[part].name
+            detail = "long bytes in its pickle are not what they were when that was read"
+            raise CorruptCheckpointError(f"{path}: {name}: {detail}", path=path, file=name, detail=detail)
+        return True
 
     def check_rest(self, tensors: Iterable[SavedTensor], threads: int) -> None:
         """Read and compare the storages of these tensors that were not compared while they passed.
@@ -168,9 +200,9 @@ class SourceChecksums:
         if crc != storage.entry.crc:
             raise damaged(self._contents, archive.name, storage.entry, storage.start)
 
-    def _storage_of(self, place: Located | Strided | Inline, offset: int) -> _Storage | None:
+    def _storage_of(self, place: Place, offset: int) -> _Storage | None:
         """Return the storage in which byte `offset` of a place lies; None: in none that is to be compared."""
-        if isinstance(place, Inline):
+        if isinstance(place, (Inline, Latin1)):  # of what lies in pickles, CRC-32s are of the pickle
             return None
         name, at = self._contents.ranks[0].index.shards[place.part].name, place.offset + offset
         archives = self._archives.get(name, [])

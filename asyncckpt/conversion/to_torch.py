@@ -11,7 +11,7 @@ from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.torch_image import Pieces, TorchImage
 from asyncckpt.conversion.torch_views import as_it_was
 from asyncckpt.errors import DuplicateNameError
-from asyncckpt.format.archive import Payload, torch_archive
+from asyncckpt.format.archive import Mixed, Payload, torch_archive
 from asyncckpt.format.dcp_items import is_terminal, items_of
 from asyncckpt.format.dcp_metadata import bytes_entry, index_record, metadata_pickle, storage_record, tensor_entry
 from asyncckpt.format.names import DCP_METADATA_NAME
@@ -121,7 +121,7 @@ def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:
     return lambda number: (outline.tensors[number].dtype, outline.tensors[number].global_shape)
 
 
-def _pickled(outline: Outline, node: Node, long_bytes: Pieces) -> tuple[bytes, list[Payload]]:
+def _pickled(outline: Outline, node: Node, long_bytes: Pieces) -> tuple[bytes | Mixed, list[Payload]]:
     """Return a node's pickle, and the storages that belong beside it."""
     image = TorchImage(_shape_of(outline), outline.objects, long_bytes)
     pickle = image.of_node(node)

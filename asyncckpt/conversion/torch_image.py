@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.foreign.as_saved import SavedView
+from asyncckpt.foreign.pickle_cursor import MAX_NBYTES
 from asyncckpt.foreign.pickle_values import Defaulting, LayoutText, PathText, Tally
 from asyncckpt.foreign.torch_globals import STORAGES
-from asyncckpt.foreign.unpickling import MAX_NBYTES
+from asyncckpt.format.archive import Mixed, TextPayload, mixed
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.pickle_image import Call, Encoded, PickleImage, encoded
 from asyncckpt.format.tree import Node
+from asyncckpt.storage import latin1
+
+_MAX_TEXT_NBYTES = 0xFFFFFFFF
+"""A longer one needs an opcode of protocol 4, which weights_only has none of."""
 
 Pieces = Callable[[int], Iterable[bytes]]
 _CLASSES = {dtype: f"ctorch\n{name}Storage\n".encode() for name, dtype in STORAGES.items()}
@@ -52,7 +57,7 @@ class TorchImage(PickleImage):
 
     Args:
         tensor, objects: See `PickleImage`.
-        pieces: The bytes of a "B" leaf in pieces, by its tensor's number.
+        pieces: The bytes of a "B" leaf in pieces of whole steps (`storage.latin1`), by its tensor's number.
     """
 
     def __init__(
@@ -61,9 +66,11 @@ class TorchImage(PickleImage):
         super().__init__(tensor, objects, _in_pieces)
         self._pieces = pieces
         self._keys: dict[int, str] = {}
+        self._texts: dict[int, TextPayload] = {}
+        self._text_at: dict[int, int] = {}
 
-    def of_node(self, node: Node) -> bytes:
-        """Return the pickle of everything below a node.
+    def of_node(self, node: Node) -> bytes | Mixed:  # type: ignore[override]
+        """Return the pickle of everything below a node; long bytes in it are yet to be read.
 
         Raises:
             NotPickledError: A leaf cannot be.
@@ -75,14 +82,16 @@ class TorchImage(PickleImage):
         if nbytes > MAX_NBYTES:
             raise UnsupportedLeafError(
                 f"what is no tensor would be a pickle of {nbytes} bytes; no more than {MAX_NBYTES} are read again. "
-                "Choose other leaves by keys, or save long bytes as a tensor"
+                "Choose other leaves by keys"
             )
-        found = io.BytesIO()  # whose value, unlike a join's, needs no second copy
-        for n, part in enumerate(self._out):
-            found.write(part)
-            self._out[n] = b""
-        found.write(b".")
-        return found.getvalue()
+        if not self._text_at:
+            return b"".join((*self._out, b"."))
+        pieces: list[bytes | TextPayload] = []
+        done = 0
+        for at, number in self._text_at.items():
+            pieces += [b"".join(self._out[done:at]), self._texts[number]]
+            done = at
+        return mixed([*pieces, b"".join((*self._out[done:], b"."))])
 
     def _node(self, node: Node) -> None:
         if node[0] == "V":
@@ -101,14 +110,17 @@ class TorchImage(PickleImage):
             super()._node(node)
 
     def _long_bytes(self, number: int) -> None:
-        """As `PickleImage` writes bytes, a piece at a time: the UTF-8 of a text, and how to encode that."""
-        self._put(b"c_codecs\nencode\n(", b"")
-        header = len(self._out) - 1
-        for piece in self._pieces(number):
-            self._put(piece.decode("latin1").encode())
-            if sum(map(len, self._out[header:])) > MAX_NBYTES:
-                break  # which is said at the end
-        self._out[header] = b"X" + struct.pack("<I", sum(map(len, self._out[header + 1 :])))
+        """As `PickleImage` writes bytes: a text, whose length has to be known, and how to encode that."""
+        if number not in self._texts:
+            self._texts[number] = text_of(number, self._pieces(number))
+        text = self._texts[number]
+        if text.nbytes > _MAX_TEXT_NBYTES:
+            raise UnsupportedLeafError(
+                f"{text.starts[-1]} bytes of text are no member of a pickle that torch.load(weights_only=True) reads. "
+                "Choose other leaves by keys, or save long bytes as a tensor"
+            )
+        self._put(b"c_codecs\nencode\n(X" + struct.pack("<I", text.nbytes))
+        self._text_at[len(self._out)] = number
         self._value("latin1")
         self._put(b"tR")
 
@@ -136,6 +148,17 @@ class TorchImage(PickleImage):
         if of is not None:
             nbytes, kind = nbytes // DTYPES[of].itemsize, _CLASSES[of]
         return Encoded(encoded(("storage", Encoded(kind), self._keys[view.payload], "cpu", nbytes)).data + b"Q")
+
+
+def text_of(number: int, pieces: Iterable[bytes]) -> TextPayload:
+    """Return what is to be known of the text that stands for the bytes of a tensor, which is read here and not kept."""
+    starts, crc, step = [0], 0, latin1.STEP_NBYTES
+    for piece in pieces:
+        for at in range(0, len(piece), step):
+            text = latin1.encoded(piece[at : at + step])
+            starts.append(starts[-1] + len(text))
+            crc = zlib.crc32(text, crc)
+    return TextPayload(number, starts[-1], tuple(starts), step, crc)
 
 
 def _in_pieces(number: int) -> bytes:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from asyncckpt.conversion.pieces import OutputFile
-from asyncckpt.format.archive import Payload
+from asyncckpt.conversion.pieces import OutputFile, length_of
+from asyncckpt.format.archive import Payload, TextPayload
 
 WINDOW_NBYTES = 12 << 20
 """Whole blocks of checksums. Measured on two cores: 16 MiB take as long, 8 MiB a twentieth more (ADR 0039)."""
@@ -25,6 +25,7 @@ class Run(NamedTuple):
         nbytes: How many.
         at: Offset in the file.
         is_last: Whether the tensor ends here.
+        text: Its payload, where it is a text: `start` and `nbytes` are of that.
     """
 
     piece: int
@@ -33,6 +34,7 @@ class Run(NamedTuple):
     nbytes: int
     at: int
     is_last: bool
+    text: TextPayload | None = None
 
 
 class Window(NamedTuple):
@@ -48,7 +50,7 @@ def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
     """Cut a file into windows of `nbytes`, but for the last; every byte is in one text or run. Empty payloads: none."""
     window, at = Window(0, nbytes, [], []), 0
     for number, piece in enumerate(file.pieces):
-        length = piece.nbytes if isinstance(piece, Payload) else len(piece)
+        length = length_of(piece)
         done = 0
         while done < length:
             if at == window.end:
@@ -56,7 +58,8 @@ def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
                 window = Window(at, at + nbytes, [], [])
             count = min(length - done, window.end - at)
             if isinstance(piece, Payload):
-                window.runs.append(Run(number, piece.tensor, done, count, at, done + count == length))
+                text = piece if isinstance(piece, TextPayload) else None
+                window.runs.append(Run(number, piece.tensor, done, count, at, done + count == length, text))
             else:
                 window.texts.append((at, memoryview(piece)[done : done + count]))
             at += count
@@ -65,11 +68,9 @@ def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
 
 
 def payload_places(file: OutputFile) -> Iterator[tuple[Payload, int]]:
-    """Yield every payload with its offset in the file."""
+    """Yield every payload that is elements as they are, with its offset in the file."""
     at = 0
     for piece in file.pieces:
-        if isinstance(piece, Payload):
+        if type(piece) is Payload:
             yield piece, at
-            at += piece.nbytes
-        else:
-            at += len(piece)
+        at += length_of(piece)

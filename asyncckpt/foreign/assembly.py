@@ -24,11 +24,11 @@ from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.storage.contents import Contents, RankContents, SavedTensor
 from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.source import Inline, Located, Strided
+from asyncckpt.storage.source import Inline, Latin1, Located, Place, Strided
 
 _MAX_NAME_BYTES, _MAX_PART_BYTES = 2048, 255
 NO_SAVE = SaveId(0, 0, "0" * 12)
-Lazy = Callable[[Files], Located | Strided | Inline]
+Lazy = Callable[[Files], Place]
 """Finds out where elements lie, by reading a little."""
 
 
@@ -36,6 +36,7 @@ Lazy = Callable[[Files], Located | Strided | Inline]
 class ForeignSource:
     """See `storage.source.Source`. `places` is by part; None for a file.
 
+    `in_pickles`: Of long bytes that lie in pickles, by part and where they begin there, length and CRC-32.
     `names_save`: Whether something in it is of this one save, as the save id in the `.metadata` of torch's directories.
     `as_saved`: What pickles said beyond what `objects` and the structure hold.
     """
@@ -44,10 +45,11 @@ class ForeignSource:
     directory: str
     objects: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
-    places: list[Lazy | Strided | Inline | None] = field(default_factory=list)
+    places: list[Lazy | Strided | Latin1 | Inline | None] = field(default_factory=list)
     archives: list[tuple[str, int, int]] = field(default_factory=list)
     stamps: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     changed: dict[str, dict[str, str]] = field(default_factory=dict)
+    in_pickles: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     names_save: bool = False
     as_saved: AsSaved = field(default_factory=AsSaved)
 
@@ -63,12 +65,12 @@ class ForeignSource:
                 detail = "it was changed or replaced while it was read: what was read may be of two checkpoints"
                 raise CorruptCheckpointError(f"{path}: {detail}", path=self.directory, file=name, detail=detail)
 
-    def place(self, part: int, files: Files) -> Located | Strided | Inline:
+    def place(self, part: int, files: Files) -> Place:
         """Say where the elements of a part begin."""
         found = self.places[part]
         if found is None:
             return Located(part, 0)
-        return found if isinstance(found, (Strided, Inline)) else found(files)
+        return found if isinstance(found, (Strided, Latin1, Inline)) else found(files)
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int, int, int]:
@@ -130,11 +132,11 @@ class Assembly:
         with contextlib.suppress(OSError):
             self.source.stamps[name] = stamp_of(self._files.stat(os.path.join(self.source.directory, name)))
 
-    def place(self, part: int, nbytes: int, where: Lazy | Strided | Inline) -> int:
+    def place(self, part: int, nbytes: int, where: Lazy | Strided | Latin1 | Inline) -> int:
         """Return a part number for elements that no offset in file `part` tells; `nbytes`: of the elements."""
         return self._part(self.shards[part].name if part >= 0 else "", nbytes, where)
 
-    def _part(self, name: str, nbytes: int, where: Lazy | Strided | Inline | None) -> int:
+    def _part(self, name: str, nbytes: int, where: Lazy | Strided | Latin1 | Inline | None) -> int:
         self.shards.append(ShardRecord(name=name, nbytes=nbytes, digests=b""))
         self.source.places.append(where)
         return len(self.shards) - 1

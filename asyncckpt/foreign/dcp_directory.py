@@ -15,21 +15,23 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
+from asyncckpt.foreign.long_values import LongBytes
 from asyncckpt.foreign.nesting import led_through_leaves, nested
+from asyncckpt.foreign.pickle_cursor import MAX_NBYTES
 from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.safetensors_header import SAFETENSORS_START, is_safetensors
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
-from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
+from asyncckpt.foreign.unpickling import unpickle_data
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import Chunk
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
-from asyncckpt.storage.source import Inline, Located, Strided
+from asyncckpt.storage.source import Located, Place, Strided
 
 Item = tuple[int, int, int]
 """(part, offset, length) of what one `torch.save` wrote."""
@@ -167,15 +169,13 @@ class _Directory:
         part = self._assembly.place(item[0], nbytes, self._finder(fqn, item, dtype, sizes))
         return Chunk(part=part, offset_bytes=0, nbytes=nbytes, offsets=offsets, sizes=sizes)
 
-    def _finder(
-        self, fqn: str, item: Item, dtype: str, sizes: tuple[int, ...]
-    ) -> Callable[[Files], Located | Strided | Inline]:
+    def _finder(self, fqn: str, item: Item, dtype: str, sizes: tuple[int, ...]) -> Callable[[Files], Place]:
         assembly = self._assembly
         part, offset, _ = item
         name = assembly.shards[part].name
         known: list[Located | Strided] = []
 
-        def find(files: Files) -> Located | Strided | Inline:
+        def find(files: Files) -> Place:
             if known:  # the file is the same: whoever reads asks `check_unchanged` afterwards
                 return known[0]
             try:
@@ -227,7 +227,9 @@ class _Directory:
             except ValueError as error:
                 raise self._assembly.refused(error, name) from error
 
-            def locate(ref: TensorRef) -> tuple[int, int] | Strided:
+            def locate(ref: TensorRef | LongBytes) -> tuple[int, int] | Strided:
+                if isinstance(ref, LongBytes):
+                    return part, offset + ref.start
                 return place_of(ref, part, offset + archive.storage(ref.storage))
 
             return self._growth.node_of(value, path, locate)

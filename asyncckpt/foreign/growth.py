@@ -13,6 +13,7 @@ from typing import Any
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.as_saved import Met, view_of
 from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.long_values import LONG_NBYTES, LongBytes, LongText, without
 from asyncckpt.foreign.numpy_globals import dtype_text
 from asyncckpt.foreign.pickle_values import (
     ATTRIBUTES,
@@ -23,7 +24,6 @@ from asyncckpt.foreign.pickle_values import (
     ROW_MAJOR,
     UNORDERED,
     LayoutText,
-    LongText,
     Maker,
     PathText,
     Tally,
@@ -35,11 +35,11 @@ from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import MAX_TENSORS, Chunk
 from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
-from asyncckpt.storage.source import Inline, Strided
+from asyncckpt.storage.source import Inline, Latin1, Strided
 from asyncckpt.storage.unread import Unread
 
-Locate = Callable[[TensorRef], "tuple[int, int] | Strided"]
-"""Says where a tensor lies: (part, offset), or strided in a part."""
+Locate = Callable[[TensorRef | LongBytes], "tuple[int, int] | Strided"]
+"""Says where a tensor lies: (part, offset), or strided in a part; and where long bytes do, or their text."""
 
 _NUMPY = {
     **{"|b1": "bool", "|u1": "uint8", "|i1": "int8", "<u2": "uint16", "<i2": "int16", "<u4": "uint32", "<i4": "int32"},
@@ -48,9 +48,6 @@ _NUMPY = {
 }
 
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
-LONG_NBYTES = 64 * 1024
-"""Of `bytes` that are a leaf: longer ones lie where tensors do, as in saves of ours."""
-
 _SHOWN_CHARS = 80
 _MAX_LOOKS = 1 << 20
 """At values in leaves that are not read. Chosen: half a second."""
@@ -67,7 +64,7 @@ class Growth:
         self._assembly = assembly
         self._by_ref: dict[Any, int] = {}
         self._by_array: dict[int, tuple[Record, Node]] = {}
-        self._by_bytes: dict[int, Node] = {}
+        self._by_bytes: dict[int, tuple[bytes | LongBytes, Node]] = {}
         self._as_saved = assembly.source.as_saved
         self._met = Met(self._as_saved)
         self._is_plainer, self._is_leaf = False, True
@@ -111,11 +108,12 @@ class Growth:
             children = tuple(self.node_of(child, (*path, n), locate) for n, child in enumerate(value))
             return ("l" if kind is list else "t", children)
         if kind is Record and value.kind == "numpy.ndarray":
-            return self._array(value, path)
-        if kind is bytes and len(value) >= LONG_NBYTES:
+            return self._array(value, path, locate)
+        if kind in (bytes, LongBytes) and len(value) >= LONG_NBYTES:  # as in saves of ours
             if id(value) not in self._by_bytes:
-                self._by_bytes[id(value)] = ("B", self._elements(value, "uint8", (len(value),), path))
-            return self._by_bytes[id(value)]
+                node = ("B", self._elements(value, "uint8", (len(value),), path, locate))
+                self._by_bytes[id(value)] = (value, node)
+            return self._by_bytes[id(value)][1]
         return self._object(saved, path)
 
     def _member(
@@ -156,6 +154,7 @@ class Growth:
     def _object(self, value: Any, path: Path, *, is_leaf: bool = True) -> Node:
         """Add a leaf that is no tensor, or what belongs to a container."""
         self._is_plainer, self._is_leaf = False, is_leaf
+        value = without(value)
         plain = self._plain(value, path)
         try:
             raw = encode_value(plain, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
@@ -253,25 +252,35 @@ class Growth:
             self._by_ref[key] = self._assembly.tensor(fqn_of(path), ref.dtype, ref.size, [chunk])[1]
         return ("T", self._by_ref[key])
 
-    def _array(self, array: Record, path: Path) -> Node:
+    def _array(self, array: Record, path: Path, locate: Locate) -> Node:
         """Add a numpy array: (version, shape, dtype, whether by columns, bytes). One that is met again is the same."""
         if id(array) in self._by_array:
             return self._by_array[id(array)][1]
         try:
             _, shape, dtype, by_columns, data = array.state
-            name, sizes = _NUMPY.get(dtype_text(dtype)), size_of(shape)
-            if name is None or type(data) is not bytes or (by_columns and len(sizes) > 1 and 0 not in sizes):
+            name, sizes, held = _NUMPY.get(dtype_text(dtype)), size_of(shape), isinstance(data, (bytes, LongBytes))
+            if name is None or not held or (by_columns and len(sizes) > 1 and 0 not in sizes):
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
             return self._unread("numpy.ndarray", str(error), array)
-        node = ("N", self._elements(data, name, sizes, path))
+        node = ("N", self._elements(data, name, sizes, path, locate))
         self._by_array[id(array)] = (array, node)
         return node
 
-    def _elements(self, data: bytes, dtype: str, sizes: tuple[int, ...], path: Path) -> int:
-        """Add elements that lay in the pickle; return their number. The assembly keeps the bytes."""
-        part = self._assembly.place(-1, len(data), Inline(data))
-        chunk = Chunk(part=part, offset_bytes=0, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
+    def _elements(self, data: bytes | LongBytes, dtype: str, sizes: tuple[int, ...], path: Path, locate: Locate) -> int:
+        """Add elements that lie in the pickle; return their number. Short ones the assembly keeps."""
+        offset = 0
+        if isinstance(data, bytes):
+            part = self._assembly.place(-1, len(data), Inline(data))
+        else:
+            where = locate(data)
+            assert not isinstance(where, Strided)
+            part, offset = where
+            if data.firsts is not None:
+                text = Latin1(part, offset, data.held_nbytes, data.step, data.firsts)
+                part, offset = self._assembly.place(part, len(data), text), 0
+            self._assembly.source.in_pickles.setdefault(part, {})[offset] = len(data), data.crc
+        chunk = Chunk(part=part, offset_bytes=offset, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
         return int(self._assembly.tensor(fqn_of(path), dtype, sizes, [chunk])[1])
 
 

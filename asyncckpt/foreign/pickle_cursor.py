@@ -2,28 +2,87 @@
 
 from __future__ import annotations
 
+from asyncckpt.foreign.long_values import FilePickle, HeldPickle, LongBytes, LongText, skipped
 from asyncckpt.foreign.pickle_values import UnpicklingError
+
+MAX_NBYTES = 1 << 30
+"""Of one pickle, without long bytes that stay in their file. The metadata of 100,000 chunks take some 20 MB. Chosen,
+not measured."""
+
+WINDOW_NBYTES = 1 << 20
+"""Of a file, read at once. Chosen."""
+
+
+class TooLargeError(UnpicklingError):
+    """`nbytes` of a pickle are not long bytes: more than are read."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"{nbytes} bytes of a pickle that are no long bytes, more than are read", "a large pickle")
 
 
 class Cursor:
-    """Reads from `at` on. Raises `UnpicklingError`, or an error of Python's, where the bytes end too early."""
+    """Reads on from `place`.
 
-    def __init__(self, data: bytes, at: int) -> None:
-        self.data, self.at = data, at
+    Raises `UnpicklingError`, or an error of Python's, where the bytes end too early.
+
+    Args:
+        pickle: To be read.
+        place: Where to begin.
+
+    Attributes:
+        data: Some of its bytes.
+        at: Where in them it reads on.
+    """
+
+    def __init__(self, pickle: HeldPickle | FilePickle, place: int) -> None:
+        self.pickle, self._left_out = pickle, place
+        self.data, self._base, self.at = (pickle.data, 0, place) if type(pickle) is HeldPickle else (b"", place, 0)
+        if len(self.data) > MAX_NBYTES:
+            raise TooLargeError(len(self.data))
+
+    @property
+    def place(self) -> int:
+        """Where in the pickle it reads on."""
+        return self._base + self.at
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
-        start, self.at = self.at, self.at + nbytes
-        if nbytes < 0 or self.at > len(self.data):
-            raise UnpicklingError("it ends early")
-        return self.data[start : self.at]
+        end = self.at + nbytes
+        if nbytes < 0 or end > len(self.data):
+            self.bring(nbytes)
+            end = self.at + nbytes
+        start, self.at = self.at, end
+        return self.data[start:end]
 
-    def skip(self, nbytes: int) -> int:
-        """Go on behind the next bytes; return where they begin."""
-        start, self.at = self.at, self.at + nbytes
-        if nbytes < 0 or self.at > len(self.data):  # not by `take`, which is called for every opcode
+    def bring(self, nbytes: int) -> None:
+        """See to it that `data` has the next bytes."""
+        place, rest = self.place, self.data[self.at :]
+        left = self.pickle.nbytes - place
+        if not 0 <= nbytes <= left:
             raise UnpicklingError("it ends early")
-        return start
+        if (taken := place + nbytes - self._left_out) > MAX_NBYTES:
+            raise TooLargeError(taken)
+        more = min(max(nbytes, WINDOW_NBYTES), left) - len(rest)
+        self.data, self._base, self.at = rest + self.pickle.read(place + len(rest), more), place, 0
+
+    def long_bytes(self, nbytes: int) -> LongBytes | bytes:
+        """Go on behind the next bytes; return what stands for them, or them."""
+        pickle, place = self.pickle, self._skip(nbytes)
+        return skipped(pickle, place, nbytes) if isinstance(pickle, FilePickle) else pickle.read(place, nbytes)
+
+    def long_text(self, nbytes: int) -> LongText:
+        """The same of a text that is to be encoded."""
+        return LongText(self.pickle, self._skip(nbytes), nbytes)
+
+    def _skip(self, nbytes: int) -> int:
+        place = self.place
+        if not 0 <= nbytes <= self.pickle.nbytes - place:
+            raise UnpicklingError("it ends early")
+        self._left_out += nbytes
+        self.at += nbytes
+        if self.at > len(self.data):
+            self.data, self._base, self.at = b"", place + nbytes, 0
+        return place
 
     def number(self, width: int) -> int:
         """Return the next number of so many bytes."""
@@ -31,5 +90,8 @@ class Cursor:
 
     def line(self) -> str:
         """Return the text up to the end of its line."""
-        end = self.data.index(b"\n", self.at)
+        while (end := self.data.find(b"\n", self.at)) < 0:
+            had = len(self.data) - self.at
+            left = self.pickle.nbytes - self.place
+            self.bring(max(had + 1, min(2 * had, left)))  # in few steps, if it is long
         return self.take(end + 1 - self.at)[:-1].decode()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from asyncckpt.foreign.long_values import LONG_NBYTES, without
 from asyncckpt.format.hashes import all_met
 
 ENCODE = "_codecs.encode"
-_LONG_TEXT_NBYTES = 1 << 20
-"""Chosen."""
-
-_PIECE_NBYTES = 1 << 20
-
 MAX_KEY_MEMBERS = 1000
 """In a tuple or frozenset that is a key or a member of a set: hashing one has no bound of its own. Chosen."""
 
@@ -44,47 +38,9 @@ class Maker:
         return self.name
 
 
-class LongText:
-    """A long text that is to be encoded, as pickles of protocol 2 hold bytes: it is looked at in pieces, and then once.
-
-    Args:
-        data: The pickle.
-        start, nbytes: Where its UTF-8 lies in it.
-    """
-
-    __slots__ = ("_data", "_nbytes", "_start")
-
-    def __init__(self, data: bytes, start: int, nbytes: int) -> None:
-        self._data, self._start, self._nbytes = data, start, nbytes
-
-    def __len__(self) -> int:
-        return self._nbytes
-
-    def latin1(self) -> bytes:
-        """Return it encoded.
-
-        Raises:
-            ValueError: No UTF-8, or characters that are no bytes.
-        """
-        decode, found = codecs.getincrementaldecoder("utf-8")().decode, io.BytesIO()
-        with memoryview(self._data)[self._start : self._start + self._nbytes] as text:
-            for at in range(0, self._nbytes, _PIECE_NBYTES):
-                found.write(decode(text[at : at + _PIECE_NBYTES]).encode("latin1"))
-        found.write(decode(b"", True).encode("latin1"))
-        return found.getvalue()
-
-    def text(self) -> str:
-        """Return it as the text that it is: nothing encodes it.
-
-        Raises:
-            ValueError: No UTF-8.
-        """
-        return self._data[self._start : self._start + self._nbytes].decode("utf-8", "surrogatepass")
-
-
 def is_encoded_next(stack: list[Any], nbytes: int, mark: object) -> bool:
     """Whether a text of so many bytes is long, and follows what encodes it, or the mark after that."""
-    if nbytes < _LONG_TEXT_NBYTES or not stack:
+    if nbytes < LONG_NBYTES or not stack:
         return False
     before = stack[-2:-1] if stack[-1] is mark else stack[-1:]
     return any(type(value) is Maker and value.name == ENCODE for value in before)
@@ -155,7 +111,7 @@ def hashable(key: Any) -> Any:
         UnpicklingError: More is in it than anybody's keys have.
     """
     if type(key) not in (tuple, frozenset):
-        return key
+        return without(key)
     todo, count = [key], 0
     while todo:
         value = todo.pop()
@@ -164,4 +120,4 @@ def hashable(key: Any) -> Any:
             if count > MAX_KEY_MEMBERS:
                 raise UnpicklingError(f"a key with more than {MAX_KEY_MEMBERS} members")
             todo += value
-    return key
+    return without(key)

@@ -13,11 +13,13 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
+from asyncckpt.foreign.long_values import FilePickle, LongBytes
+from asyncckpt.foreign.pickle_cursor import TooLargeError
 from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
-from asyncckpt.foreign.unpickling import MAX_NBYTES, unpickle_data
+from asyncckpt.foreign.unpickling import unpickle_data
 from asyncckpt.foreign.zip_directory import PackedError, ReadAt, ZipEntry, data_offset, read_directory
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened
@@ -29,6 +31,9 @@ _LEGACY_MAGIC = re.compile(
 )
 """A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`; from protocol 4 on in a frame."""
 
+MAX_SMALL_NBYTES = 64
+"""Of an entry that holds a word, such as that of the byte order."""
+
 HEAD_NBYTES = 32
 """Of a file: enough to tell what it is."""
 
@@ -36,7 +41,6 @@ _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
 """Of a tensor that `expand` made: saved as the elements that it repeats, and read as what it claims to be. Chosen."""
 
 _LEGACY_PROTOCOL, _LEGACY_VALUE = 1001, 3
-_LEGACY_WINDOW_NBYTES = 4 << 20
 
 
 class TorchArchive:
@@ -72,20 +76,32 @@ class TorchArchive:
 
     def bytes_of(self, entry: ZipEntry) -> bytes:
         """Return the bytes of a small entry."""
-        if entry.nbytes > MAX_NBYTES:
-            raise UnpicklingError(
-                f"entry {entry.name!r} has {entry.nbytes} bytes, more than are read", "a large pickle"
-            )
+        if entry.nbytes > MAX_SMALL_NBYTES:
+            raise ValueError(f"entry {entry.name!r} has {entry.nbytes} bytes")
         data = self._read_at(data_offset(self._read_at, entry), entry.nbytes)
         if self._has_crcs and zlib.crc32(data) != entry.crc:
-            raise ValueError(f"entry {entry.name!r} differs from its CRC-32")
+            raise _differs(entry)
         return data
 
     def value(self) -> Any:
         """Return what was saved: a `TensorRef` for a tensor, a `Stranger` for an object of a class not on the list."""
-        data = self.bytes_of(self.entries[f"{self.prefix}data.pkl"])
-        found, _ = unpickle_data(data, KNOWN, storage_of, strangers=True)
+        entry = self.entries[f"{self.prefix}data.pkl"]
+        pickle = FilePickle(self._read_at, data_offset(self._read_at, entry), entry.nbytes)
+        try:
+            found, _ = unpickle_data(pickle, KNOWN, storage_of, strangers=True)
+        except UnpicklingError as error:
+            if not isinstance(error, TooLargeError):
+                self._check(entry, pickle)
+            raise
+        self._check(entry, pickle)
         return found
+
+    def _check(self, entry: ZipEntry, pickle: FilePickle) -> None:
+        """Hold a pickle against its CRC-32, also one that makes no sense: where it was damaged, that is why."""
+        if self._has_crcs:
+            pickle.read_up_to(entry.nbytes)
+            if pickle.crc != entry.crc:
+                raise _differs(entry)
 
     def storage(self, storage: StorageRef) -> int:
         """Return where the bytes of a storage begin in the archive.
@@ -99,6 +115,10 @@ class TorchArchive:
         if entry.nbytes < storage.numel * DTYPES[storage.dtype or "uint8"].itemsize:
             raise ValueError(f"storage {storage.key!r} was cut short")
         return data_offset(self._read_at, entry)
+
+
+def _differs(entry: ZipEntry) -> ValueError:
+    return ValueError(f"entry {entry.name!r} differs from its CRC-32")
 
 
 def _torchscript() -> UnpicklingError:
@@ -154,7 +174,9 @@ def read_torch_file(path: str, files: Files) -> Contents:
                 assembly.source.archives.append((name, 0, nbytes))
             starts: dict[str, int] = {}
 
-            def locate(ref: TensorRef) -> tuple[int, int] | Strided:
+            def locate(ref: TensorRef | LongBytes) -> tuple[int, int] | Strided:
+                if isinstance(ref, LongBytes):
+                    return part, ref.start
                 key = ref.storage.key
                 if key not in starts:
                     starts[key] = start_of(ref.storage)
@@ -202,8 +224,7 @@ def is_torch_file(path: str, files: Files) -> bool:
 
 def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], int]]:
     """Read five pickles: magic number, protocol, what machine, the value, the keys of the storages; then storages."""
-    data = read_at(0, min(nbytes, _LEGACY_WINDOW_NBYTES))
-    at = 0
+    pickle, at = FilePickle(read_at, 0, nbytes), 0
     found: list[Any] = []
     storages: dict[str, StorageRef] = {}
 
@@ -214,13 +235,7 @@ def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], i
         return storages.setdefault(ref.key, ref)
 
     while len(found) < 5:
-        try:
-            value, at = unpickle_data(data, KNOWN, persistent, at, strangers=len(found) == _LEGACY_VALUE)
-        except UnpicklingError as error:
-            if error.name is not None or len(data) == min(nbytes, MAX_NBYTES):
-                raise
-            data = read_at(0, min(nbytes, len(data) * 8, MAX_NBYTES))
-            continue
+        value, at = unpickle_data(pickle, KNOWN, persistent, at, strangers=len(found) == _LEGACY_VALUE)
         found.append(value)
     _, protocol, system, value, keys = found
     if protocol != _LEGACY_PROTOCOL or not isinstance(system, dict) or not isinstance(keys, list):

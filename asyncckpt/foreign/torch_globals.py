@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.foreign.long_values import LongBytes, LongText, without
 from asyncckpt.foreign.numpy_globals import NUMPY
 from asyncckpt.foreign.pickle_values import (
     ENCODE,
     Defaulting,
     LayoutText,
-    LongText,
     Maker,
     PathText,
     Tally,
@@ -196,10 +196,10 @@ def _device(kind: Any, index: Any = None) -> Opaque | Stranger:
     return Opaque("torch.device", kind if index is None else f"{kind}:{index}")
 
 
-def _encoded(text: str | LongText, encoding: str) -> bytes:
+def _encoded(text: str | LongText, encoding: str) -> bytes | LongBytes:
     if encoding != "latin1":
         raise UnpicklingError("bytes in another encoding than latin1")
-    return text.latin1() if type(text) is LongText else text.encode("latin1")  # type: ignore[union-attr]
+    return text.latin1() if isinstance(text, LongText) else text.encode("latin1")
 
 
 def _pairs(members: Any) -> list[tuple[Any, Any]]:
@@ -237,7 +237,7 @@ def _posix_path(*parts: Any) -> PathText:
 def _bytearray(*arguments: Any) -> bytearray:
     data = arguments[0] if arguments else b""
     if len(arguments) == 2:
-        data = _encoded(*arguments)
+        data = without(_encoded(*arguments))
     if type(data) is not bytes:
         raise UnpicklingError("a bytearray of something else than bytes")
     return bytearray(data)

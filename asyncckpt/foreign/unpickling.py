@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.foreign.pickle_cursor import Cursor
+from asyncckpt.foreign.long_values import LONG_NBYTES, FilePickle, HeldPickle, LongBytes, LongText
+from asyncckpt.foreign.pickle_cursor import MAX_NBYTES, Cursor
 from asyncckpt.foreign.pickle_values import (
     Defaulting,
-    LongText,
     Maker,
     PathText,
     Tally,
@@ -32,15 +32,12 @@ from asyncckpt.foreign.strangers import MAX_NAME_CHARS, Stranger, made_by
 from asyncckpt.format.hashes import Hashes
 from asyncckpt.format.records import Record
 
-MAX_NBYTES = 1 << 30
-"""Of one pickle. The metadata of 100,000 chunks take some 20 MB. Chosen, not measured."""
-
 _GIVEN_PER_BYTE, _GIVEN_ANYWAY = 16, 1 << 16
 _MARK = object()
 
 
 def unpickle_data(
-    data: bytes,
+    data: bytes | FilePickle,
     known: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
     at: int = 0,
@@ -50,7 +47,7 @@ def unpickle_data(
     """Interpret the pickle that begins at `at`.
 
     Args:
-        data: The bytes.
+        data: The bytes; or where they lie, and then long ones in it become `LongBytes`, which stay there.
         known: By `module.name`: what a global stands for, a `Maker` or a value.
         persistent: Makes a value of a persistent id.
         at: Where the pickle begins.
@@ -62,13 +59,13 @@ def unpickle_data(
     Raises:
         UnpicklingError: Malformed, an opcode that does more than build, or a global that is not in `known`.
     """
-    machine = _Machine(data, known, persistent, at, strangers)
+    machine = _Machine(HeldPickle(data) if isinstance(data, bytes) else data, known, persistent, at, strangers)
     try:
-        return machine.run(), machine.at
+        return machine.run(), machine.place
     except UnpicklingError:
         raise
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
-        raise UnpicklingError(f"malformed near byte {machine.at}: {type(error).__name__}: {error}") from error
+        raise UnpicklingError(f"malformed near byte {machine.place}: {type(error).__name__}: {error}") from error
     except (RecursionError, MemoryError) as error:
         raise UnpicklingError(f"too deep or too large: {type(error).__name__}") from error
 
@@ -76,30 +73,29 @@ def unpickle_data(
 class _Machine(Cursor):
     """One run over one pickle."""
 
-    def __init__(
-        self, data: bytes, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None, at: int, strangers: bool
-    ) -> None:
-        if len(data) > MAX_NBYTES:
-            raise UnpicklingError(f"{len(data)} bytes, more than {MAX_NBYTES}")
-        super().__init__(data, at)
+    def __init__(self, pickle: Any, known: Mapping[str, Any], persistent: Any, at: int, strangers: bool) -> None:
+        super().__init__(pickle, at)
         self.known, self.persistent, self.strangers = known, persistent, strangers
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.hashes = Hashes()
-        self.may_give = _GIVEN_PER_BYTE * len(data) + _GIVEN_ANYWAY
+        self.may_give = _GIVEN_PER_BYTE * min(pickle.nbytes, MAX_NBYTES) + _GIVEN_ANYWAY
 
     def run(self) -> Any:
-        data, table = self.data, _OPCODES
-        if data[self.at : self.at + 1] != b"\x80":
+        table = _OPCODES
+        if self.place >= self.pickle.nbytes or self.take(1) != b"\x80":
             raise UnpicklingError("it does not begin as a pickle of protocol 2 or later")
+        self.proto()
         while True:
-            opcode = data[self.at]
+            if self.at >= len(self.data):
+                self.bring(1)
+            opcode = self.data[self.at]
             self.at += 1
             if opcode == 0x2E:  # STOP
                 return self.stack.pop()
             act = table.get(opcode)
             if act is None:
-                raise UnpicklingError(f"opcode {bytes([opcode])!r} at byte {self.at - 1} is not allowed")
+                raise UnpicklingError(f"opcode {bytes([opcode])!r} at byte {self.place - 1} is not allowed")
             act(self)
 
     def push(self, value: Any) -> None:
@@ -146,6 +142,8 @@ class _Machine(Cursor):
             self.may_give -= len(arguments) + sum(len(v) for v in arguments if type(v) in _SIZED)
             if self.may_give < 0:
                 raise UnpicklingError("what it makes is out of proportion to its length")
+            if any(type(v) is LongBytes for v in arguments):
+                arguments = tuple(v.whole() if type(v) is LongBytes else v for v in arguments)
         self.push(made_by(maker, arguments))
 
     def call_with_keywords(self) -> None:
@@ -224,19 +222,20 @@ class _Machine(Cursor):
     def text(self, width: int) -> None:
         nbytes = self.number(width)
         if is_encoded_next(self.stack, nbytes, _MARK):
-            self.push(LongText(self.data, self.skip(nbytes), nbytes))
+            self.push(self.long_text(nbytes))
         else:
             self.push(self.take(nbytes).decode("utf-8", "surrogatepass"))
 
     def bytes_(self, width: int) -> None:
-        self.push(self.take(self.number(width)))
+        nbytes = self.number(width)
+        self.push(self.take(nbytes) if nbytes < LONG_NBYTES else self.long_bytes(nbytes))
 
     def long(self, width: int) -> None:
         self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
 
 
 _DICTS = (dict, OrderedDict, Tally, Defaulting)
-_SIZED = (str, LongText, PathText, bytes, bytearray, list, tuple, *_DICTS, set, frozenset)
+_SIZED = (str, LongText, LongBytes, PathText, bytes, bytearray, list, tuple, *_DICTS, set, frozenset)
 
 
 def _with_value(value: Any) -> Callable[[_Machine], None]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncckpt.format.crc import joined
 
 _ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF
@@ -25,6 +28,42 @@ class Payload:
 
     tensor: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextPayload(Payload):
+    """The same of bytes, as a text: each is a character. `nbytes` are those of its UTF-8.
+
+    Attributes:
+        starts: Where in it the text of each `step` bytes starts, and where it ends.
+        step: See `starts`.
+        crc: CRC-32 of the text.
+    """
+
+    starts: tuple[int, ...]
+    step: int
+    crc: int
+
+
+class Mixed(NamedTuple):
+    """What an entry holds, front to back, its length, and its CRC-32."""
+
+    pieces: tuple[bytes | TextPayload, ...]
+    nbytes: int
+    crc: int
+
+
+def mixed(pieces: Iterable[bytes | TextPayload]) -> Mixed:
+    """Return the content of an entry."""
+    found, nbytes, crc = [], 0, 0
+    for piece in pieces:
+        if isinstance(piece, TextPayload):
+            crc, length = joined(crc, piece.crc, piece.nbytes), piece.nbytes
+        else:
+            crc, length = zlib.crc32(piece, crc), len(piece)
+        found.append(piece)
+        nbytes += length
+    return Mixed(tuple(found), nbytes, crc)
 
 
 class Archive:
@@ -43,13 +82,14 @@ class Archive:
         self.nbytes = 0
         self._entries: list[tuple[str, int, int, int | None, int]] = []
 
-    def add(self, name: str, content: bytes | Payload) -> None:
+    def add(self, name: str, content: bytes | Payload | Mixed) -> None:
         """Add an entry."""
         encoded = name.encode()
-        nbytes = content.nbytes if isinstance(content, Payload) else len(content)
+        pieces = content.pieces if isinstance(content, Mixed) else (content,)
+        nbytes = len(content) if isinstance(content, bytes) else content.nbytes
         crc: int | None = 0
         if self._crc:
-            crc = None if isinstance(content, Payload) else zlib.crc32(content)
+            crc = zlib.crc32(content) if isinstance(content, bytes) else getattr(content, "crc", None)
         wide = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= _LIMIT else b""
         data = self._start + self.nbytes + _LOCAL.size + len(encoded) + len(wide) + 4
         padding = -data % _ALIGNMENT
@@ -61,7 +101,7 @@ class Archive:
         self._entries.append((name, self.nbytes, nbytes, crc, len(self.pieces) + 1))
         if crc is None:
             self.crc_at.append((self._first + len(self.pieces) + 1, self._start + self.nbytes + _CRC_IN_LOCAL))
-        self.pieces += [header + encoded + extra, content]
+        self.pieces += [header + encoded + extra, *pieces]
         self.nbytes += len(header) + len(encoded) + len(extra) + nbytes
 
     def close(self) -> None:
@@ -92,7 +132,7 @@ class Archive:
 
 
 def torch_archive(
-    pickle: bytes,
+    pickle: bytes | Mixed,
     payloads: Sequence[Payload],
     *,
     prefix: str = "archive",

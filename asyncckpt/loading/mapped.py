@@ -15,7 +15,7 @@ from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files, opened
-from asyncckpt.storage.source import Inline, Strided
+from asyncckpt.storage.source import Inline, Latin1, Strided
 
 
 def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch.Tensor | None:
@@ -39,7 +39,7 @@ def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch
     if contents.source is not None:
         directory = contents.source.directory
         place = contents.source.place(part, files)
-        if isinstance(place, Inline):
+        if isinstance(place, (Inline, Latin1)):
             return None
         part, offset = place.part, place.offset + offset
         if isinstance(place, Strided):

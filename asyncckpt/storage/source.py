@@ -30,10 +30,26 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
+class Latin1(NamedTuple):
+    """Row-major elements of a chunk as a text of UTF-8, whose characters are their bytes: see `storage.latin1`.
+
+    The text lies in the `nbytes` at byte `offset` of shard `part`; `firsts` are those of its steps of `step` bytes.
+    """
+
+    part: int
+    offset: int
+    nbytes: int
+    step: int
+    firsts: tuple[int, ...]
+
+
 class Inline(NamedTuple):
     """Row-major elements that were read with the structure already."""
 
     data: bytes
+
+
+Place = Located | Strided | Latin1 | Inline
 
 
 class Source(Protocol):
@@ -63,6 +79,10 @@ class Source(Protocol):
         """The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length)."""
 
     @property
+    def in_pickles(self) -> Mapping[int, Mapping[int, tuple[int, int]]]:
+        """Long bytes that lie in pickles, by part and where they begin there: length, and the CRC-32 that they had."""
+
+    @property
     def stamps(self) -> Mapping[str, tuple[int, ...]]:
         """What tells, on this machine, that the files are those that the structure was read from: by file name."""
 
@@ -70,7 +90,7 @@ class Source(Protocol):
     def changed(self) -> Mapping[str, Mapping[str, str]]:
         """What is read in another form than it was written: by sentence, the FQNs and what is added to each."""
 
-    def place(self, part: int, files: Files) -> Located | Strided | Inline:
+    def place(self, part: int, files: Files) -> Place:
         """Say where the elements of part `part` begin.
 
         Raises:

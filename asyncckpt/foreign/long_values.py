@@ -1,0 +1,188 @@
+"""Long bytes in a pickle, and where the pickle itself lies: nobody has to hold either as a whole.
+
+Of a pickle in a file long bytes stay where they are: what stands for them says where, and tensors are read from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import zlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from asyncckpt.foreign.zip_directory import ReadAt
+from asyncckpt.storage import latin1
+
+LONG_NBYTES = 64 * 1024
+"""Of bytes, as a pickle holds them: longer ones stay where they are. As many are a leaf that lies where tensors do."""
+
+
+class Pickle(Protocol):
+    """The bytes of one pickle, or of several behind one another."""
+
+    nbytes: int
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Return bytes from `at` on, all of which there are."""
+
+
+class HeldPickle:
+    """A pickle in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.nbytes = data, len(data)
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Return bytes from `at` on."""
+        return self.data[at : at + nbytes]
+
+
+class FilePickle:
+    """A pickle in a file, read front to back; parts of it may be read again.
+
+    Args:
+        read_at: Reads from the file, or from the archive in it.
+        start, nbytes: Where it lies there.
+
+    Attributes:
+        crc: CRC-32 of everything that was read, from the beginning on.
+    """
+
+    def __init__(self, read_at: ReadAt, start: int, nbytes: int) -> None:
+        self._read_at, self.start, self.nbytes = read_at, start, nbytes
+        self.crc = self._summed = 0
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Return bytes from `at` on; nothing may have been left out before them."""
+        data = self._read_at(self.start + at, nbytes)
+        assert at <= self._summed, "its CRC-32 is of everything, in order"
+        if at + nbytes > self._summed:
+            self.crc = zlib.crc32(memoryview(data)[self._summed - at :], self.crc)
+            self._summed = at + nbytes
+        return data
+
+    def read_up_to(self, end: int) -> None:
+        """Read what nobody has read before byte `end`."""
+        for _ in steps(self, self._summed, end - self._summed):
+            pass
+
+
+def steps(pickle: Pickle, at: int, nbytes: int) -> Iterator[bytes]:
+    """Yield bytes from `at` on, a step at a time."""
+    for done in range(0, nbytes, latin1.STEP_NBYTES):
+        yield pickle.read(at + done, min(latin1.STEP_NBYTES, nbytes - done))
+
+
+class LongBytes:
+    """Bytes that lie in a file, as themselves or as a text of latin1.
+
+    Args:
+        pickle: That they are in.
+        at, held_nbytes: Where in it they lie.
+        nbytes, crc: How many they are, and their CRC-32.
+        firsts: Of a text, as `latin1.Looked` has them; None: the bytes themselves.
+
+    Attributes:
+        start: Where they lie in what the pickle was read from.
+    """
+
+    __slots__ = ("_at", "_pickle", "crc", "firsts", "held_nbytes", "nbytes", "start", "step")
+
+    def __init__(
+        self,
+        pickle: FilePickle,
+        at: int,
+        held_nbytes: int,
+        nbytes: int,
+        crc: int,
+        firsts: tuple[int, ...] | None = None,
+    ) -> None:
+        self._pickle, self._at = pickle, at
+        self.held_nbytes, self.nbytes, self.crc = held_nbytes, nbytes, crc
+        self.start, self.firsts, self.step = pickle.start + at, firsts, latin1.STEP_NBYTES
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def whole(self) -> bytes:
+        """Return them: as long as the file is open.
+
+        Raises:
+            ValueError: They are others than they were.
+            OSError: They cannot be read.
+        """
+        data = self._pickle.read(self._at, self.held_nbytes)
+        return data if self.firsts is None else latin1.decoded(data)
+
+
+class LongText:
+    """A long text that is to be encoded, as pickles of protocol 2 hold bytes: it is looked at in steps.
+
+    Args:
+        pickle: That it is in.
+        at, nbytes: Where its UTF-8 lies there.
+    """
+
+    __slots__ = ("_at", "_found", "_nbytes", "_pickle")
+
+    def __init__(self, pickle: Pickle, at: int, nbytes: int) -> None:
+        self._pickle, self._at, self._nbytes = pickle, at, nbytes
+        self._found: bytes | LongBytes | ValueError | None = None
+        if isinstance(pickle, FilePickle):
+            try:
+                self._found = LongBytes(pickle, at, nbytes, *latin1.looked_through(steps(pickle, at, nbytes)))
+            except ValueError as error:
+                self._found = error
+            pickle.read_up_to(at + nbytes)
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def latin1(self) -> bytes | LongBytes:
+        """Return it encoded.
+
+        Raises:
+            ValueError: No UTF-8, or characters that are no bytes.
+        """
+        if self._found is None:
+            self._found = self._pickle.read(self._at, self._nbytes).decode().encode("latin1")
+        if isinstance(self._found, ValueError):
+            raise self._found
+        return self._found
+
+    def text(self) -> str:
+        """Return it as the text that it is: nothing encodes it.
+
+        Raises:
+            ValueError: No UTF-8.
+        """
+        return self._pickle.read(self._at, self._nbytes).decode("utf-8", "surrogatepass")
+
+
+def skipped(pickle: FilePickle, at: int, nbytes: int) -> LongBytes:
+    """Return what stands for bytes of a pickle from `at` on."""
+    crc = 0
+    for piece in steps(pickle, at, nbytes):
+        crc = zlib.crc32(piece, crc)
+    return LongBytes(pickle, at, nbytes, nbytes, crc)
+
+
+def without(value: Any) -> Any:
+    """Return a value of plain containers with bytes in the place of what stands for them; itself if there is none.
+
+    Raises:
+        ValueError, OSError: As `LongBytes.whole`.
+    """
+    kind = type(value)
+    if kind is LongBytes:
+        return value.whole()
+    if kind in (list, tuple, set, frozenset):
+        members = [without(member) for member in value]
+        return value if all(map(operator.is_, members, value)) else kind(members)
+    if isinstance(value, dict):
+        pairs = {key: without(member) for key, member in value.items()}
+        if not all(map(operator.is_, pairs.values(), value.values())):
+            value = copy.copy(value)
+            value.update(pairs)
+    return value
