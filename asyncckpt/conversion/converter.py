@@ -86,10 +86,10 @@ def convert(
     """Convert a checkpoint of any kind that is read to any kind that is written.
 
     The target is written beside its place under a hidden name, opened as a reader would and compared, read back, and
-    renamed: it is there whole or not at all. Tensors pass in windows; needs no process group and no worker. Memory: 256
-    MB; the largest tensor where its elements are not row-major in the source, nor to be in the target; and three to
-    six times the leaves that are no tensors, and the numpy arrays in a `torch.save` file, which pickles hold in one
-    piece.
+    renamed: it is there whole or not at all. Tensors pass in windows, and so do numpy arrays and `bytes`, of 64 KiB and
+    more, that lie in pickles; needs no process group and no worker. Memory: 256 MB; the largest tensor where its
+    elements are not row-major in the source, nor to be in the target; and a few times all other leaves, such as long
+    texts.
 
     Args:
         src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
