@@ -47,6 +47,7 @@ _NUMPY = {
     "<c16": "complex128",
 }
 
+_Held = bytes | bytearray | LongBytes
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
 _SHOWN_CHARS = 80
 _MAX_LOOKS = 1 << 20
@@ -109,7 +110,7 @@ class Growth:
             return ("l" if kind is list else "t", children)
         if kind is Record and value.kind == "numpy.ndarray":
             return self._array(value, path, locate)
-        if kind in (bytes, LongBytes) and len(value) >= LONG_NBYTES:  # as in saves of ours
+        if getattr(value, "kind", kind) is bytes and len(value) >= LONG_NBYTES:  # as in saves of ours
             if id(value) not in self._by_bytes:
                 node = ("B", self._elements(value, "uint8", (len(value),), path, locate))
                 self._by_bytes[id(value)] = (value, node)
@@ -258,8 +259,8 @@ class Growth:
             return self._by_array[id(array)][1]
         try:
             _, shape, dtype, by_columns, data = array.state
-            name, sizes, held = _NUMPY.get(dtype_text(dtype)), size_of(shape), isinstance(data, (bytes, LongBytes))
-            if name is None or not held or (by_columns and len(sizes) > 1 and 0 not in sizes):
+            name, sizes = _NUMPY.get(dtype_text(dtype)), size_of(shape)
+            if name is None or not isinstance(data, _Held) or (by_columns and len(sizes) > 1 and 0 not in sizes):
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
             return self._unread("numpy.ndarray", str(error), array)
@@ -267,12 +268,9 @@ class Growth:
         self._by_array[id(array)] = (array, node)
         return node
 
-    def _elements(self, data: bytes | LongBytes, dtype: str, sizes: tuple[int, ...], path: Path, locate: Locate) -> int:
+    def _elements(self, data: _Held, dtype: str, sizes: tuple[int, ...], path: Path, locate: Locate) -> int:
         """Add elements that lie in the pickle; return their number. Short ones the assembly keeps."""
-        offset = 0
-        if isinstance(data, bytes):
-            part = self._assembly.place(-1, len(data), Inline(data))
-        else:
+        if isinstance(data, LongBytes):
             where = locate(data)
             assert not isinstance(where, Strided)
             part, offset = where
@@ -280,6 +278,8 @@ class Growth:
                 text = Latin1(part, offset, data.held_nbytes, data.step, data.firsts)
                 part, offset = self._assembly.place(part, len(data), text), 0
             self._assembly.source.in_pickles.setdefault(part, {})[offset] = len(data), data.crc
+        else:
+            part, offset = self._assembly.place(-1, len(data), Inline(bytes(data))), 0
         chunk = Chunk(part=part, offset_bytes=offset, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
         return int(self._assembly.tensor(fqn_of(path), dtype, sizes, [chunk])[1])
 

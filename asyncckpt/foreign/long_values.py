@@ -82,12 +82,13 @@ class LongBytes:
         at, held_nbytes: Where in it they lie.
         nbytes, crc: How many they are, and their CRC-32.
         firsts: Of a text, as `latin1.Looked` has them; None: the bytes themselves.
+        kind: `bytes`, or `bytearray`.
 
     Attributes:
         start: Where they lie in what the pickle was read from.
     """
 
-    __slots__ = ("_at", "_pickle", "crc", "firsts", "held_nbytes", "nbytes", "start", "step")
+    __slots__ = ("_at", "_pickle", "crc", "firsts", "held_nbytes", "kind", "nbytes", "start", "step")
 
     def __init__(
         self,
@@ -97,15 +98,16 @@ class LongBytes:
         nbytes: int,
         crc: int,
         firsts: tuple[int, ...] | None = None,
+        kind: type[bytes | bytearray] = bytes,
     ) -> None:
-        self._pickle, self._at = pickle, at
+        self._pickle, self._at, self.kind = pickle, at, kind
         self.held_nbytes, self.nbytes, self.crc = held_nbytes, nbytes, crc
         self.start, self.firsts, self.step = pickle.start + at, firsts, latin1.STEP_NBYTES
 
     def __len__(self) -> int:
         return self.nbytes
 
-    def whole(self) -> bytes:
+    def whole(self) -> bytes | bytearray:
         """Return them: as long as the file is open.
 
         Raises:
@@ -113,7 +115,7 @@ class LongBytes:
             OSError: They cannot be read.
         """
         data = self._pickle.read(self._at, self.held_nbytes)
-        return data if self.firsts is None else latin1.decoded(data)
+        return self.kind(data) if self.firsts is None else latin1.decoded(data)
 
 
 class LongText:
@@ -160,12 +162,12 @@ class LongText:
         return self._pickle.read(self._at, self._nbytes).decode("utf-8", "surrogatepass")
 
 
-def skipped(pickle: FilePickle, at: int, nbytes: int) -> LongBytes:
+def skipped(pickle: FilePickle, at: int, nbytes: int, kind: type[bytes | bytearray]) -> LongBytes:
     """Return what stands for bytes of a pickle from `at` on."""
     crc = 0
     for piece in steps(pickle, at, nbytes):
         crc = zlib.crc32(piece, crc)
-    return LongBytes(pickle, at, nbytes, nbytes, crc)
+    return LongBytes(pickle, at, nbytes, nbytes, crc, kind=kind)
 
 
 def without(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncckpt.foreign.long_values import LongBytes
 from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, shown
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.format import numpy_scalars
@@ -64,9 +65,22 @@ def _array(kind: Any, shape: Any, code: Any) -> Record:
     return Record("numpy.ndarray")
 
 
+def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Record:
+    """What protocol 5 makes of an array: numpy `_core/numeric.py`."""
+    if type(dtype) is not Record or not isinstance(data, (bytes, bytearray, LongBytes)):
+        raise UnpicklingError("an array without dtype and bytes")
+    array = Record("numpy.ndarray")
+    array.state = 1, shape, dtype, order != "C" or axes is not None, data
+    return array
+
+
+TAKES_LONG = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
+"""Makers that are given long bytes as what stands for them."""
+
 NUMPY = {
     "numpy.dtype": _dtype,
     **{f"{module}.scalar": _scalar for module in ("numpy.core.multiarray", "numpy._core.multiarray")},
+    **dict.fromkeys(TAKES_LONG, _frombuffer),
     **{f"{module}._reconstruct": _array for module in ("numpy.core.multiarray", "numpy._core.multiarray")},
 }
 """Name -> the function of ours that stands for it."""

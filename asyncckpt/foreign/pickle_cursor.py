@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.foreign.long_values import FilePickle, HeldPickle, LongBytes, LongText, skipped
+from asyncckpt.foreign.long_values import LONG_NBYTES, FilePickle, HeldPickle, LongBytes, LongText, skipped
 from asyncckpt.foreign.pickle_values import UnpicklingError
 
 MAX_NBYTES = 1 << 30
@@ -65,13 +65,15 @@ class Cursor:
         more = min(max(nbytes, WINDOW_NBYTES), left) - len(rest)
         self.data, self._base, self.at = rest + self.pickle.read(place + len(rest), more), place, 0
 
-    def long_bytes(self, nbytes: int) -> LongBytes | bytes:
-        """Go on behind the next bytes; return what stands for them, or them."""
-        pickle, place = self.pickle, self._skip(nbytes)
-        return skipped(pickle, place, nbytes) if isinstance(pickle, FilePickle) else pickle.read(place, nbytes)
+    def bytes_of(self, width: int, kind: type[bytes | bytearray] = bytes) -> LongBytes | bytes | bytearray:
+        """Return the next bytes, behind their number, which has so many; of long ones what stands for them."""
+        nbytes, pickle = self.number(width), self.pickle
+        if nbytes < LONG_NBYTES or not isinstance(pickle, FilePickle):
+            return kind(self.take(nbytes))
+        return skipped(pickle, self._skip(nbytes), nbytes, kind)
 
     def long_text(self, nbytes: int) -> LongText:
-        """The same of a text that is to be encoded."""
+        """Go on behind a text that is to be encoded."""
         return LongText(self.pickle, self._skip(nbytes), nbytes)
 
     def _skip(self, nbytes: int) -> int:

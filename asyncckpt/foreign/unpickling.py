@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.foreign.long_values import LONG_NBYTES, FilePickle, HeldPickle, LongBytes, LongText
+from asyncckpt.foreign.long_values import FilePickle, HeldPickle, LongBytes, LongText
+from asyncckpt.foreign.numpy_globals import TAKES_LONG
 from asyncckpt.foreign.pickle_cursor import MAX_NBYTES, Cursor
 from asyncckpt.foreign.pickle_values import (
     Defaulting,
@@ -142,7 +143,7 @@ class _Machine(Cursor):
             self.may_give -= len(arguments) + sum(len(v) for v in arguments if type(v) in _SIZED)
             if self.may_give < 0:
                 raise UnpicklingError("what it makes is out of proportion to its length")
-            if any(type(v) is LongBytes for v in arguments):
+            if maker.name not in TAKES_LONG and any(type(v) is LongBytes for v in arguments):
                 arguments = tuple(v.whole() if type(v) is LongBytes else v for v in arguments)
         self.push(made_by(maker, arguments))
 
@@ -226,10 +227,6 @@ class _Machine(Cursor):
         else:
             self.push(self.take(nbytes).decode("utf-8", "surrogatepass"))
 
-    def bytes_(self, width: int) -> None:
-        nbytes = self.number(width)
-        self.push(self.take(nbytes) if nbytes < LONG_NBYTES else self.long_bytes(nbytes))
-
     def long(self, width: int) -> None:
         self.push(int.from_bytes(self.take(self.number(width)), "little", signed=True))
 
@@ -263,10 +260,10 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "X": lambda m: m.text(4),
         "\x8c": lambda m: m.text(1),
         "\x8d": lambda m: m.text(8),
-        "B": lambda m: m.bytes_(4),
-        "C": lambda m: m.bytes_(1),
-        "\x8e": lambda m: m.bytes_(8),
-        "\x96": lambda m: m.push(bytearray(m.take(m.number(8)))),
+        "B": lambda m: m.push(m.bytes_of(4)),
+        "C": lambda m: m.push(m.bytes_of(1)),
+        "\x8e": lambda m: m.push(m.bytes_of(8)),
+        "\x96": lambda m: m.push(m.bytes_of(8, bytearray)),
         ")": _with_value(()),
         "]": lambda m: m.push([]),
         "}": lambda m: m.push({}),

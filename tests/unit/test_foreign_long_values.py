@@ -15,7 +15,7 @@ import torch
 import asyncckpt
 from asyncckpt.conversion import converter
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.foreign import long_values, pickle_cursor, pickle_values, unpickling
+from asyncckpt.foreign import long_values, pickle_cursor, pickle_values
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.foreign.long_values import FilePickle, LongBytes, without
 from asyncckpt.foreign.pickle_values import UnpicklingError
@@ -33,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows and steps of a few bytes, which cut everything; what is called long begins at 40."""
     monkeypatch.setattr(latin1, "STEP_NBYTES", 17)
     monkeypatch.setattr(pickle_cursor, "WINDOW_NBYTES", 3)
-    for module in (long_values, pickle_values, unpickling):
+    for module in (long_values, pickle_values, pickle_cursor):
         monkeypatch.setattr(module, "LONG_NBYTES", 40)
 
 
@@ -109,6 +109,7 @@ def saved(path: pathlib.Path, protocol: int | None) -> dict[str, Any]:
         "odd": rng.integers(-9, 9, 40_001).astype(np.int16),
         "short": np.arange(5),
         "in": [(rng.bytes(66_000), {2: rng.bytes(90_000)})],
+        "mutable": bytearray(rng.bytes(70_000)),
         "w": torch.ones(3),
     }
     kw: dict[str, Any] = {"_use_new_zipfile_serialization": False} if protocol is None else {}
@@ -127,7 +128,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("step", [999, latin1.STEP_NBYTES])
-@pytest.mark.parametrize("protocol", [None, 2, 3, 4])
+@pytest.mark.parametrize("protocol", [None, 2, 3, 4, 5])
 def test_arrays_and_bytes_come_back(
     protocol: int | None, step: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
