@@ -93,7 +93,7 @@ class BoxSink:
         aligned: No piece begins or ends inside an element.
     """
 
-    __slots__ = ("_box", "_gathered", "_lock", "_missing", "_nbytes", "_wide")
+    __slots__ = ("_box", "_gathered", "_is_memory", "_lock", "_missing", "_nbytes", "_wide")
 
     def __init__(
         self,
@@ -107,6 +107,8 @@ class BoxSink:
         aligned: bool = True,
     ) -> None:
         self._box = _Box(target, offsets, sizes, strides, dtype)
+        # Asked once: torch gives the interpreter's lock away to say it.
+        self._is_memory = aligned and target.is_cpu and target.dtype == dtype and not _is_lazy(target)
         self._wide = _widened(self._box)
         self._nbytes, self._missing = nbytes, nbytes
         self._gathered: torch.Tensor | None = None
@@ -122,8 +124,7 @@ class BoxSink:
     def runs(self, position: int, nbytes: int) -> list[Runs] | None:
         """Return where the elements of a piece go, if they are long runs and lie in host memory as they are stored."""
         target, offsets, sizes, strides, dtype = self._box
-        whole = (position | nbytes) % dtype.itemsize == 0
-        if self._lock is not None or not whole or not target.is_cpu or target.dtype != dtype or _is_lazy(target):
+        if not self._is_memory or (position | nbytes) % dtype.itemsize:
             return None
         first, count = position // dtype.itemsize, nbytes // dtype.itemsize
         return runs_of(target, strides, boxes_within(sizes, strides, offsets, first, first + count), first)
