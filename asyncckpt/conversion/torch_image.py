@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.foreign.as_saved import SavedView
-from asyncckpt.foreign.pickle_cursor import MAX_NBYTES
+from asyncckpt.foreign.long_values import LongBytes
 from asyncckpt.foreign.pickle_values import Defaulting, LayoutText, PathText, Tally
+from asyncckpt.foreign.refusals import MAX_NBYTES
 from asyncckpt.foreign.torch_globals import STORAGES
 from asyncckpt.format.archive import Mixed, TextPayload, mixed
 from asyncckpt.format.objects import Opaque
@@ -186,4 +187,4 @@ def _written_as(value: Any) -> Any:
         return str(value)
     if kind in (list, tuple, set):
         return kind(_written_as(member) for member in value)
-    return value
+    return value.whole() if kind is LongBytes else value

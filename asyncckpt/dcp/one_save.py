@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from asyncckpt.errors import RanksDisagreeError
 from asyncckpt.foreign.assembly import ForeignSource
-from asyncckpt.foreign.pickle_cursor import MAX_NBYTES
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.refusals import MAX_NBYTES
 from asyncckpt.foreign.zip_directory import read_directory
 from asyncckpt.format.checksum import file_checksum
 from asyncckpt.format.names import DCP_METADATA_NAME

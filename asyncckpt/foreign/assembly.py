@@ -127,6 +127,11 @@ class Assembly:
             self._numbers[name] = self._part(name, found.st_size, None)
         return self._numbers[name]
 
+    @property
+    def files_nbytes(self) -> int:
+        """Length of the files that are known by now."""
+        return sum(nbytes for _, _, nbytes, _ in self.source.stamps.values())
+
     def stamp(self, name: str) -> None:
         """Remember a file that is about to be read as a whole, if it is there."""
         with contextlib.suppress(OSError):

@@ -17,9 +17,9 @@ from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.long_values import LongBytes
 from asyncckpt.foreign.nesting import led_through_leaves, nested
-from asyncckpt.foreign.pickle_cursor import MAX_NBYTES
-from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
+from asyncckpt.foreign.pickle_values import shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.refusals import MAX_NBYTES, UnpicklingError
 from asyncckpt.foreign.safetensors_header import SAFETENSORS_START, is_safetensors
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_file import TorchArchive, place_of

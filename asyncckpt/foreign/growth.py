@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.as_saved import Met, view_of
 from asyncckpt.foreign.assembly import Assembly
-from asyncckpt.foreign.long_values import LONG_NBYTES, LongBytes, LongText, without
+from asyncckpt.foreign.long_values import LONG_NBYTES, LongBytes, LongText
 from asyncckpt.foreign.numpy_globals import dtype_text
 from asyncckpt.foreign.pickle_values import (
     ATTRIBUTES,
@@ -27,9 +27,9 @@ from asyncckpt.foreign.pickle_values import (
     Maker,
     PathText,
     Tally,
-    UnpicklingError,
 )
-from asyncckpt.foreign.strangers import Stranger
+from asyncckpt.foreign.refusals import UnpicklingError
+from asyncckpt.foreign.strangers import Stranger, members_of
 from asyncckpt.foreign.torch_globals import TensorRef, size_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
 from asyncckpt.format.records import Record
@@ -46,6 +46,10 @@ _NUMPY = {
     **{"<u8": "uint64", "<i8": "int64", "<f2": "float16", "<f4": "float32", "<f8": "float64", "<c8": "complex64"},
     "<c16": "complex128",
 }
+
+_LENGTHS = frozenset({str, bytes, bytearray, LongBytes})
+_HELD_PER_BYTE, _HELD_ANYWAY = 16, 64 << 20
+"""Of texts and bytes that are held, for each byte of the files: a pickle may name one many times over. Chosen."""
 
 _Held = bytes | bytearray | LongBytes
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
@@ -69,7 +73,7 @@ class Growth:
         self._as_saved = assembly.source.as_saved
         self._met = Met(self._as_saved)
         self._is_plainer, self._is_leaf = False, True
-        self._n_nodes = self._n_looks = 0
+        self._n_nodes = self._n_looks = self._n_held = 0
 
     def node_of(self, value: Any, path: Path, locate: Locate) -> Node:
         """Add everything in a value that was unpickled.
@@ -155,7 +159,6 @@ class Growth:
     def _object(self, value: Any, path: Path, *, is_leaf: bool = True) -> Node:
         """Add a leaf that is no tensor, or what belongs to a container."""
         self._is_plainer, self._is_leaf = False, is_leaf
-        value = without(value)
         plain = self._plain(value, path)
         try:
             raw = encode_value(plain, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
@@ -191,7 +194,7 @@ class Growth:
                 continue
             met.add(id(found))
             count += type(found) is TensorRef
-            members = _members(found)
+            members = members_of(found)
             self._n_looks += 1 + len(members)  # also of those that were met before
             if self._n_looks > _MAX_LOOKS:
                 return None
@@ -234,6 +237,11 @@ class Growth:
             return {self._plain(k, path, depth + 1): self._plain(v, path, depth + 1) for k, v in pairs}
         if kind in (list, tuple, set, frozenset):
             return kind(self._plain(member, path, depth + 1) for member in value)
+        if kind in _LENGTHS:
+            value = value.whole() if kind is LongBytes else value
+            self._n_held += len(value)
+            if self._n_held > _HELD_PER_BYTE * self._assembly.files_nbytes + _HELD_ANYWAY:
+                raise self._assembly.unsupported("what its leaves hold is out of proportion to its length")
         return value
 
     def _tensor_of(self, ref: TensorRef, path: Path, locate: Locate) -> Node:
@@ -290,11 +298,3 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, TensorRef):
         return "tensor"
     return value.kind if isinstance(value, Record) else type(value).__name__
-
-
-def _members(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (Stranger, Record)):
-        return value.held if isinstance(value, Stranger) else (value.state,)
-    return value if isinstance(value, (list, tuple, set, frozenset)) else ()

@@ -5,12 +5,12 @@ Of a pickle in a file long bytes stay where they are: what stands for them says 
 
 from __future__ import annotations
 
-import copy
-import operator
 import zlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from asyncckpt.foreign import refusals
+from asyncckpt.foreign.refusals import TooLargeError
 from asyncckpt.foreign.zip_directory import ReadAt
 from asyncckpt.storage import latin1
 
@@ -26,6 +26,9 @@ class Pickle(Protocol):
     def read(self, at: int, nbytes: int) -> bytes:
         """Return bytes from `at` on, all of which there are."""
 
+    def hold(self, at: int, nbytes: int) -> bytes:
+        """The same, to be held."""
+
 
 class HeldPickle:
     """A pickle in memory."""
@@ -37,6 +40,8 @@ class HeldPickle:
         """Return bytes from `at` on."""
         return self.data[at : at + nbytes]
 
+    hold = read
+
 
 class FilePickle:
     """A pickle in a file, read front to back; parts of it may be read again.
@@ -47,11 +52,12 @@ class FilePickle:
 
     Attributes:
         crc: CRC-32 of everything that was read, from the beginning on.
+        held: Bytes of long values that are held after all.
     """
 
     def __init__(self, read_at: ReadAt, start: int, nbytes: int) -> None:
         self._read_at, self.start, self.nbytes = read_at, start, nbytes
-        self.crc = self._summed = 0
+        self.crc = self._summed = self.held = 0
 
     def read(self, at: int, nbytes: int) -> bytes:
         """Return bytes from `at` on; nothing may have been left out before them."""
@@ -61,6 +67,17 @@ class FilePickle:
             self.crc = zlib.crc32(memoryview(data)[self._summed - at :], self.crc)
             self._summed = at + nbytes
         return data
+
+    def hold(self, at: int, nbytes: int) -> bytes:
+        """Return bytes from `at` on that will be held.
+
+        Raises:
+            TooLargeError: With those that are they would be too many.
+        """
+        self.held += nbytes
+        if self.held > refusals.MAX_NBYTES:
+            raise TooLargeError(self.held)
+        return self.read(at, nbytes)
 
     def read_up_to(self, end: int) -> None:
         """Read what nobody has read before byte `end`."""
@@ -88,7 +105,7 @@ class LongBytes:
         start: Where they lie in what the pickle was read from.
     """
 
-    __slots__ = ("_at", "_pickle", "crc", "firsts", "held_nbytes", "kind", "nbytes", "start", "step")
+    __slots__ = ("_at", "_pickle", "_whole", "crc", "firsts", "held_nbytes", "kind", "nbytes", "start", "step")
 
     def __init__(
         self,
@@ -101,6 +118,7 @@ class LongBytes:
         kind: type[bytes | bytearray] = bytes,
     ) -> None:
         self._pickle, self._at, self.kind = pickle, at, kind
+        self._whole: bytes | bytearray | None = None
         self.held_nbytes, self.nbytes, self.crc = held_nbytes, nbytes, crc
         self.start, self.firsts, self.step = pickle.start + at, firsts, latin1.STEP_NBYTES
 
@@ -108,14 +126,17 @@ class LongBytes:
         return self.nbytes
 
     def whole(self) -> bytes | bytearray:
-        """Return them: as long as the file is open.
+        """Return them: as long as the file is open, or once more.
 
         Raises:
+            TooLargeError: Too many of them are held.
             ValueError: They are others than they were.
             OSError: They cannot be read.
         """
-        data = self._pickle.read(self._at, self.held_nbytes)
-        return self.kind(data) if self.firsts is None else latin1.decoded(data)
+        if self._whole is None:  # IMPORTANT: once. A pickle may name them over and over
+            data = self._pickle.hold(self._at, self.held_nbytes)
+            self._whole = self.kind(data) if self.firsts is None else latin1.decoded(data)
+        return self._whole
 
 
 class LongText:
@@ -126,11 +147,12 @@ class LongText:
         at, nbytes: Where its UTF-8 lies there.
     """
 
-    __slots__ = ("_at", "_found", "_nbytes", "_pickle")
+    __slots__ = ("_at", "_found", "_nbytes", "_pickle", "_text")
 
     def __init__(self, pickle: Pickle, at: int, nbytes: int) -> None:
         self._pickle, self._at, self._nbytes = pickle, at, nbytes
         self._found: bytes | LongBytes | ValueError | None = None
+        self._text: str | None = None
         if isinstance(pickle, FilePickle):
             try:
                 self._found = LongBytes(pickle, at, nbytes, *latin1.looked_through(steps(pickle, at, nbytes)))
@@ -157,9 +179,12 @@ class LongText:
         """Return it as the text that it is: nothing encodes it.
 
         Raises:
+            TooLargeError: As `LongBytes.whole`.
             ValueError: No UTF-8.
         """
-        return self._pickle.read(self._at, self._nbytes).decode("utf-8", "surrogatepass")
+        if self._text is None:
+            self._text = self._pickle.hold(self._at, self._nbytes).decode("utf-8", "surrogatepass")
+        return self._text
 
 
 def skipped(pickle: FilePickle, at: int, nbytes: int, kind: type[bytes | bytearray]) -> LongBytes:
@@ -170,21 +195,12 @@ def skipped(pickle: FilePickle, at: int, nbytes: int, kind: type[bytes | bytearr
     return LongBytes(pickle, at, nbytes, nbytes, crc, kind=kind)
 
 
-def without(value: Any) -> Any:
-    """Return a value of plain containers with bytes in the place of what stands for them; itself if there is none.
+def held(key: Any) -> Any:
+    """Return a key of bytes, tuples and frozensets with bytes in the place of what stands for them.
 
     Raises:
-        ValueError, OSError: As `LongBytes.whole`.
+        TooLargeError, ValueError, OSError: As `LongBytes.whole`.
     """
-    kind = type(value)
-    if kind is LongBytes:
-        return value.whole()
-    if kind in (list, tuple, set, frozenset):
-        members = [without(member) for member in value]
-        return value if all(map(operator.is_, members, value)) else kind(members)
-    if isinstance(value, dict):
-        pairs = {key: without(member) for key, member in value.items()}
-        if not all(map(operator.is_, pairs.values(), value.values())):
-            value = copy.copy(value)
-            value.update(pairs)
-    return value
+    if type(key) in (tuple, frozenset):
+        return type(key)(map(held, key))
+    return key.whole() if type(key) is LongBytes else key

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncckpt.foreign.long_values import LongBytes
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, shown
+from asyncckpt.foreign.pickle_values import Maker, shown
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.format import numpy_scalars
 from asyncckpt.format.objects import Opaque

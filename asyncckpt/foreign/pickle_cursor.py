@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+from asyncckpt.foreign import refusals
 from asyncckpt.foreign.long_values import LONG_NBYTES, FilePickle, HeldPickle, LongBytes, LongText, skipped
-from asyncckpt.foreign.pickle_values import UnpicklingError
-
-MAX_NBYTES = 1 << 30
-"""Of one pickle, without long bytes that stay in their file. The metadata of 100,000 chunks take some 20 MB. Chosen,
-not measured."""
+from asyncckpt.foreign.refusals import TooLargeError, UnpicklingError
 
 WINDOW_NBYTES = 1 << 20
 """Of a file, read at once. Chosen."""
-
-
-class TooLargeError(UnpicklingError):
-    """`nbytes` of a pickle are not long bytes: more than are read."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"{nbytes} bytes of a pickle that are no long bytes, more than are read", "a large pickle")
 
 
 class Cursor:
@@ -37,7 +27,7 @@ class Cursor:
     def __init__(self, pickle: HeldPickle | FilePickle, place: int) -> None:
         self.pickle, self._left_out = pickle, place
         self.data, self._base, self.at = (pickle.data, 0, place) if type(pickle) is HeldPickle else (b"", place, 0)
-        if len(self.data) > MAX_NBYTES:
+        if len(self.data) > refusals.MAX_NBYTES:
             raise TooLargeError(len(self.data))
 
     @property
@@ -60,7 +50,7 @@ class Cursor:
         left = self.pickle.nbytes - place
         if not 0 <= nbytes <= left:
             raise UnpicklingError("it ends early")
-        if (taken := place + nbytes - self._left_out) > MAX_NBYTES:
+        if (taken := place + nbytes - self._left_out) > refusals.MAX_NBYTES:
             raise TooLargeError(taken)
         more = min(max(nbytes, WINDOW_NBYTES), left) - len(rest)
         self.data, self._base, self.at = rest + self.pickle.read(place + len(rest), more), place, 0

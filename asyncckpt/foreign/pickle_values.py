@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from asyncckpt.foreign.long_values import LONG_NBYTES, without
+from asyncckpt.foreign.long_values import LONG_NBYTES, LongBytes, held
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.format.hashes import all_met
 
 ENCODE = "_codecs.encode"
 MAX_KEY_MEMBERS = 1000
 """In a tuple or frozenset that is a key or a member of a set: hashing one has no bound of its own. Chosen."""
-
-
-class UnpicklingError(ValueError):
-    """Internal to reading: no pickle that can be read. `name`: the global that is not on the list, if that is why."""
-
-    def __init__(self, text: str, name: str | None = None) -> None:
-        super().__init__(text)
-        self.name = name
 
 
 def unknown_global(name: str) -> UnpicklingError:
@@ -111,8 +104,8 @@ def hashable(key: Any) -> Any:
         UnpicklingError: More is in it than anybody's keys have.
     """
     if type(key) not in (tuple, frozenset):
-        return without(key)
-    todo, count = [key], 0
+        return held(key)
+    todo, count, has_long = [key], 0, False
     while todo:
         value = todo.pop()
         if type(value) in (tuple, frozenset):
@@ -120,4 +113,5 @@ def hashable(key: Any) -> Any:
             if count > MAX_KEY_MEMBERS:
                 raise UnpicklingError(f"a key with more than {MAX_KEY_MEMBERS} members")
             todo += value
-    return without(key)
+        has_long = has_long or type(value) is LongBytes
+    return held(key) if has_long else key

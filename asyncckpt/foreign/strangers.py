@@ -7,9 +7,12 @@ of that alone; `storage.unread` says what such leaves are and what to say where 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError, shown
+from asyncckpt.foreign.pickle_values import Maker, shown
+from asyncckpt.foreign.refusals import UnpicklingError
+from asyncckpt.format.records import Record
 
 MAX_NAME_CHARS = 200
 """Of a module, or of a name in one: nobody's are longer, and of those that are this much is kept."""
@@ -64,3 +67,12 @@ def made_by(maker: Any, arguments: Any) -> Any:
                 return maker.make(*arguments)
             return Stranger(strange.name, arguments)
     raise UnpicklingError(f"it calls {shown(maker)}, which is nothing to be called")
+
+
+def members_of(value: Any) -> Collection[Any]:
+    """Return what a value holds, for whoever looks into it: keys and values, members, or what a stranger was given."""
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (Stranger, Record)):
+        return value.held if isinstance(value, Stranger) else (value.state,)
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()

@@ -14,9 +14,9 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.foreign.assembly import Assembly
 from asyncckpt.foreign.growth import Growth
 from asyncckpt.foreign.long_values import FilePickle, LongBytes
-from asyncckpt.foreign.pickle_cursor import TooLargeError
-from asyncckpt.foreign.pickle_values import UnpicklingError, shown, unknown_global
+from asyncckpt.foreign.pickle_values import shown, unknown_global
 from asyncckpt.foreign.ranges import read_exactly
+from asyncckpt.foreign.refusals import TooLargeError, UnpicklingError
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_globals import KNOWN, StorageRef, TensorRef, storage_of
 from asyncckpt.foreign.unpickling import unpickle_data

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.foreign.long_values import LongBytes, LongText, without
+from asyncckpt.foreign.long_values import LongBytes, LongText, held
 from asyncckpt.foreign.numpy_globals import NUMPY
 from asyncckpt.foreign.pickle_values import (
     ENCODE,
@@ -21,10 +21,10 @@ from asyncckpt.foreign.pickle_values import (
     Maker,
     PathText,
     Tally,
-    UnpicklingError,
     keys_of,
     shown,
 )
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.strangers import Stranger, made_by
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
@@ -237,7 +237,7 @@ def _posix_path(*parts: Any) -> PathText:
 def _bytearray(*arguments: Any) -> bytearray:
     data = arguments[0] if arguments else b""
     if len(arguments) == 2:
-        data = without(_encoded(*arguments))
+        data = held(_encoded(*arguments))
     if type(data) is not bytes:
         raise UnpicklingError("a bytearray of something else than bytes")
     return bytearray(data)

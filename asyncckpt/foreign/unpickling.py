@@ -16,19 +16,19 @@ from typing import Any
 
 from asyncckpt.foreign.long_values import FilePickle, HeldPickle, LongBytes, LongText
 from asyncckpt.foreign.numpy_globals import TAKES_LONG
-from asyncckpt.foreign.pickle_cursor import MAX_NBYTES, Cursor
+from asyncckpt.foreign.pickle_cursor import Cursor
 from asyncckpt.foreign.pickle_values import (
     Defaulting,
     Maker,
     PathText,
     Tally,
-    UnpicklingError,
     hashable,
     is_encoded_next,
     keys_of,
     shown,
     unknown_global,
 )
+from asyncckpt.foreign.refusals import MAX_NBYTES, UnpicklingError
 from asyncckpt.foreign.strangers import MAX_NAME_CHARS, Stranger, made_by
 from asyncckpt.format.hashes import Hashes
 from asyncckpt.format.records import Record

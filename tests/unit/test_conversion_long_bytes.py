@@ -21,7 +21,7 @@ from asyncckpt.conversion.comparison import compare
 from asyncckpt.dcp import StorageWriter
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from asyncckpt.foreign import growth, pickle_values
-from asyncckpt.foreign.pickle_values import UnpicklingError
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.torch_globals import KNOWN
 from asyncckpt.foreign.unpickling import unpickle_data
 from asyncckpt.planning.state_dict import HOIST_NBYTES

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import random
+import zipfile
 import zlib
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 import asyncckpt
 from asyncckpt.conversion import converter
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.foreign import long_values, pickle_cursor, pickle_values
+from asyncckpt.foreign import long_values, pickle_cursor, pickle_values, refusals
 from asyncckpt.foreign.kinds import read_any
-from asyncckpt.foreign.long_values import FilePickle, LongBytes, without
-from asyncckpt.foreign.pickle_values import UnpicklingError
+from asyncckpt.foreign.long_values import FilePickle, LongBytes
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.torch_globals import KNOWN
 from asyncckpt.foreign.unpickling import unpickle_data
 from asyncckpt.loading.slicing import read_tensor
@@ -39,6 +40,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_a_file(data: bytes, start: int = 0) -> FilePickle:
     return FilePickle(lambda at, nbytes: data[at : at + nbytes], start, len(data) - start)
+
+
+def whole(value: Any) -> Any:
+    """Return a value with bytes in the place of what stands for them."""
+    if isinstance(value, dict):
+        return {key: whole(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(whole, value))
+    return value.whole() if type(value) is LongBytes else value
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 64])
@@ -84,7 +94,7 @@ def test_a_pickle_in_a_file_is_read_as_one_in_memory(protocol: int) -> None:
     assert 6 + end == len(data)
     assert (type(found["b"][3]), len(found["b"][3])) == (LongBytes, 300)
     assert found["again"] is found["b"][3], "one object"
-    assert without(found) == value
+    assert whole(found) == value
     there.read_up_to(there.nbytes)
     assert there.crc == zlib.crc32((data + b"after")[6:])
     for cut in range(6, len(data)):
@@ -164,11 +174,43 @@ def test_only_what_is_not_long_counts_for_how_much_of_a_pickle_is_read(
 ) -> None:
     state = saved(tmp_path / "a", 2)
     monkeypatch.setattr(pickle_cursor, "WINDOW_NBYTES", 100)
-    monkeypatch.setattr(pickle_cursor, "MAX_NBYTES", 2000)
+    monkeypatch.setattr(refusals, "MAX_NBYTES", 120_000)  # with the bytearray, which is a value like any other
     assert same(state, asyncckpt.load(tmp_path / "a"))
-    monkeypatch.setattr(pickle_cursor, "MAX_NBYTES", 500)
+    monkeypatch.setattr(refusals, "MAX_NBYTES", 500)
     with pytest.raises(UnsupportedFormatError, match="more than are read"):
         asyncckpt.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("what", ["key", "member", "argument", "text", "leaf"])
+def test_long_values_that_are_named_over_and_over_are_read_once(
+    what: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, times = 100_000, 20_000
+    encode = b"c_codecs\nencode\nq\x00X" + n.to_bytes(4, "little") + b"a" * n + b"q\x01X\x06\0\0\0latin1\x86Rq\x02"
+    data = {
+        "key": b"}(" + encode + b"N" + b"h\x02N" * times + b"u",
+        "member": b"\x8f(" + encode + b"h\x02" * times + b"\x90",
+        "text": b"]q\x05(" + encode + b"h\x01" * times + b"e",
+        "argument": b"](" + encode + b"c__builtin__\nbytearray\nq\x06" + b"h\x06h\x02\x85R0" * 9 + b"0e",
+        "leaf": b"}(K\x01K\x02\x86](" + encode + b"h\x02" * times + b"eu",  # whose key makes an object of the dict
+    }[what]
+    with zipfile.ZipFile(tmp_path / "a", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x04}X\x01\0\0\0v" + data + b"s.")
+        archive.writestr("archive/version", "3")
+    reads: list[int] = []
+    real = FilePickle.hold
+
+    def hold(self: FilePickle, at: int, nbytes: int) -> bytes:
+        reads.append(nbytes)
+        return real(self, at, nbytes)
+
+    monkeypatch.setattr(FilePickle, "hold", hold)
+    if what in ("text", "leaf"):
+        with pytest.raises(UnsupportedFormatError, match="out of proportion"):
+            read_any(str(tmp_path / "a"), Files())
+    else:
+        read_any(str(tmp_path / "a"), Files())
+    assert sum(reads) <= n, "however often it is named"
 
 
 @pytest.mark.parametrize("where", ["long", "name", "opcode"])

@@ -22,7 +22,8 @@ import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.foreign import numpy_globals, torch_globals
-from asyncckpt.foreign.pickle_values import Maker, UnpicklingError
+from asyncckpt.foreign.pickle_values import Maker
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.torch_globals import KNOWN, storage_of
 from asyncckpt.foreign.unpickling import unpickle_data
 from asyncckpt.format.records import Record
@@ -190,7 +191,7 @@ def test_a_pickle_takes_no_more_time_stack_or_memory_than_its_length_warrants(
     (tmp_path / "a").write_bytes(ENDLESS[name])
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
-        "from asyncckpt.foreign.pickle_values import UnpicklingError;"
+        "from asyncckpt.foreign.refusals import UnpicklingError;"
         "from asyncckpt.foreign.torch_globals import KNOWN, storage_of;"
         "from asyncckpt.foreign.unpickling import unpickle_data\n"
         "try: unpickle_data(open(sys.argv[1], 'rb').read(), KNOWN, storage_of)\n"

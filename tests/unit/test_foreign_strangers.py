@@ -25,7 +25,7 @@ import torch
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.foreign.pickle_values import UnpicklingError
+from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_file import read_torch_file
 from asyncckpt.foreign.torch_globals import KNOWN, storage_of

@@ -12,7 +12,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.foreign import pickle_cursor
+from asyncckpt.foreign import pickle_cursor, refusals
 
 np = pytest.importorskip("numpy")
 
@@ -118,7 +118,7 @@ def test_what_a_layout_and_an_ordered_dict_were_is_reported(tmp_path: pathlib.Pa
 
 def test_a_pickle_that_is_too_large_is_no_damage(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"x": np.zeros(1000)}, tmp_path / "a")
-    monkeypatch.setattr(pickle_cursor, "MAX_NBYTES", 4000)
+    monkeypatch.setattr(refusals, "MAX_NBYTES", 4000)
     monkeypatch.setattr(pickle_cursor, "WINDOW_NBYTES", 100)
     with pytest.raises(UnsupportedFormatError, match="more than are read"):
         asyncckpt.load(tmp_path / "a")
