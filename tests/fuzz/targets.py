@@ -35,6 +35,8 @@ import protocol_samples  # noqa: E402
 
 from asyncckpt.errors import AsyncCkptError, ProtocolError  # noqa: E402
 from asyncckpt.foreign.kinds import read_any  # noqa: E402
+from asyncckpt.foreign.long_values import FilePickle  # noqa: E402
+from asyncckpt.foreign.refusals import UnpicklingError  # noqa: E402
 from asyncckpt.foreign.safetensors_header import read_header  # noqa: E402
 from asyncckpt.foreign.torch_globals import KNOWN, storage_of  # noqa: E402
 from asyncckpt.foreign.unpickling import unpickle_data  # noqa: E402
@@ -287,15 +289,25 @@ def _beside(name: str) -> dict[str, bytes]:
 
 
 def _pickle(data: bytes) -> None:
-    unpickle_data(data, KNOWN, storage_of, strangers=True)
+    found: list[Exception | None] = []
+    for held in (True, False):  # in memory, and in a file: the same value, or an error either way
+        pickled = data if held else FilePickle(lambda at, nbytes: data[at : at + nbytes], 0, len(data))
+        try:
+            unpickle_data(pickled, KNOWN, storage_of, strangers=True)
+            found.append(None)
+        except UnpicklingError as error:
+            found.append(error)
+    assert (found[0] is None) == (found[1] is None), found
     unpickle_data(data, KNOWN, storage_of)
 
 
 def _pickles() -> list[bytes]:
-    """The pickles inside the files, so that what changes is not the archive around them."""
+    """The pickles inside the files, so that what changes is not the archive around them; and long values."""
     found = [_stock()["dcp/.metadata"], _stock()["legacy.pt"]]
     with zipfile.ZipFile(io.BytesIO(_stock()["torch.pt"])) as archive:
         found.append(archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))))
+    long = [{"a": "\xe9" * 70_000, "b": ("\xe9" * 70_000).encode("latin1"), "c": bytearray(70_000)}]
+    found += [pickle.dumps(long, protocol) for protocol in (2, 5)]
     return [*found, pickle.dumps({"a": argparse.Namespace(b=[1]), "c": {pathlib.PureWindowsPath("d")}}, 2)]
 
 
