@@ -106,18 +106,17 @@ class TorchImage(PickleImage):
         elif node[0] == "P":
             self._value(_written_as(node[1]))
         elif node[0] == "B":
-            self._long_bytes(node[1])
+            self._once(("B", node[1]), lambda: self._long_bytes(node[1]))
         else:
             super()._node(node)
 
     def _long_bytes(self, number: int) -> None:
         """As `PickleImage` writes bytes: a text, whose length has to be known, and how to encode that."""
-        if number not in self._texts:
-            self._texts[number] = text_of(number, self._pieces(number))
-        text = self._texts[number]
+        text = self._texts[number] = text_of(number, self._pieces(number))
         if text.nbytes > _MAX_TEXT_NBYTES:
             raise UnsupportedLeafError(
-                f"{text.starts[-1]} bytes of text are no member of a pickle that torch.load(weights_only=True) reads. "
+                f"{text.nbytes} bytes of text, or more, are no member of a pickle that torch.load(weights_only=True) "
+                "reads. "
                 "Choose other leaves by keys, or save long bytes as a tensor"
             )
         self._put(b"c_codecs\nencode\n(X" + struct.pack("<I", text.nbytes))
@@ -159,6 +158,8 @@ def text_of(number: int, pieces: Iterable[bytes]) -> TextPayload:
             text = latin1.encoded(piece[at : at + step])
             starts.append(starts[-1] + len(text))
             crc = zlib.crc32(text, crc)
+        if starts[-1] > _MAX_TEXT_NBYTES:  # nobody needs the rest
+            break
     return TextPayload(number, starts[-1], tuple(starts), step, crc)
 
 

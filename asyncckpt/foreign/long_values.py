@@ -130,7 +130,7 @@ class LongBytes:
 
         Raises:
             TooLargeError: Too many of them are held.
-            ValueError: They are others than they were.
+            ValueError: It is no such text any more.
             OSError: They cannot be read.
         """
         if self._whole is None:  # IMPORTANT: once. A pickle may name them over and over

@@ -22,14 +22,13 @@ from asyncckpt.memory.copying import view_at
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.cached_copies import BRING_FROM_NBYTES
 from asyncckpt.storage.damage import is_sound
-from asyncckpt.storage.extents import Extent, Source, are_at_hand, deliver
+from asyncckpt.storage.extents import Extent, ReadReport, Source, are_at_hand, deliver
 from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.quicker import Quicker
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
     EXTENT_NBYTES,
     Batch,
-    ReadReport,
     ShardRequest,
     Spread,
     Step,

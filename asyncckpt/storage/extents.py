@@ -71,3 +71,11 @@ def deliver(step: Step, address: int) -> None:
             copy_bytes(sink + low - offset, address + low - start, high - low)
         elif sink is not None:
             sink.deliver(low - offset, address + low - start, high - low)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadReport:
+    """Bytes that were read, by way; blocks that are partly wanted count whole, batches of ranges as cached."""
+
+    cached_nbytes: int
+    disk_nbytes: int

@@ -41,14 +41,6 @@ def with_verifiers(readers: int) -> int:
     return readers + readers // 2 if readers > 1 else 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadReport:
-    """Bytes that were read, by way; blocks that are partly wanted count whole, batches of ranges as cached."""
-
-    cached_nbytes: int
-    disk_nbytes: int
-
-
 class Runs(NamedTuple):
     """Runs of a piece of a range that go to memory as they are, in bytes.
 

@@ -16,7 +16,7 @@ import torch
 import asyncckpt
 from asyncckpt.conversion import converter
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.foreign import long_values, pickle_cursor, pickle_values, refusals
+from asyncckpt.foreign import growth, long_values, pickle_cursor, pickle_values, refusals
 from asyncckpt.foreign.kinds import read_any
 from asyncckpt.foreign.long_values import FilePickle, LongBytes
 from asyncckpt.foreign.refusals import UnpicklingError
@@ -181,6 +181,13 @@ def test_only_what_is_not_long_counts_for_how_much_of_a_pickle_is_read(
         asyncckpt.load(tmp_path / "a")
 
 
+def archived(path: pathlib.Path, value: bytes) -> None:
+    """Write an archive of a dict with one value, as its opcodes."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x04}X\x01\0\0\0v" + value + b"s.")
+        archive.writestr("archive/version", "3")
+
+
 @pytest.mark.parametrize("what", ["key", "member", "argument", "text", "leaf"])
 def test_long_values_that_are_named_over_and_over_are_read_once(
     what: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -194,9 +201,7 @@ def test_long_values_that_are_named_over_and_over_are_read_once(
         "argument": b"](" + encode + b"c__builtin__\nbytearray\nq\x06" + b"h\x06h\x02\x85R0" * 9 + b"0e",
         "leaf": b"}(K\x01K\x02\x86](" + encode + b"h\x02" * times + b"eu",  # whose key makes an object of the dict
     }[what]
-    with zipfile.ZipFile(tmp_path / "a", "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x04}X\x01\0\0\0v" + data + b"s.")
-        archive.writestr("archive/version", "3")
+    archived(tmp_path / "a", data)
     reads: list[int] = []
     real = FilePickle.hold
 
@@ -211,6 +216,23 @@ def test_long_values_that_are_named_over_and_over_are_read_once(
     else:
         read_any(str(tmp_path / "a"), Files())
     assert sum(reads) <= n, "however often it is named"
+
+
+@pytest.mark.parametrize("kind", ["itself", "keyed", "deep", "doubled"])
+def test_leaves_without_an_end_are_refused_beside_long_bytes(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "MAX_TENSORS", 10_000)
+    first = b"]q\x00(B" + (70_000).to_bytes(4, "little") + bytes(70_000) + b"e"
+    value = {
+        "itself": first + b"h\x00a",
+        "keyed": b"}q\x01(K\x01\x85" + first + b"K\x02h\x01u",
+        "deep": first + b"\x85" * 3000,
+        "doubled": first + b"".join(b"0](h%ch%ceq%c" % (n, n, n + 1) for n in range(39)),
+    }[kind]
+    archived(tmp_path / "a", b"}(K\x01K\x02\x86" + value + b"u")  # whose key makes an object of the dict
+    with pytest.raises(UnsupportedFormatError, match=r"nested deeper|more than 10000 values"):
+        read_any(str(tmp_path / "a"), Files())
 
 
 @pytest.mark.parametrize("where", ["long", "name", "opcode"])
