@@ -28,7 +28,7 @@ def check_torch(outline: Outline) -> Holding:
         if node[0] == "O":
             fqn = fqn_of(path)
             try:
-                TorchImage(_shape_of(outline), outline.objects, lambda number: ()).of_node(
+                TorchImage(_shape_of(outline), outline.objects, lambda number: ()).content_of(
                     as_it_was(outline, node, path)
                 )
             except NotPickledError as error:
@@ -124,7 +124,7 @@ def _shape_of(outline: Outline) -> Callable[[int], tuple[str, tuple[int, ...]]]:
 def _pickled(outline: Outline, node: Node, long_bytes: Pieces) -> tuple[bytes | Mixed, list[Payload]]:
     """Return a node's pickle, and the storages that belong beside it."""
     image = TorchImage(_shape_of(outline), outline.objects, long_bytes)
-    pickle = image.of_node(node)
+    pickle = image.content_of(node)
     return pickle, [Payload(number, outline.nbytes_of(number)) for number in image.storages]
 
 

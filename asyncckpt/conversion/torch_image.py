@@ -67,10 +67,9 @@ class TorchImage(PickleImage):
         super().__init__(tensor, objects, _in_pieces)
         self._pieces = pieces
         self._keys: dict[int, str] = {}
-        self._texts: dict[int, TextPayload] = {}
-        self._text_at: dict[int, int] = {}
+        self._texts: dict[int, TextPayload] = {}  # by how many parts of `_out` stand before it
 
-    def of_node(self, node: Node) -> bytes | Mixed:  # type: ignore[override]
+    def content_of(self, node: Node) -> bytes | Mixed:
         """Return the pickle of everything below a node; long bytes in it are yet to be read.
 
         Raises:
@@ -85,12 +84,12 @@ class TorchImage(PickleImage):
                 f"what is no tensor would be a pickle of {nbytes} bytes; no more than {MAX_NBYTES} are read again. "
                 "Choose other leaves by keys"
             )
-        if not self._text_at:
+        if not self._texts:
             return b"".join((*self._out, b"."))
         pieces: list[bytes | TextPayload] = []
         done = 0
-        for at, number in self._text_at.items():
-            pieces += [b"".join(self._out[done:at]), self._texts[number]]
+        for at, text in self._texts.items():
+            pieces += [b"".join(self._out[done:at]), text]
             done = at
         return mixed([*pieces, b"".join((*self._out[done:], b"."))])
 
@@ -112,15 +111,14 @@ class TorchImage(PickleImage):
 
     def _long_bytes(self, number: int) -> None:
         """As `PickleImage` writes bytes: a text, whose length has to be known, and how to encode that."""
-        text = self._texts[number] = text_of(number, self._pieces(number))
+        text = text_of(number, self._pieces(number))
         if text.nbytes > _MAX_TEXT_NBYTES:
             raise UnsupportedLeafError(
                 f"{text.nbytes} bytes of text, or more, are no member of a pickle that torch.load(weights_only=True) "
-                "reads. "
-                "Choose other leaves by keys, or save long bytes as a tensor"
+                "reads. Choose other leaves by keys, or save long bytes as a tensor"
             )
         self._put(b"c_codecs\nencode\n(X" + struct.pack("<I", text.nbytes))
-        self._text_at[len(self._out)] = number
+        self._texts[len(self._out)] = text
         self._value("latin1")
         self._put(b"tR")
 

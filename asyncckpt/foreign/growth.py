@@ -240,7 +240,8 @@ class Growth:
         if kind in _LENGTHS:
             value = value.whole() if kind is LongBytes else value
             self._n_held += len(value)
-            if self._n_held > _HELD_PER_BYTE * self._assembly.files_nbytes + _HELD_ANYWAY:
+            beyond = self._n_held - _HELD_ANYWAY
+            if beyond > 0 and beyond > _HELD_PER_BYTE * self._assembly.files_nbytes:
                 raise self._assembly.unsupported("what its leaves hold is out of proportion to its length")
         return value
 
@@ -272,9 +273,8 @@ class Growth:
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
             return self._unread("numpy.ndarray", str(error), array)
-        node = ("N", self._elements(data, name, sizes, path, locate))
-        self._by_array[id(array)] = (array, node)
-        return node
+        self._by_array[id(array)] = (array, ("N", self._elements(data, name, sizes, path, locate)))
+        return self._by_array[id(array)][1]
 
     def _elements(self, data: _Held, dtype: str, sizes: tuple[int, ...], path: Path, locate: Locate) -> int:
         """Add elements that lie in the pickle; return their number. Short ones the assembly keeps."""

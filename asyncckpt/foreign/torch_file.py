@@ -31,7 +31,7 @@ _LEGACY_MAGIC = re.compile(
 )
 """A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`; from protocol 4 on in a frame."""
 
-MAX_SMALL_NBYTES = 64
+_MAX_SMALL_NBYTES = 64
 """Of an entry that holds a word, such as that of the byte order."""
 
 HEAD_NBYTES = 32
@@ -76,7 +76,7 @@ class TorchArchive:
 
     def bytes_of(self, entry: ZipEntry) -> bytes:
         """Return the bytes of a small entry."""
-        if entry.nbytes > MAX_SMALL_NBYTES:
+        if entry.nbytes > _MAX_SMALL_NBYTES:
             raise ValueError(f"entry {entry.name!r} has {entry.nbytes} bytes")
         data = self._read_at(data_offset(self._read_at, entry), entry.nbytes)
         if self._has_crcs and zlib.crc32(data) != entry.crc:

@@ -12,7 +12,7 @@ _MAX_KINDS = 256
 
 
 class Quicker:
-    """Safe to use from several threads. What a way has taken once is not asked again.
+    """Safe to use from several threads. What the first tries of each way say holds from then on.
 
     Args:
         judged: Makes one number of what the tries took. The least is that of the way alone: whatever else happens makes
