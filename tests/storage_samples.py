@@ -165,13 +165,14 @@ def _recorded(name: str) -> Callable[..., Any]:
             if name != "close":
                 raise
             failure = error  # the descriptor is gone even when close fails
+        if name == "close":  # ahead of it: another thread may be given the number as soon as it is free
+            with self.lock:
+                self.paths.pop(args[0], None)
         target = None if name == "fsync" else getattr(Files, name)
         result = target(self, *args, **kw) if target else None
         with self.lock:
             if name == "open":
                 self.paths[result] = args[0]
-            elif name == "close":
-                self.paths.pop(args[0], None)
             elif name == "preadv" and result:
                 self.read_ranges.append((args[2], result))
             elif name == "gather":
