@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -18,6 +18,7 @@ from asyncckpt.dcp.results import StoredLeaf, StoredRank
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
+from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import Node
@@ -27,9 +28,61 @@ from asyncckpt.storage import commit
 from asyncckpt.storage.contents import read_named_file
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.rank_job import RankResult
 from asyncckpt.storage.record import build_manifest
 from asyncckpt.sync_ranks import hole_error
+
+
+class Saved(NamedTuple):
+    """Which save the coordinator ends, and its own files: what is in them, and how long they are."""
+
+    save_id: SaveId
+    path: str
+    world_size: int
+    tensors: Sequence[TensorEntry]
+    part_nbytes: tuple[int, ...]
+
+
+class Ending(NamedTuple):
+    """What only the coordinator knows, and only at the end; `structure` and `objects` as its index has them."""
+
+    structure: bytes
+    objects: bytes
+    step: int
+    metadata: str
+    ranks: Mapping[int, RankResult | None]
+
+
+def ending_of(saved: Saved, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Ending:
+    """Put together what all ranks have said.
+
+    Args:
+        saved: See there.
+        metadata: What the planner says of the whole checkpoint.
+        results: Of every rank.
+
+    Raises:
+        SaveFailedError: Code `results`: a rank's, or a leaf's, are missing.
+        UnsupportedLeafError: A key that the index cannot hold.
+    """
+    found = [result.storage_data for part in results for result in part]
+    ranks = {entry.rank: entry.result for entry in found if isinstance(entry, StoredRank)}
+    if sorted(ranks) != list(range(saved.world_size)):
+        raise _incomplete(saved, f"results of ranks {sorted(ranks)}, expected {saved.world_size} of them")
+    raws: dict[str, Any] = {}
+    for part in results:
+        for result in part:
+            if isinstance(result.storage_data, StoredLeaf):
+                raws.setdefault(result.index.fqn, result.storage_data.raw)
+    structure, objects = _whole(saved, metadata, raws)
+    step = raws.get("step")
+    return Ending(
+        structure=structure,
+        objects=objects,
+        step=step if type(step) is int else 0,
+        metadata=json.dumps({PLANNER_KEY: {"planner_data": kept_planner_data(metadata)}}),
+        ranks=ranks,
+    )
 
 
 def commit_all(
@@ -44,46 +97,38 @@ def commit_all(
         files: The storage seam.
 
     Raises:
-        SaveFailedError: Code `coverage`: a tensor is not stored exactly once; `results`: a rank's, or a leaf's, are
-            missing.
-        UnsupportedLeafError: A key that the index cannot hold.
+        SaveFailedError: Code `coverage`: a tensor is not stored exactly once; and as `ending_of`.
+        UnsupportedLeafError: As `ending_of`.
         CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
     """
     job = unfinished.job
-    found = [result.storage_data for part in results for result in part]
-    ranks = {entry.rank: entry.result for entry in found if isinstance(entry, StoredRank)}
-    if sorted(ranks) != list(range(job.world_size)):
-        raise _incomplete(job, f"results of ranks {sorted(ranks)}, expected {job.world_size} of them")
-    raws: dict[str, Any] = {}
-    for part in results:
-        for result in part:
-            if isinstance(result.storage_data, StoredLeaf):
-                raws.setdefault(result.index.fqn, result.storage_data.raw)
-    own_job = _whole(unfinished, metadata, raws)
-    structures = {job.rank: own_job.structure}
+    part_nbytes = tuple(nbytes for _, nbytes in job.parts)
+    saved = Saved(job.save_id, job.path, job.world_size, unfinished.tensors, part_nbytes)
+    ending = ending_of(saved, metadata, results)
+    ranks = dict(ending.ranks)
+    structures = {job.rank: ending.structure}
     for rank, done in ranks.items():
         if done is not None:
             structures[rank] = _structure_of(job.path, done, files)
     holes = uncovered([structures[rank] for rank in range(job.world_size)])
     if holes:
         raise hole_error(holes, job.save_id, job.path)
-    ranks[job.rank] = unfinished.writer.finish(own_job)
-    step = raws.get("step")
+    ranks[job.rank] = unfinished.writer.finish(replace(job, structure=ending.structure, objects=ending.objects))
     manifest = build_manifest(
         job.save_id,
         [done for _, done in sorted(ranks.items()) if done is not None],
-        step=step if type(step) is int else 0,
+        step=ending.step,
         world_size=job.world_size,
         fsync=job.fsync,
-        metadata=json.dumps({PLANNER_KEY: {"planner_data": kept_planner_data(metadata)}}),
+        metadata=ending.metadata,
         package=__version__,
     )
     commit.publish(job.path, manifest, files=files, umask=job.umask, overwrite=job.overwrite)
 
 
-def _whole(unfinished: Unfinished, metadata: Metadata, raws: dict[str, Any]) -> RankJob:
-    """Return the coordinator's job with the tree of all leaves."""
-    tensors = {entry.fqn: entry for entry in unfinished.tensors}
+def _whole(saved: Saved, metadata: Metadata, raws: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Return the coordinator's structure, with the tree of all leaves, and the objects of all ranks."""
+    tensors = {entry.fqn: entry for entry in saved.tensors}
     numbers = {fqn: number for number, fqn in enumerate(tensors)}
     values: list[Any] = []
     leaves: dict[str, Node] = {}
@@ -105,27 +150,26 @@ def _whole(unfinished: Unfinished, metadata: Metadata, raws: dict[str, Any]) -> 
             leaves[fqn] = ("T", numbers[fqn])
         elif isinstance(about, BytesStorageMetadata):
             if fqn not in raws:
-                raise _incomplete(unfinished.job, f"the planner names a leaf {fqn!r} that no rank has written")
+                raise _incomplete(saved, f"the planner names a leaf {fqn!r} that no rank has written")
             leaves[fqn] = leaf(raws[fqn])
     tree = nested(leaves, metadata.planner_data, lambda: leaf(None))
     check_keys(tree)
-    job = unfinished.job
     structure = Structure(
         tree=tree,
         tensors=tuple(tensors.values()),
         n_objects=len(values),
-        part_nbytes=tuple(nbytes for _, nbytes in job.parts),
+        part_nbytes=saved.part_nbytes,
     )
-    return replace(job, structure=encode_structure(structure), objects=encode_objects(job.save_id, values))
+    return encode_structure(structure), encode_objects(saved.save_id, values)
 
 
-def _incomplete(job: RankJob, detail: str) -> SaveFailedError:
+def _incomplete(saved: Saved, detail: str) -> SaveFailedError:
     return SaveFailedError(
-        f"save {job.save_id} to {job.path}: {detail}; nothing was published",
+        f"save {saved.save_id} to {saved.path}: {detail}; nothing was published",
         code="results",
-        path=job.path,
+        path=saved.path,
         detail=detail,
-        save_id=str(job.save_id),
+        save_id=str(saved.save_id),
     )
 
 

@@ -20,7 +20,8 @@ from torch.futures import Future
 from asyncckpt.dcp import tickets
 from asyncckpt.dcp.committing import commit_all
 from asyncckpt.dcp.items import sorted_out
-from asyncckpt.dcp.rank_part import Unfinished, WriteOptions, write_part
+from asyncckpt.dcp.laid_out import WriteOptions
+from asyncckpt.dcp.rank_part import Unfinished, write_part
 from asyncckpt.dcp.results import StoredChunk
 from asyncckpt.dcp.stager import Stager
 from asyncckpt.dcp.tickets import Ticket

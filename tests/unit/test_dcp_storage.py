@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 import asyncckpt
 from asyncckpt.dcp import StorageReader, StorageWriter
 from asyncckpt.dcp import writer as dcp_writer
-from asyncckpt.dcp.rank_part import WriteOptions, write_part
+from asyncckpt.dcp.laid_out import WriteOptions
+from asyncckpt.dcp.rank_part import write_part
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
