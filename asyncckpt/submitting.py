@@ -98,8 +98,8 @@ class Submitting(CheckpointProcess):
 
     # ---- what is told -----------------------------------------------------------------------------------------------
 
-    def begin(self, save_id: SaveId, slot: LentSlot, *, step: int, path: str, nbytes: int, umask: int) -> None:
-        """Announce a save whose staging begins now. Does not wait.
+    def begin(self, save_id: SaveId, slot: LentSlot, *, step: int | None, path: str, nbytes: int, umask: int) -> None:
+        """Announce a save whose staging begins now; without `step` rank 0 will say it. Does not wait.
 
         Raises:
             WorkerUnavailableError: The worker was lost since the slot was acquired, and nobody takes it over.
@@ -147,6 +147,10 @@ class Submitting(CheckpointProcess):
             if slot.is_ring and slot.memory.control.state == STATE_STREAMED:
                 # Its trainer waits for cells. One that is sealed between the two looks is found so by this doorbell.
                 self._say_streamed(session, save.save_id, slot)
+
+    def early_error(self, save_id: SaveId) -> AsyncCkptError | None:
+        """Return why the save has failed while it was being staged, or None."""
+        return self._pending.early_error(save_id)
 
     def announce(self, save_id: SaveId, slot: LentSlot) -> None:
         """Ring the doorbell for a slot that is being filled and has room for everything. Does not wait.

@@ -87,7 +87,7 @@ class Prepare:
 
     key: SaveKey
     path: str
-    step: int
+    step: int | None
     nbytes: int
     umask: int
     fsync: bool

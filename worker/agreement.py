@@ -12,18 +12,22 @@ def own_contradiction(entry: RankSave, slot: Slot) -> str:
     """Return how a sealed request contradicts its session or its Begin; "" when it does not."""
     request = entry.request
     assert request is not None
-    wanted = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path, "step": entry.step}
+    wanted: dict[str, object] = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path}
+    if entry.step is not None and request.step is not None:
+        wanted["step"] = entry.step
     wanted["overwrite"] = entry.overwrite
     for name, value in wanted.items():
         if getattr(request, name) != value:
             return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
+    if request.rank == 0 and request.step is None:
+        return "the sealed request of rank 0 says no step, which nobody else does"
     return ""
 
 
 def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
     """Return how a rank that has just come contradicts another, which, and what to do; None when it does not."""
     for other in save.ranks.values():
-        if (other.path, other.step) != (entry.path, entry.step):
+        if other.path != entry.path or (None not in (other.step, entry.step) and other.step != entry.step):
             text = f"rank {entry.rank} saves step {entry.step} to {entry.path}, "
             return text + f"rank {other.rank} step {other.step} to {other.path}", other.rank, SAME_CALLS
         if other.overwrite != entry.overwrite:
@@ -37,6 +41,16 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
             text += f"rank {other.rank} {_plan(other.request) or 'none'}"
             return text, other.rank, SAME_PLANS
     return None
+
+
+def settle_step(save: Save) -> None:
+    """Let the ranks that leave the step to rank 0 have its step, once it has sealed."""
+    first = save.ranks.get(0)
+    if first is None or first.request is None:
+        return
+    for entry in save.ranks.values():
+        if entry.step is None:
+            entry.step = first.step
 
 
 def _plan(request: SaveRequest | None) -> str:

@@ -22,7 +22,7 @@ def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, An
         return {}
     entry = save.ranks[min(save.ranks)]
     before = run.committed
-    now = None if contents is None else Committed(saved.sequence, entry.step, contents)
+    now = None if contents is None else Committed(saved.sequence, entry.step or 0, contents)
     if before is not None and before.sequence >= saved.sequence:
         return {}  # it was overdue, and a later one has gone first
     run.committed = now

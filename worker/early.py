@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from concurrent.futures import Executor
+from dataclasses import replace
 from itertools import accumulate
 
 from asyncckpt.failpoints import reach
@@ -19,6 +20,7 @@ from asyncckpt.storage.rank_files import EXTENT_NBYTES
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.ring_files import write_staged_files
 from asyncckpt_worker.actions import Write
+from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.rings import Waiting
 from asyncckpt_worker.slots import SlotStore
 
@@ -38,7 +40,8 @@ def write_early(
     view = memory.mapping.view()
     try:
         reach("early: begun")
-        return write_staged_files(rank_job, view, feed, files=files, pool=pool, check=feed.check)
+        found = write_staged_files(rank_job, view, feed, files=files, pool=pool, check=feed.check, final=feed.final)
+        return replace(found, rest_print=rest_print(feed.request))
     finally:
         view.release()
 

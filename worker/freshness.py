@@ -71,7 +71,9 @@ def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
     return same | ({"unchanged": True} if last.contents.rest == save.contents.rest else {})
 
 
-def _without_step(text: bytes, step: int) -> bytes:
+def _without_step(text: bytes, step: int | None) -> bytes:
     """Take every number that is the step out of JSON, also inside texts; zeros may stand before it."""
+    if step is None:
+        return text
     number = rb"(?<![0-9.])(?<![eE][+-])0*%d(?![0-9])(?!\.[0-9])(?![eE][0-9+-])" % abs(step)
     return re.sub(number, b"step", text)

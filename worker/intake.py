@@ -7,7 +7,7 @@ from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, FAILED
 from asyncckpt.protocol.messages import Begin, Withdraw
 from asyncckpt.protocol.relay import Declined
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.agreement import disagreement, own_contradiction, unequal_samples
+from asyncckpt_worker.agreement import disagreement, own_contradiction, settle_step, unequal_samples
 from asyncckpt_worker.changes import ChangeBook
 from asyncckpt_worker.entries import entry_of_begin, entry_of_request, steps_to_durable
 from asyncckpt_worker.events import Wire
@@ -90,7 +90,9 @@ class Intake:
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
         self._saves.move(save, entry, "submit")
         self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
+        entry.step = request.step if entry.step is None else entry.step
         problem = self._problem(save, entry, slot)
+        settle_step(save)
         if problem is not None:
             self._saves.end(save, FAILED, problem)
         elif not entry.resumed and (verdict := self._runs.verdict(save)) is not None:

@@ -220,7 +220,7 @@ class KeepBook:
 def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
     return {
         "save_id": save.save_id,
-        "step": entry.step,
+        "step": entry.step or 0,  # rank 0 has said it, unless it is still to seal
         "path": entry.path,
         "rank": entry.rank,
         "world_size": save.world_size,

@@ -39,7 +39,7 @@ class Moved:
     """
 
     save_id: str
-    step: int
+    step: int | None
     path: str
     rank: int
     world_size: int

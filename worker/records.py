@@ -39,7 +39,7 @@ class Session:
     run: str = ""
     """The run that it saves for, or "": not known yet."""
 
-    durable: tuple[int, float] | tuple[()] = ()
+    durable: tuple[int | None, float] | tuple[()] = ()
     """The step that this rank has made durable last, and when; for the status report."""
 
     granted: dict[int, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class RankSave:
     slot: int
     generation: int
     path: str
-    step: int
+    step: int | None
     nbytes: int
     umask: int
     overwrite: bool

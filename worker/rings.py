@@ -6,12 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 
-from asyncckpt.errors import SaveFailedError
+from asyncckpt.errors import ProtocolError, SaveFailedError
 from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.ring import Counters, Ledger, Ring
-from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
+from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.reading_back import OtherBytesError
@@ -19,10 +21,14 @@ from asyncckpt.storage.resuming import keep_ring_files
 from asyncckpt.storage.ring_files import RingImage, write_ring_files
 from asyncckpt.storage.ring_takeover import take_over_ring_files
 from asyncckpt_worker.actions import Write
+from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.slots import SlotStore
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
 """Between two looks at the trainer's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+
+SAID_AT_THE_SEAL = ("structure", "objects", "n_tensors", "metadata", "step")
+"""Of a request: what may be another one when the slot is sealed (memory/SPEC.md, sections 5 and 6)."""
 
 PARTING_S = 2.0
 """A trainer that gives a ring up says why, by a message that the brain gets in milliseconds: it is waited for, so that
@@ -49,17 +55,27 @@ def write_ring(
     try:
         reach("ring: begun")
         if not job.resumed:
-            return write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check), False
+            found = write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check, final=feed.final)
+            return replace(found, rest_print=rest_print(feed.request)), False
         # IMPORTANT: never removed where they are whole: a leader on another node may be committing them right now.
-        image = RingImage(view, feed.ring, rank_job.parts)
-        kept = keep_ring_files(rank_job, image, files=files, check=feed.check)
-        if kept is not None:
-            return kept, True
+        if memory.control.is_sealed(job.generation):  # else there is no index yet
+            image, sealed = RingImage(view, feed.ring, rank_job.parts), feed.final(rank_job)
+            kept = keep_ring_files(sealed, image, files=files, check=feed.check)
+            if kept is not None:
+                return replace(kept, rest_print=rest_print(feed.request)), True
         count = feed.freed_before()
         found = take_over_ring_files(
-            rank_job, view, feed, count, feed.ledger.digests_of, files=files, pool=pool, check=feed.check
+            rank_job,
+            view,
+            feed,
+            count,
+            feed.ledger.digests_of,
+            files=files,
+            pool=pool,
+            check=feed.check,
+            final=feed.final,
         )
-        return found, False
+        return replace(found, rest_print=rest_print(feed.request)), False
     except OtherBytesError as error:
         text = (
             f"what a worker that has died had written of it is not there: {error}. In memory it is no more, since the "
@@ -71,10 +87,10 @@ def write_ring(
 
 
 class Waiting(ABC):
-    """Waits for what a trainer fills. `ring`: the segments."""
+    """Waits for what a trainer fills and seals. `ring`: the segments. `request`: after `final` the sealed one."""
 
     def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, ring: Ring) -> None:
-        self.ring = ring
+        self.ring, self.request = ring, job.request
         self._job, self._memory, self._slots = job, memory, slots
 
     @abstractmethod
@@ -110,6 +126,35 @@ class Waiting(ABC):
                 raise self.ended(f"the trainer has staged nothing for commit_timeout_s={timeout_s:g}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    def final(self, job: RankJob) -> RankJob:
+        """Return the job as the trainer has sealed it, once it has: it may know more by then.
+
+        Raises:
+            Exception: It is not sealed, or was sealed with other files: as `ended`.
+
+        Blocks: at most `commit_timeout_s`.
+        """
+        control, asked = self._memory.control, self._job.request
+        deadline, pause_s = time.monotonic() + asked.commit_timeout_s, FIRST_POLL_S
+        while not control.is_sealed(self._job.generation):
+            self.check()
+            if self._is_cut_off():
+                raise self.ended("the trainer is gone, or the save has ended, before it was sealed")
+            if time.monotonic() >= deadline:
+                raise self.ended(f"the trainer has not sealed it for commit_timeout_s={asked.commit_timeout_s:g}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+        try:
+            generation, data = control.read_request()
+            sealed = decode_request(data, self._memory.nbytes - PAGE_NBYTES)
+        except (SlotError, ProtocolError) as error:
+            raise self.ended(f"what was sealed cannot be read: {error}") from error
+        may_differ = {name: getattr(asked, name) for name in SAID_AT_THE_SEAL}
+        if generation != self._job.generation or replace(sealed, **may_differ) != asked:
+            raise self.ended("it was sealed with other files than it was begun with")
+        self.request = sealed
+        return replace(job, structure=sealed.structure, objects=sealed.objects, n_tensors=sealed.n_tensors)
 
     def _is_cut_off(self) -> bool:
         return self._slots.is_cut_off(self._job.slot, self._job.generation)

@@ -16,7 +16,7 @@ MAX_DIRECTORIES = 64
 class Newest:
     """What a run committed last, and when."""
 
-    step: int
+    step: int | None
     path: str
     at: float
 

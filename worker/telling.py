@@ -37,7 +37,9 @@ class Teller:
                 self._add(moved, moved.phase, _of_a_save(moved))
 
     def _add(self, moved: Moved, name: str, facts: dict[str, Any]) -> None:
-        known = {"save_id": moved.save_id, "step": moved.step, "name": os.path.basename(moved.path)}
+        known: dict[str, Any] = {"save_id": moved.save_id, "name": os.path.basename(moved.path)}
+        if moved.step is not None:  # else rank 0 has not said it yet
+            known["step"] = moved.step
         self.log.add(os.path.dirname(moved.path), name, {**known, **facts}, umask=moved.umask)
 
     def close(self) -> None:

@@ -140,13 +140,12 @@ class Writer:
                 self._slots.check_unspoiled(job.slot, job.generation)
                 if request.ring_segments:
                     rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
-                    found, kept = write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
-                    return replace(found, rest_print=rest_print(request)), kept
+                    return write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
 
                 if job.early:
                     rank_job = self._rank_job(request, threads, pieces.append)
                     found = write_early(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
-                    return replace(found, rest_print=rest_print(request)), False
+                    return found, False
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):
@@ -208,6 +207,8 @@ class Writer:
             SaveFailedError: Nothing was published.
         """
         request, results = job.requests[0], job.results
+        assert request.step is not None, "a rank 0 that seals without one contradicts itself"
+        step = request.step
         begun = time.perf_counter()
 
         def run() -> None:
@@ -220,7 +221,7 @@ class Writer:
             manifest = build_manifest(
                 save_id,
                 results,
-                step=request.step,
+                step=step,
                 world_size=request.world_size,
                 fsync=all(r.fsync for r in job.requests),
                 metadata=request.metadata,

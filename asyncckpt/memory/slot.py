@@ -18,8 +18,10 @@ then both again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ import xxhash
 from asyncckpt.failpoints import reach
 
 PAGE_NBYTES = 4096
-SLOT_VERSION = 4
+SLOT_VERSION = 5
 HEAD_MAGIC = b"ACKPSLOT"
 TAIL_MAGIC = b"ACKPTAIL"
 TOKEN_NBYTES = 16
@@ -60,6 +62,10 @@ COUNTERS_GENERATIONS = 32
 LEDGER_UNIT_NBYTES = 262144
 LEDGER_ENTRY_NBYTES = 8
 """A checksum for each block of a file, of those that pass through a ring (`ring`)."""
+
+
+_LOOKS, _LOOK_AGAIN_S = 50, 0.001
+"""A reader may meet the stores between another request and its seal, which take microseconds. Chosen."""
 
 
 class SlotError(ValueError):
@@ -157,6 +163,8 @@ class SlotControl:
     def seal(self, request: bytes, offset: int) -> None:
         """Write the request at `offset` and publish the snapshot.
 
+        Of a slot that is streamed this is another request than the one before, and lies elsewhere.
+
         Raises:
             SlotError: The request does not fit between `offset` and the tail page.
         """
@@ -219,9 +227,15 @@ class SlotControl:
         Raises:
             SlotError: Neither, out of bounds, or damaged.
         """
-        if self.state == STATE_SEALED:  # once: it may become so meanwhile
-            return self.read_request(), False
-        return self._read_request(self.is_written), True
+        for _ in range(_LOOKS):
+            if self.state == STATE_SEALED:  # once: it may become so meanwhile
+                return self.read_request(), False
+            with contextlib.suppress(SlotError):
+                return self._read_request(self.is_written), True
+            if self.state != STATE_STREAMED:
+                break
+            time.sleep(_LOOK_AGAIN_S)  # another request is being sealed: its place, length and checksum are three words
+        return self._read_request(self.is_written), self.state != STATE_SEALED
 
     def _read_request(self, holds: Callable[[int], bool]) -> SealedRequest:
         generation = self.generation

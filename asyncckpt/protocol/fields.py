@@ -49,6 +49,11 @@ def sint(value: Any) -> bool:
     return type(value) is int and -MAX_INT <= value <= MAX_INT
 
 
+def sint_or_none(value: Any) -> bool:
+    """As `sint`, or None."""
+    return value is None or sint(value)
+
+
 def _is_utf8(value: str) -> bool:
     try:
         value.encode()

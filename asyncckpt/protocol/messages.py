@@ -56,7 +56,7 @@ __all__ = [
     "Withdraw",
 ]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
 
 MAX_PATH_BYTES = check.MAX_PATH_BYTES
@@ -129,7 +129,7 @@ class Begin(Message):
 
     id: int
     save_id: str
-    step: int
+    step: int | None
     path: str
     slot: int
     generation: int
@@ -142,7 +142,7 @@ class Begin(Message):
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
         "save_id": check.save_id,
-        "step": check.sint,
+        "step": check.sint_or_none,
         "path": check.path,
         "slot": check.uint,
         "generation": check.uint,

@@ -110,7 +110,7 @@ class Begun(Message):
 
     save_id: str
     rank: int
-    step: int
+    step: int | None
     path: str
     nbytes: int
     umask: int
@@ -121,7 +121,7 @@ class Begun(Message):
     checks: ClassVar[dict[str, Check]] = {
         "save_id": check.save_id,
         "rank": check.uint,
-        "step": check.sint,
+        "step": check.sint_or_none,
         "path": check.path,
         "nbytes": check.uint,
         "umask": check.umask,

@@ -49,7 +49,7 @@ class SaveRequest:
 
     Attributes:
         save_id: As text; file names are made from it.
-        step, path: As the user gave them; the path absolute.
+        step, path: As the user gave them; the path absolute. A step of None is what rank 0 says when it seals.
         rank, world_size: Whose files these are, and how many ranks make the checkpoint.
         parts: One per shard file, in order.
         structure: `format.structure`'s bytes, verbatim.
@@ -72,7 +72,7 @@ class SaveRequest:
     """
 
     save_id: str
-    step: int
+    step: int | None
     path: str
     rank: int
     world_size: int
@@ -156,7 +156,7 @@ def check_metadata(text: str) -> None:
 
 _CHECKS: dict[str, check.Check] = {
     "save_id": check.save_id,
-    "step": check.sint,
+    "step": check.sint_or_none,
     "path": check.path,
     "rank": check.uint,
     "world_size": check.uint,

@@ -60,8 +60,10 @@ class MappedSnapshot:
 
     def _staged(self, requests: list[SaveRequest]) -> StagedCheckpoint:
         first, ranks = requests[0], []
+        if first.step is None:
+            raise SlotError("rank 0 has not said the step")
         for request, (_, memory) in zip(requests, self._mapped, strict=True):
-            if (request.layout, request.step) != (first.layout, first.step):
+            if request.layout != first.layout or request.step not in (first.step, None):
                 raise SlotError(f"rank {request.rank} has staged another layout or step than rank {first.rank}")
             ranks.append(
                 StagedRank(

@@ -38,10 +38,21 @@ class Keeping:
         return slot.free and slot is not self.slot
 
 
-def no_room_beside_kept(step: int, limit: int | None, kept_nbytes: int) -> InsufficientMemoryError:
-    """Return the error of a save that would need a slot beside the one that is kept."""
+def too_large(what: str, nbytes: int, several: int, limit: int) -> InsufficientMemoryError:
+    """Return the error of a save, `what`, of which `several` slots of `nbytes` are more than there may be."""
+    slots = "two slots, since keep_in_memory='latest', each" if several > 1 else "a slot"
+    return InsufficientMemoryError(
+        f"{what}: the snapshot needs {slots} of {nbytes} bytes, arena_limit_bytes is {limit}, which is too little for "
+        "segments of it too; raise the limit",
+        nbytes=several * nbytes,
+        limit=limit,
+    )
+
+
+def no_room_beside_kept(what: str, limit: int | None, kept_nbytes: int) -> InsufficientMemoryError:
+    """Return the error of a save, `what`, that would need a slot beside the one that is kept."""
     text = (
-        f"step {step}: the snapshot does not fit into arena_limit_bytes={limit} beside the one of {kept_nbytes} bytes "
+        f"{what}: the snapshot does not fit into arena_limit_bytes={limit} beside the one of {kept_nbytes} bytes "
         "that keep_in_memory='latest' keeps; raise the limit"
     )
     return InsufficientMemoryError(text, limit=limit)

@@ -61,3 +61,8 @@ class LentSlot(Room):
 
     def _unmap(self) -> None:
         self.memory.close()
+
+
+def what_is_saved(save_id: SaveId, step: int | None) -> str:
+    """Return how errors name a save; `step` is None where only rank 0 will know it."""
+    return f"save {save_id}" if step is None else f"step {step}"

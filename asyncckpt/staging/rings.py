@@ -48,6 +48,24 @@ everything. Chosen: statistics and counters."""
 _log = logging.getLogger("asyncckpt")
 
 
+def ring_within(limit_nbytes: int, part_nbytes: Sequence[int], room_nbytes: int) -> Ring | None:
+    """Return the longest ring for a slot of at most `limit_nbytes`.
+
+    Args:
+        limit_nbytes: See above.
+        part_nbytes: Exact lengths of the files that pass through it.
+        room_nbytes: Of the slot, for the request, in whole pages.
+
+    Returns:
+        None where that is too little for one.
+    """
+    cells_nbytes = limit_nbytes - 2 * PAGE_NBYTES - room_nbytes
+    unit = RING_UNIT_NBYTES
+    segment_nbytes = max(unit, min(SEGMENT_NBYTES, cells_nbytes // MANY_SEGMENTS // unit * unit))
+    n_cells = (cells_nbytes - ledger_nbytes(part_nbytes, segment_nbytes)) // segment_nbytes
+    return Ring(part_nbytes, segment_nbytes, n_cells) if n_cells >= MIN_RING_SEGMENTS else None
+
+
 class Sized(NamedTuple):
     """What a save asks, and the memory that it takes: `nbytes` of a slot, to which `spare_nbytes` may be added."""
 
@@ -102,15 +120,10 @@ class Rings:
         if limit is None or several * whole.nbytes <= limit:
             return whole
         room = round_up(len(request) + REQUEST_SLACK_NBYTES, REQUEST_SLACK_NBYTES)
-        cells_nbytes = limit // several - 2 * PAGE_NBYTES - room
-        unit = RING_UNIT_NBYTES
-        segment_nbytes = max(unit, min(SEGMENT_NBYTES, cells_nbytes // MANY_SEGMENTS // unit * unit))
-        lengths = [part.nbytes for part in plan.layout.parts]
-        n_cells = (cells_nbytes - ledger_nbytes(lengths, segment_nbytes)) // segment_nbytes
-        if n_cells < MIN_RING_SEGMENTS:
+        ring = ring_within(limit // several, [part.nbytes for part in plan.layout.parts], room)
+        if ring is None:
             return whole
-        ring = Ring(lengths, segment_nbytes, n_cells)
-        asked = replace(asked, ring_segments=n_cells, ring_segment_nbytes=segment_nbytes)
+        asked = replace(asked, ring_segments=ring.n_cells, ring_segment_nbytes=ring.segment_nbytes)
         nbytes = ring.end + room + PAGE_NBYTES
         return Sized(asked, encode_request(asked), nbytes, 0, ring)
 

@@ -21,8 +21,8 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.staging.keeping import Keeping, no_room_beside_kept
-from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.keeping import Keeping, no_room_beside_kept, too_large
+from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
 
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
@@ -60,7 +60,7 @@ class SlotPool:
         self._apart = self._uses = 0
 
     def acquire(
-        self, nbytes: int, plan: SavePlan, save_id: SaveId, *, step: int, path: str, spare_nbytes: int = 0
+        self, nbytes: int, plan: SavePlan | None, save_id: SaveId, *, step: int | None, path: str, spare_nbytes: int = 0
     ) -> LentSlot:
         """Return a slot of at least `nbytes`, marked as used by `save_id`.
 
@@ -69,8 +69,8 @@ class SlotPool:
 
         Args:
             nbytes: What this save needs.
-            plan: A slot that was last used for it is preferred.
-            save_id, step, path: Of the save.
+            plan: A slot that was last used for it is preferred; None: none is.
+            save_id, step, path: Of the save; `step` is None where it is not known yet.
             spare_nbytes: A new slot is made larger by so much, as far as the limit allows.
 
         Raises:
@@ -81,13 +81,7 @@ class SlotPool:
         """
         limit, several = self._config.arena_limit_bytes, 2 if self._keeping.wanted else 1
         if limit is not None and several * nbytes > limit:
-            slots = "two slots, since keep_in_memory='latest', each" if self._keeping.wanted else "a slot"
-            raise InsufficientMemoryError(
-                f"step {step}: the snapshot needs {slots} of {nbytes} bytes, "
-                f"arena_limit_bytes is {limit}, which is too little for segments of it too; raise the limit",
-                nbytes=several * nbytes,
-                limit=limit,
-            )
+            raise too_large(what_is_saved(save_id, step), nbytes, several, limit)
         # With the spare room only where a slot is made: a slot that has used it up is still large enough.
         wanted = (
             nbytes + spare_nbytes
@@ -110,7 +104,9 @@ class SlotPool:
                 may_allocate = self._make_room(wanted, idle, in_use=in_use)
                 if not may_allocate:
                     if not in_use:
-                        raise no_room_beside_kept(step, self._config.arena_limit_bytes, self.nbytes)
+                        raise no_room_beside_kept(
+                            what_is_saved(save_id, step), self._config.arena_limit_bytes, self.nbytes
+                        )
                     self._wait(deadline, save_id, step, path)
                     continue
             slot = self._try_allocate(wanted, deadline)
@@ -153,9 +149,9 @@ class SlotPool:
         if self._closed:
             raise CheckpointerClosedError("the checkpointer was closed while a save waited for a slot")
 
-    def _fitting(self, idle: Sequence[LentSlot], nbytes: int, plan: SavePlan) -> LentSlot | None:
+    def _fitting(self, idle: Sequence[LentSlot], nbytes: int, plan: SavePlan | None) -> LentSlot | None:
         fitting = [s for s in idle if s.memory.nbytes >= nbytes]
-        return min(fitting, key=lambda s: (not s.knows(plan), s.memory.nbytes), default=None)
+        return min(fitting, key=lambda s: (plan is None or not s.knows(plan), s.memory.nbytes), default=None)
 
     def fits(self, nbytes: int) -> bool:
         """Whether all slots are in use, and one of them has room for `nbytes`."""
@@ -199,18 +195,22 @@ class SlotPool:
         left = max(0.0, deadline - time.monotonic())
         return left if self._config.on_busy == "wait" else min(left, ANSWER_S)
 
-    def _wait(self, deadline: float, save_id: SaveId, step: int, path: str) -> None:
+    def _wait(self, deadline: float, save_id: SaveId, step: int | None, path: str) -> None:
         facts = {"save_id": str(save_id), "step": step, "path": path}
         users = ", ".join(str(s.user or "copies of a save that has ended") for s in self._slots)
         if self._config.on_busy == "skip":
-            raise SaveSkippedError(f"step {step} was not saved: every slot is in use (by {users})", **facts)
+            raise SaveSkippedError(
+                f"{what_is_saved(save_id, step)} was not saved: every slot is in use (by {users})", **facts
+            )
         if self._config.on_busy == "error":
-            raise SlotBusyError(f"step {step} was not saved: every slot is in use (by {users})", **facts)
+            raise SlotBusyError(
+                f"{what_is_saved(save_id, step)} was not saved: every slot is in use (by {users})", **facts
+            )
         left = deadline - time.monotonic()
         if left <= 0:
             timeout_s = self._config.slot_timeout_s
-            text = f"step {step}: no slot became free within slot_timeout_s={timeout_s:g} (in use by {users})"
-            raise SlotTimeoutError(f"{text}; {self._why()}", timeout_s=timeout_s, **facts)
+            text = f"no slot became free within slot_timeout_s={timeout_s:g} (in use by {users}); {self._why()}"
+            raise SlotTimeoutError(f"{what_is_saved(save_id, step)}: {text}", timeout_s=timeout_s, **facts)
         self._changed.wait(min(left, WAIT_STEP_S))
 
     def staged(self, slot: LentSlot) -> None:
@@ -218,10 +218,10 @@ class SlotPool:
         with self._changed:
             slot.staging = False
 
-    def free(self, save_id: SaveId) -> None:
-        """The save has ended: its slot may be used again. Unknown ids are ignored."""
+    def free(self, save_id: SaveId, only: LentSlot | None = None) -> None:
+        """The save has ended, or needs `only` no more: its slot may be used again. Unknown ids are ignored."""
         with self._changed:
-            for slot in [s for s in self._slots if s.user == save_id]:
+            for slot in [s for s in self._slots if s.user == save_id and only in (None, s)]:
                 slot.user, slot.staging, slot.handovers = None, False, 0
                 if slot.orphaned or (not slot.free and slot.lost):
                     self._drop(slot, tell=not slot.orphaned)

@@ -53,6 +53,19 @@ def prepare_directory(
     return made
 
 
+def look_at_directory(path: str, *, save_id: SaveId, files: Files, overwrite: bool) -> None:
+    """Refuse what `prepare_directory` would refuse, and make nothing: another process will.
+
+    Raises:
+        CheckpointExistsError: As there.
+        OSError: It cannot be looked at.
+    """
+    refuse_inside(path, save_id, files)
+    if _is_directory(files, path):
+        refuse_around(path, save_id, files)
+        refuse_standing(path, save_id, files, overwrite=overwrite)
+
+
 def remove_made(made: Sequence[str], files: Files) -> None:
     """Remove directories that `prepare_directory` has made, as far as they are empty."""
     with contextlib.suppress(OSError):

@@ -20,6 +20,11 @@ from asyncckpt.storage.segment_writer import Feed, SegmentWriter
 from asyncckpt.storage.shard_writer import ShardWriter
 
 
+def as_begun(job: RankJob) -> RankJob:
+    """Return the job: nothing more was said when it was sealed."""
+    return job
+
+
 class RingImage:
     """The image whose segments pass through a ring: what was filled and not freed of it can be read.
 
@@ -50,7 +55,14 @@ class RingImage:
 
 
 def write_ring_files(
-    job: RankJob, slot: memoryview, feed: Feed, *, files: Files, pool: Executor, check: Callable[[], None]
+    job: RankJob,
+    slot: memoryview,
+    feed: Feed,
+    *,
+    files: Files,
+    pool: Executor,
+    check: Callable[[], None],
+    final: Callable[[RankJob], RankJob] = as_begun,
 ) -> RankResult:
     """As `rank_files.write_rank_files`, from the segments of `feed` as they are filled.
 
@@ -63,6 +75,7 @@ def write_ring_files(
         files: The storage seam.
         pool: Runs the other writing threads.
         check: As there; looks at the slot.
+        final: Returns the job as it is sealed, once it is: of that are index and objects. Default: as it was begun.
 
     Returns:
         The result; every file is complete, and durable when `job.fsync`.
@@ -74,11 +87,18 @@ def write_ring_files(
     """
     writer = RingWriter(job, RingImage(slot, feed.ring, job.parts), feed, files, check)
     writer.write_shards(pool)
-    return writer.finish(job)
+    return writer.finish_as(final)
 
 
 def write_staged_files(
-    job: RankJob, slot: memoryview, feed: Feed, *, files: Files, pool: Executor, check: Callable[[], None]
+    job: RankJob,
+    slot: memoryview,
+    feed: Feed,
+    *,
+    files: Files,
+    pool: Executor,
+    check: Callable[[], None],
+    final: Callable[[RankJob], RankJob] = as_begun,
 ) -> RankResult:
     """As `write_ring_files`, from a slot that has room for everything; of `feed.ring` only the segments count.
 
@@ -89,7 +109,7 @@ def write_staged_files(
     """
     writer = SegmentWriter(job, slot, feed, files, check)
     writer.write_shards(pool)
-    return writer.finish(job)
+    return writer.finish_as(final)
 
 
 class RingWriter(SegmentWriter):

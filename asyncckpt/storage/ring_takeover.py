@@ -19,7 +19,7 @@ from asyncckpt.failpoints import reach
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.reading_back import OtherBytesError, ReadingBack
-from asyncckpt.storage.ring_files import RingImage, RingWriter
+from asyncckpt.storage.ring_files import RingImage, RingWriter, as_begun
 from asyncckpt.storage.segment_writer import Feed
 from asyncckpt.storage.shard_writer import ShardWriter
 from asyncckpt.storage.small_files import small_paths
@@ -37,13 +37,14 @@ def take_over_ring_files(
     files: Files,
     pool: Executor,
     check: Callable[[], None],
+    final: Callable[[RankJob], RankJob] = as_begun,
 ) -> RankResult:
     """As `ring_files.write_ring_files`, where a dead process has written, and freed, the first segments.
 
     The caller has found that its files are not whole, so that nobody can have committed them.
 
     Args:
-        job, slot, feed, files, pool, check: As there.
+        job, slot, feed, files, pool, check, final: As there.
         count: So many segments were freed.
         digests_of: From the number of one of these to the checksums of its blocks.
 
@@ -56,7 +57,7 @@ def take_over_ring_files(
     writer = _Successor(job, RingImage(slot, feed.ring, job.parts), feed, files, check)
     writer.skip(count, digests_of)
     writer.write_shards(pool)
-    return writer.finish(job)
+    return writer.finish_as(final)
 
 
 class _Successor(RingWriter):

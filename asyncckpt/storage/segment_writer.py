@@ -14,7 +14,7 @@ from asyncckpt.memory.ring import Ring
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.image import Image
 from asyncckpt.storage.rank_files import RankWriter
-from asyncckpt.storage.rank_job import RankJob
+from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.shard_writer import ShardWriter
 
 LINGER_S = 0.05
@@ -62,6 +62,18 @@ class SegmentWriter(RankWriter):
         self._written = [False] * len(self._ring.segments)
         self._filled = self._helpers = self._at_work = 0
         self._over = False
+
+    def finish_as(self, final: Callable[[RankJob], RankJob]) -> RankResult:
+        """As `finish`, of what `final` makes of the job, whose shards are written.
+
+        Raises:
+            Exception: Whatever `final` raises. What this rank created is removed.
+
+        Blocks: as `final` does.
+        """
+        with self._removed_on_failure():
+            job = final(self.job)
+        return self.finish(job)
 
     def _plan(self) -> list[tuple[int, int, int]]:
         for segment in self._ring.segments:

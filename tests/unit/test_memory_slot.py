@@ -201,3 +201,38 @@ def test_how_much_is_staged_is_told_of_the_generation_that_is(memory: Memory) ->
     assert (memory.control.staged_nbytes(1), memory.control.staged_nbytes(2)) == (5, 0)
     memory.control.open(2)
     assert (memory.control.staged_nbytes(1), memory.control.staged_nbytes(2)) == (0, 0)
+
+
+def test_what_counts_is_the_request_of_the_seal(memory: Memory) -> None:
+    control = memory.control
+    control.open(1)
+    control.stream(b"first", PAGE_NBYTES)
+    assert control.read_streamed() == ((1, b"first"), True)
+    control.seal(b"second", 2 * PAGE_NBYTES)
+    assert control.read_streamed() == ((1, b"second"), False)
+    assert control.read_request() == (1, b"second")
+
+
+@pytest.mark.parametrize("ends", ["sealed", "never", "given up"])
+def test_a_reader_between_the_words_of_another_request_and_its_seal_looks_again(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    control, looks = memory.control, []
+    control.open(1)
+    control.stream(b"first", PAGE_NBYTES)
+    memory.put(slots.REQUEST_OFFSET_OFFSET, 2 * PAGE_NBYTES)  # the first of the three words
+
+    def pause(_: float) -> None:
+        looks.append(control.state)
+        if len(looks) == 3 and ends == "sealed":
+            control.seal(b"second", 2 * PAGE_NBYTES)
+        elif len(looks) == 3 and ends == "given up":
+            control.discard()
+
+    monkeypatch.setattr(slots.time, "sleep", pause)
+    if ends == "sealed":
+        assert control.read_streamed() == ((1, b"second"), False)
+    else:
+        with pytest.raises(SlotError):
+            control.read_streamed()
+    assert len(looks) == (slots._LOOKS if ends == "never" else 3)

@@ -87,7 +87,7 @@ BAD_REPORTS: list[Any] = [
 ]
 BAD_VALUES = {
     "uint": [-1, 1 << 63, True, 1.0, "1", None],
-    "sint": [1 << 63, -(1 << 63), False, 0.0],
+    "sint_or_none": [1 << 63, -(1 << 63), False, 0.0, ""],
     "umask": [-1, 0o1000, True],
     "save_id": ["", SAVE_ID + "\n", SAVE_ID.upper(), SAVE_ID.encode(), None],
     "hex12": ["", HEX[:11], HEX[:13], HEX[:12].upper(), HEX[:12] + "\n", HEX[:12].encode(), None],
@@ -200,9 +200,9 @@ def test_message_of_the_other_direction_is_refused() -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(ProtocolVersionError, match="version 8") as caught:
-        codec.decode([b"ACKP\x08\x00", b"anything at all"], KNOWN)
-    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, 8)
+    with pytest.raises(ProtocolVersionError, match="version 9") as caught:
+        codec.decode([b"ACKP\x09\x00", b"anything at all"], KNOWN)
+    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, 9)
 
 
 def test_message_too_large_for_any_peer_is_not_sent() -> None:

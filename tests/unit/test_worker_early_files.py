@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,16 +18,19 @@ from worker_bench import FIRST, REQUEST
 from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
-from asyncckpt.format.names import SaveId, index_name, shard_name
+from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
+from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.structure import Structure, encode_structure
 from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
-from asyncckpt.protocol.request import PartRange
+from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
 from asyncckpt.staging import watermark
 from asyncckpt.staging.watermark import Watermark
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob
 from asyncckpt_worker import early
 from asyncckpt_worker.actions import Write
+from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.slots import SlotStore
 
 SLOT, GENERATION = 1, 3
@@ -45,7 +49,7 @@ class Trainer:
         self.end = offsets[-1]
         self.parts = tuple(PartRange(offset=o, nbytes=n) for o, n in zip(offsets, NBYTES, strict=False))
         self.slots = SlotStore()
-        self.memory = self.slots.create(SLOT, self.end + 2 * PAGE_NBYTES)
+        self.memory = self.slots.create(SLOT, self.end + 5 * PAGE_NBYTES)
         self.view = self.memory.mapping.view()
         self.view[PAGE_NBYTES : self.end] = b"\xa5" * (self.end - PAGE_NBYTES)
         self.counters = Counters(self.memory, GENERATION)
@@ -55,7 +59,7 @@ class Trainer:
             self.view[at : at + SAVE_ID_NBYTES] = save_id_bytes(SAVE_ID)
             self.view[part.offset + part.nbytes : part.offset + round_up(part.nbytes)] = bytes(-part.nbytes % 4096)
         self.counters.reset()
-        self.memory.control.stream(b"request", self.end)
+        self.memory.control.stream(encode_request(self.request()), self.end)
         self.mark = Watermark(PAGE_NBYTES, self.end, self._tell)
         self.pieces = self._pieces()
         self.wanted: list[bytes] = []
@@ -96,9 +100,13 @@ class Trainer:
             thread.join()
         self.wanted = [bytes(self.view[p.offset : p.offset + p.nbytes]) for p in self.parts]
 
+    def request(self, **fields: Any) -> SaveRequest:
+        """Return what the slot says; `fields` of it."""
+        return replace(REQUEST, **{"save_id": FIRST, "parts": self.parts, **fields})
+
     def job(self, **fields: Any) -> Write:
         """Return the worker's job; `fields` of its request."""
-        request = replace(REQUEST, parts=self.parts, **fields)
+        request = self.request(**fields)
         return Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
 
     def write(self, path: Path, **fields: Any) -> Any:
@@ -150,6 +158,7 @@ def test_files_and_checksums_are_those_of_the_bytes_that_the_slot_has_in_the_end
 ) -> None:
     thread, found = trainer.writing(tmp_path)
     trainer.fill()
+    trainer.memory.control.finish()
     thread.join(60)
     assert [type(one).__name__ for one in found] == ["RankResult"]
     shards = decode_index((tmp_path / index_name(SAVE_ID, 0)).read_bytes()).shards
@@ -202,3 +211,54 @@ def test_what_was_filled_and_sealed_by_a_trainer_that_is_dead_is_written_to_its_
     trainer.memory.control.finish()
     trainer.slots.cut_off(SLOT, GENERATION)
     assert trainer.write(tmp_path).nbytes > sum(NBYTES)
+
+
+OBJECTS = encode_objects(SAVE_ID, [1, "two", None])
+
+
+def test_index_and_objects_are_those_of_the_request_of_the_seal(trainer: Trainer, tmp_path: Path) -> None:
+    thread, found = trainer.writing(tmp_path)
+    trainer.fill()
+    structure = encode_structure(Structure(tree=("d", ()), tensors=(), n_objects=3, part_nbytes=NBYTES))
+    sealed = trainer.request(structure=structure, objects=OBJECTS, n_tensors=5, metadata='{"a": 1}', step=-9)
+    deadline = time.monotonic() + 10
+    while len(os.listdir(tmp_path)) < len(NBYTES) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert found == [] and not (tmp_path / index_name(SAVE_ID, 0)).exists()
+    trainer.memory.control.seal(encode_request(sealed), trainer.end + 2 * PAGE_NBYTES)
+    thread.join(60)
+    assert decode_index((tmp_path / index_name(SAVE_ID, 0)).read_bytes()).structure == structure
+    assert (tmp_path / objects_name(SAVE_ID, 0)).read_bytes() == OBJECTS
+    assert found[0].record.n_tensors == 5
+    assert found[0].rest_print == rest_print(sealed)
+
+
+@pytest.mark.parametrize("field", ["parts", "path", "fsync", "umask", "overwrite"])
+def test_a_seal_of_other_files_than_were_begun_is_no_end_of_these(trainer: Trainer, tmp_path: Path, field: str) -> None:
+    thread, found = trainer.writing(tmp_path)
+    trainer.fill()
+    first = trainer.request()
+    other = {"parts": first.parts[:-1], "path": "/elsewhere", "fsync": not first.fsync, "umask": first.umask ^ 0o7}
+    other["overwrite"] = not first.overwrite
+    request = encode_request(trainer.request(**{field: other[field]}))
+    trainer.memory.control.seal(request, trainer.end + 2 * PAGE_NBYTES)
+    thread.join(60)
+    assert [type(one) for one in found] == [SlotError] and "other files" in str(found[0])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["discard", "cut off", "time"])
+def test_what_is_filled_and_never_sealed_leaves_no_file(trainer: Trainer, tmp_path: Path, how: str) -> None:
+    trainer.fill()
+    if how == "time":
+        with pytest.raises(SlotError, match=r"not sealed it for commit_timeout_s=0\.05"):
+            trainer.write(tmp_path, commit_timeout_s=0.05)
+    else:
+        thread, found = trainer.writing(tmp_path)
+        deadline = time.monotonic() + 10
+        while len(os.listdir(tmp_path)) < len(NBYTES) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        trainer.memory.control.discard() if how == "discard" else trainer.slots.cut_off(SLOT, GENERATION)
+        thread.join(60)
+        assert [type(one) for one in found] == [SlotError]
+    assert os.listdir(tmp_path) == []

@@ -48,7 +48,7 @@ class Mob(Bench):
             return rng.choice((0, 1, 5, 8192, 1 << 20, (1 << 26) - 1, 1 << 62))
         return {
             "uint": lambda: rng.choice((0, 1, 2, 3, 5, rng.randrange(60), (1 << 63) - 1)),
-            "sint": lambda: rng.choice((-5, 0, 5)),
+            "sint_or_none": lambda: rng.choice((-5, 0, 5, None)),
             "umask": lambda: 0o22,
             "save_id": self.save_id,
             "hex12": lambda: f"{rng.randrange(3):012x}",

@@ -17,7 +17,7 @@ from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId, index_name, shard_name
 from asyncckpt.memory.ring import Counters, Ledger
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
-from asyncckpt.protocol.request import RING_UNIT_NBYTES, PartRange
+from asyncckpt.protocol.request import RING_UNIT_NBYTES, PartRange, encode_request
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob
 from asyncckpt_worker import rings
@@ -244,7 +244,7 @@ def test_of_a_ring_whose_freed_segments_are_not_in_a_dead_worker_s_files_these_a
     request = replace(trainer.feed._job.request, parts=tuple(PartRange(offset=o, nbytes=n) for o, n in job.parts))
     write = replace(trainer.feed._job, request=request, resumed=True)
     trainer.counters.filled, trainer.counters.freed = 2, 1
-    trainer.memory.control.finish()
+    trainer.memory.control.seal(encode_request(request), 2 * PAGE_NBYTES + 2 * RING_UNIT_NBYTES)
     with ThreadPoolExecutor(1) as pool, pytest.raises(SaveFailedError) as caught:
         rings.write_ring(write, job, trainer.memory, trainer.slots, files=Files(), pool=pool)
     assert caught.value.code == "ring_lost"

@@ -1003,3 +1003,49 @@ def test_status_report_names_sessions_slots_and_saves(bench: Bench) -> None:
     assert report["slots"][0] == {"slot": 1, "nbytes": 12288, "state": "lent", "save_id": FIRST}
     row = {"save_id": FIRST, "step": 5, "path": PATH, "phase": "writing", "ranks": {"0": "writing"}, "missing": []}
     assert report["saves"][0] == row
+
+
+# ---- the step is left to rank 0
+
+
+@pytest.mark.parametrize("first_to_seal", [0, 1])
+@pytest.mark.parametrize("begun", [None, 5])
+def test_a_rank_may_leave_the_step_to_rank_0(
+    pair: tuple[Bench, int, int], first_to_seal: int, begun: int | None
+) -> None:
+    bench, *slots = pair
+    peers, steps = (b"p", b"q"), (5, None)
+    for rank in (0, 1):
+        bench.begin(slots[rank], peer=peers[rank], step=begun if rank == 0 else None)
+        bench.feed(ev.Prepared, key=(FIRST, rank))
+    for rank in (first_to_seal, 1 - first_to_seal):
+        bench.submit(slots[rank], peer=peers[rank])
+        bench.read(slots[rank], rank=rank, world_size=2, step=steps[rank])
+    assert {entry.step for entry in bench.brain.tables.saves[FIRST].ranks.values()} == {5}
+    for rank in (1, 0):
+        bench.feed(ev.Written, key=(FIRST, rank), result="r")
+    assert [request.step for request in bench.of(ac.Commit)[0].requests] == [5, None]
+    bench.feed(ev.Published, save_id=FIRST)
+    assert bench.phase(rank=1) == "committed"
+    assert bench.brain.report()["saves"][0]["step"] == 5
+
+
+def test_rank_0_has_to_say_the_step_when_it_seals(pair: tuple[Bench, int, int]) -> None:
+    bench, first, _ = pair
+    bench.begin(first, step=None)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(first)
+    bench.read(first, world_size=2, step=None)
+    save = bench.brain.tables.saves[FIRST]
+    assert save.outcome == "failed" and "says no step" in str(save.error)
+
+
+def test_steps_that_are_said_must_be_one(pair: tuple[Bench, int, int]) -> None:
+    bench, first, second = pair
+    for slot, peer, rank, step in ((first, b"p", 0, 5), (second, b"q", 1, 6)):
+        bench.begin(slot, peer=peer, step=None)
+        bench.feed(ev.Prepared, key=(FIRST, rank))
+        bench.submit(slot, peer=peer)
+        bench.read(slot, rank=rank, world_size=2, step=step)
+    assert bench.brain.tables.saves[FIRST].outcome == "failed"
+    assert "rank 1 saves step 6" in str(bench.row(peer=b"q")["error"])
