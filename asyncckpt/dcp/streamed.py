@@ -93,6 +93,15 @@ class StreamedImage:
     def __getitem__(self, piece: slice, /) -> memoryview:
         start, end, _ = piece.indices(self._nbytes)
         buffer = self._buffer(end - start)
+        self.copy_to(start, end, buffer.address)
+        return buffer.view()[: end - start]
+
+    def copy_to(self, start: int, end: int, address: int) -> None:
+        """Make bytes `start` to `end` of the image at `address`: headers, tensors, and zeros between them.
+
+        Raises:
+            Exception: Whatever makes a tensor raises.
+        """
         at = start
         first = max(0, bisect_right(self._starts, start) - 1)
         for number in range(first, bisect_left(self._starts, end)):
@@ -100,11 +109,10 @@ class StreamedImage:
             low, high = max(start, region.start), min(end, region.end)
             if low >= high:
                 continue
-            ctypes.memset(buffer.address + at - start, 0, low - at)  # padding
-            self._fill(region, low - region.start, high - region.start, buffer.address + low - start)
+            ctypes.memset(address + at - start, 0, low - at)  # padding
+            self._fill(region, low - region.start, high - region.start, address + low - start)
             at = high
-        ctypes.memset(buffer.address + at - start, 0, end - at)
-        return buffer.view()[: end - start]
+        ctypes.memset(address + at - start, 0, end - at)
 
     def _fill(self, region: _Region, low: int, high: int, address: int) -> None:
         if region.number < 0:

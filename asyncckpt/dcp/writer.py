@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
-import secrets
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,48 +15,56 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from asyncckpt.dcp import tickets
-from asyncckpt.dcp.committing import commit_all
+from asyncckpt.dcp.by_worker import ByWorker
+from asyncckpt.dcp.in_process import InProcess
 from asyncckpt.dcp.items import sorted_out
 from asyncckpt.dcp.laid_out import WriteOptions
-from asyncckpt.dcp.rank_part import Unfinished, write_part
 from asyncckpt.dcp.results import StoredChunk
 from asyncckpt.dcp.stager import Stager
-from asyncckpt.dcp.tickets import Ticket
-from asyncckpt.errors import AsyncCkptError, CommitUnknownError, ConfigError, UnsupportedPathError
+from asyncckpt.dcp.tickets import Offer, Ticket
+from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path
+from asyncckpt.process_group import find_rank_info
 from asyncckpt.staging.umask import current_umask
-from asyncckpt.storage import catalog, commit
-from asyncckpt.storage.directory import prepare_directory, remove_made
+from asyncckpt.storage import catalog
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
-
-_log = logging.getLogger("asyncckpt.dcp")
 
 
 class StorageWriter(TorchStorageWriter, Stager):
     """Writes with stock `torch.distributed.checkpoint`: files of asyncckpt's format, committed at once by a manifest.
 
-    The checkpoint also loads with `asyncckpt.load`, `StorageReader` and torch's `HuggingFaceStorageReader`. Every rank
-    writes in the process that calls `dcp.save`, with a buffer of 16 MiB for each of three threads beside the state.
-    Until the manifest stands, an older checkpoint at the path is whole; a save that fails leaves it so. The files of
-    one that failed elsewhere go when the coordinator's writer is reset, used again or let go.
+    The checkpoint also loads with `asyncckpt.load`, `StorageReader` and torch's `HuggingFaceStorageReader`. Until the
+    manifest stands, an older checkpoint at the path is whole; a save that fails leaves it so. The save id of each save
+    is new, its epoch above all that were begun beside its path.
 
-    Each save is a run of its own: its save id is new, its epoch above all that were begun beside its path.
+    Every rank stages into memory of the worker on its node, which writes; from the end of the staging on, trainers that
+    are killed take nothing along. That memory, as large as the state, is kept for the next save of this writer, until
+    `close()` or until nobody holds the writer; of a state that is larger than `arena_limit_bytes`, or than what the
+    machine has left, segments pass through less. Where not every rank has a worker, and none was named, the ranks write
+    by themselves, which is logged: with a buffer of 16 MiB for each of three threads, and a trainer that is killed
+    takes the save along. The files of one that failed elsewhere go then when the coordinator's writer is reset, used
+    again or let go.
 
     Args:
         path: The checkpoint's directory; `checkpoint_id` of `dcp.save` takes its place.
         single_file_per_rank: One shard file per rank; False: one per tensor, at most 1000.
         sync_files: Whether files and directories are fsynced.
-        thread_count: Threads of each rank that call the planner for tensors, and write. With one, that is the thread
-            that calls `dcp.save`, which goes through the files in order. Three write in any case.
+        thread_count: Threads of each rank that call the planner for tensors. With one, that is the thread that calls
+            `dcp.save`, which goes through the files in order.
         per_thread_copy_ahead: Of tensors on a CUDA device, so many bytes per thread are fetched ahead of being written.
         cache_staged_state_dict: Whether `stage` keeps its copies, pinned where there is a device, for the next
             `dcp.async_save` with this writer, which has to come after the end of this one.
         overwrite: Whether an older checkpoint at the path is replaced, in one step; else it is refused.
+        endpoint: Of a running worker, `ipc://...`, which must answer; default: `$ASYNCCKPT_ENDPOINT`, else this user's
+            worker of this job, which is started when there is none.
+        use_worker: False: the ranks write by themselves, without a worker.
+        **fields: Of `CheckpointerConfig`: `arena_limit_bytes`, `commit_timeout_s`, `on_worker_loss`, `slot_timeout_s`,
+            `worker_start_timeout_s`, `worker_timeout_s`, `write_threads`.
 
     Raises:
-        ConfigError: A number below its minimum.
+        ConfigError: A number below its minimum, another field, or settings of a worker that is not to be used.
         UnsupportedPathError: A URL, or no path at all.
     """
 
@@ -72,6 +77,10 @@ class StorageWriter(TorchStorageWriter, Stager):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
+        *,
+        endpoint: str | None = None,
+        use_worker: bool = True,
+        **fields: Any,
     ) -> None:
         for name, value, least in (
             ("thread_count", thread_count, 1),
@@ -87,17 +96,21 @@ class StorageWriter(TorchStorageWriter, Stager):
         self.thread_count, self.per_thread_copy_ahead = thread_count, per_thread_copy_ahead
         self.overwrite = overwrite
         self._files = Files()
+        if not use_worker and (endpoint is not None or fields):
+            name = "endpoint" if endpoint is not None else sorted(fields)[0]
+            raise ConfigError(f"{name} is about the worker, and use_worker=False says to do without one", field=name)
+        self._by_worker = ByWorker(endpoint, fields) if use_worker else None
         self._forget_save()
 
     def _forget_save(self) -> None:
-        self._is_coordinator = False
+        self._is_coordinator, self._rank = False, 0
+        self._offer: Offer | None = None
         self._ticket: Ticket | None = None
-        self._unfinished: Unfinished | None = None
-        self._abandoned: weakref.finalize[Any, StorageWriter] | None = None
+        self._in_process: InProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs: neither staged tensors nor a save that is under way here."""
-        own = ("_is_coordinator", "_ticket", "_unfinished", "_abandoned")
+        own = ("_is_coordinator", "_rank", "_offer", "_ticket", "_in_process")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**state, "state_dict_cache": None}
 
@@ -120,6 +133,16 @@ class StorageWriter(TorchStorageWriter, Stager):
         if checkpoint_id is not None:
             self.path = absolute_path(checkpoint_id)
 
+    def close(self) -> None:
+        """Let the worker go, and the memory with it; staged copies too. A later save takes them anew.
+
+        A save that is being written goes on. Blocks: a few seconds at most, where the worker does not answer.
+        """
+        if self._by_worker is not None:
+            self._by_worker.close()
+        self._abandon()
+        self.state_dict_cache = None
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save.
 
@@ -136,15 +159,27 @@ class StorageWriter(TorchStorageWriter, Stager):
                 value=repr(False),
             )
         self._is_coordinator = is_coordinator
+        rank = kwargs.get("rank")
+        self._rank = rank if type(rank) is int else find_rank_info(None).rank
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what cannot be stored, before anything is written.
+        """Refuse what cannot be stored, before anything is written, and find this rank's worker.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: Naming the tensor.
+            WorkerUnavailableError: Nobody answers at the endpoint that was named.
+
+        Blocks: for a worker to start.
         """
         sorted_out(plan.items)
-        return plan
+        if self._by_worker is None:
+            offer = Offer(rank=self._rank, instance="", why="use_worker=False")
+        else:
+            offer = self._by_worker.offer(
+                self._rank, is_coordinator=self._is_coordinator, fsync=self.sync_files, overwrite=self.overwrite
+            )
+        self._offer = offer
+        return dataclasses.replace(plan, storage_data=offer)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give the save its id, and each rank's plan a ticket with it.
@@ -152,29 +187,32 @@ class StorageWriter(TorchStorageWriter, Stager):
         Raises:
             CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
             SaveFailedError: The directory beside it cannot be looked at.
+            AsyncCkptError: The workers of several nodes, of which one was named, cannot be linked.
         """
-        run = SaveId(0, 0, secrets.token_hex(6))
-        with self._failures(run):
-            save_id = run._replace(epoch=catalog.next_epoch_beside(self.path, files=self._files))
-            made = self._prepare_directory(save_id)
-        # It takes along whatever ranks have written, should this save come to nothing.
-        self._abandoned = weakref.finalize(self, _remove, self.path, save_id, self._files, made, os.getpid())
-        given = [Ticket(save_id=save_id, rank=rank, world_size=len(plans)) for rank in range(len(plans))]
-        self._ticket = given[0]
+        given: list[Ticket] | None = None
+        with self._failures(None):
+            epoch = catalog.next_epoch_beside(self.path, files=self._files)
+            if self._by_worker is not None and self._offer is not None:
+                given = self._by_worker.begin(self.path, self._offer, epoch, len(plans), self._files)
+            if given is None:
+                given = self._in_this_process().begin(epoch, len(plans))
+        self._ticket = given[self._rank if self._rank < len(given) else 0]
         return [dataclasses.replace(plan, storage_data=ticket) for plan, ticket in zip(plans, given, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files.
+        """Stage this rank's files and hand them to the worker; or write them.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: Something cannot be stored.
             CheckpointExistsError, SaveFailedError: Storage. What this call created is removed.
+            AsyncCkptError: The worker is lost, or does not get on.
             Exception: Whatever the planner raises.
 
-        Blocks: for the writes.
+        Blocks: for the copy, and for memory; where this process writes, for the writes.
         """
         ticket = tickets.received() or self._ticket or plan.storage_data
         assert isinstance(ticket, Ticket), "the coordinator's prepare_global_plan gives every plan a ticket"
+        self._ticket = ticket
         options = WriteOptions(
             path=self.path,
             fsync=self.sync_files,
@@ -185,16 +223,11 @@ class StorageWriter(TorchStorageWriter, Stager):
             umask=current_umask(),
         )
         with self._failures(ticket.save_id, ticket.rank):
-            if not self._is_coordinator:
-                self._prepare_directory(ticket.save_id)
-            try:
-                results, self._unfinished = write_part(
-                    plan, planner, ticket, options, self._files, keep_open=self._is_coordinator
-                )
-            except BaseException:
-                if ticket.world_size == 1:  # else others may still be writing
-                    self._abandon()
-                raise
+            if ticket.by_worker and self._by_worker is not None:
+                results = self._by_worker.write(plan, planner, ticket, options)
+            else:
+                write = self._in_this_process().write
+                results = write(plan, planner, ticket, options, is_coordinator=self._is_coordinator)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -206,25 +239,17 @@ class StorageWriter(TorchStorageWriter, Stager):
             SaveFailedError: Code `coverage`: a tensor would not be stored exactly once; or an errno's name.
             CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced.
             CommitUnknownError: Nobody knows whether the manifest is there; nothing was deleted.
+            CommitTimeoutError, WorkerUnavailableError: Nobody knows yet; the worker, or the next one, goes on with it.
 
-        Blocks: for fsync; with `overwrite` for another save that is being published there.
+        Blocks: until everything is durable; with `overwrite` for another save that is being published there.
         """
-        unfinished = self._unfinished
-        assert unfinished is not None, "finish comes after this writer's write_data"
-        try:
-            with self._failures(unfinished.job.save_id, unfinished.job.rank):
-                commit_all(unfinished, metadata, results, self._files)
-        except CommitUnknownError:
-            self._committed()
-            raise
-        except BaseException:
-            self._abandon()
-            raise
-        self._committed()
-        try:
-            commit.remove_leftovers(self.path, keep=unfinished.job.save_id, files=self._files)
-        except OSError as error:
-            _log.warning("leftovers stay in %s: %s", self.path, error)
+        ticket = self._ticket
+        assert ticket is not None, "finish comes after this writer's write_data"
+        with self._failures(ticket.save_id, ticket.rank):
+            if ticket.by_worker and self._by_worker is not None:
+                self._by_worker.finish(metadata, results)
+            else:
+                self._in_this_process().finish(metadata, results)
         metadata.storage_data = _chunks(results)
         metadata.storage_meta = self.storage_meta()
 
@@ -237,36 +262,28 @@ class StorageWriter(TorchStorageWriter, Stager):
         """Whether it is a path of this machine's file systems."""
         return is_local_path(checkpoint_id)
 
-    def _prepare_directory(self, save_id: SaveId) -> list[str]:
-        return prepare_directory(
-            self.path,
-            save_id=save_id,
-            files=self._files,
-            umask=current_umask(),
-            fsync=self.sync_files,
-            overwrite=self.overwrite,
-        )
-
-    def _committed(self) -> None:
-        """The files are the checkpoint's now, or may be: never remove them."""
-        if self._abandoned is not None:
-            self._abandoned.detach()
-        self._abandoned = self._unfinished = None
+    def _in_this_process(self) -> InProcess:
+        if self._in_process is None:
+            self._in_process = InProcess(self.path, fsync=self.sync_files, overwrite=self.overwrite, files=self._files)
+        return self._in_process
 
     def _abandon(self) -> None:
-        """Remove what is there of a save that this writer has begun and will not commit."""
-        if self._abandoned is not None:
-            self._abandoned()
-        self._abandoned = self._unfinished = self._ticket = None
+        """End what this writer has begun and will not commit."""
+        if self._in_process is not None:
+            self._in_process.abandon()
+        if self._by_worker is not None:
+            self._by_worker.abandon()
+        self._in_process = self._offer = self._ticket = None
 
     @contextlib.contextmanager
-    def _failures(self, save_id: SaveId, rank: int = 0) -> Iterator[None]:
+    def _failures(self, save_id: SaveId | None, rank: int = 0) -> Iterator[None]:
         try:
             yield
         except AsyncCkptError:
             raise
         except OSError as error:
-            raise save_failure(error, save_id=str(save_id), rank=rank, step=None, path=self.path) from error
+            name = None if save_id is None else str(save_id)
+            raise save_failure(error, save_id=name, rank=rank, step=None, path=self.path) from error
 
 
 def is_local_path(checkpoint_id: Any) -> bool:
@@ -276,19 +293,6 @@ def is_local_path(checkpoint_id: Any) -> bool:
     except UnsupportedPathError:
         return False
     return True
-
-
-def _remove(path: str, save_id: SaveId, files: Files, made: Sequence[str], pid: int) -> None:
-    """Remove the files of a save that was never committed.
-
-    IMPORTANT: only its coordinator, which alone could commit it, may; any other rank might take away what is being
-    published.
-    """
-    if os.getpid() != pid:  # a forked child lets its copy of the writer go
-        return
-    with contextlib.suppress(OSError):
-        commit.remove_files_of(path, save_id, files=files)
-        remove_made(made, files)
 
 
 def _chunks(results: Sequence[Sequence[WriteResult]]) -> dict[Any, Any]:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import time
 import warnings
 from typing import Any
 
@@ -18,6 +19,7 @@ import storage_samples
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -26,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import asyncckpt
-from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader, StorageWriter
+from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
@@ -90,28 +92,45 @@ class FailsOnRankTwo(DefaultSavePlanner):
 GRID = torch.arange(9 * 6.0).view(9, 6)
 
 
-def save_in_every_way(rank: int, root: str) -> Any:
+Endpoints = tuple[str, ...] | None
+"""Of the workers, of as many nodes; None: every rank writes by itself."""
+
+
+def writer_to(path: str, endpoints: Endpoints, **kw: Any) -> asyncckpt.dcp.StorageWriter:
+    """Return this rank's writer."""
+    if endpoints is None:
+        return StorageWriter(path, **kw)
+    node = dist.get_rank() * len(endpoints) // dist.get_world_size()
+    return asyncckpt.dcp.StorageWriter(path, endpoint=endpoints[node], **kw)
+
+
+def save_in_every_way(rank: int, root: str, endpoints: Endpoints) -> Any:
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
     state = {"m": weights, "o": moments, "grid": grid_tensors(GRID), "counter": Counter(4), "step": 9}
-    dcp.save(state, storage_writer=StorageWriter(f"{root}/sync", thread_count=2))
-    future = dcp.async_save(state, storage_writer=StorageWriter("elsewhere"), checkpoint_id=f"{root}/async")
+    dcp.save(state, storage_writer=writer_to(f"{root}/sync", endpoints, thread_count=2))
+    future = dcp.async_save(state, storage_writer=writer_to("elsewhere", endpoints), checkpoint_id=f"{root}/async")
     future.result(60)
     for number in range(2):
         cached = {"x": grid_tensors(GRID + number)["ss"], "number": number}
         planner = DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(cached, storage_writer=StorageWriter(f"{root}/cached-{number}"), planner=planner)
-    failure = fail_on_rank_two(root)
+        dcp.save(cached, storage_writer=writer_to(f"{root}/cached-{number}", endpoints), planner=planner)
+    failure = fail_on_rank_two(root, endpoints)
     half = dist.new_group([0, 1])
     if rank < 2:
         part = {"x": torch.arange(4), "of": rank}
-        dcp.save(part, storage_writer=StorageWriter(f"{root}/group"), process_group=half)
+        dcp.save(part, storage_writer=writer_to(f"{root}/group", endpoints), process_group=half)
     dist.barrier()
     return whole({"m": weights, "o": moments}), failure
 
 
-def fail_on_rank_two(root: str) -> Any:
-    writer = StorageWriter(f"{root}/failed")
+def left_over(path: str, endpoints: Endpoints = None) -> bool:
+    """Whether anything of a save is there; a worker lets the directory itself stand."""
+    return os.path.exists(path) and (endpoints is None or bool(os.listdir(path)))
+
+
+def fail_on_rank_two(root: str, endpoints: Endpoints) -> Any:
+    writer = writer_to(f"{root}/failed", endpoints)
     try:
         dcp.save({"x": grid_tensors(GRID)["ss"], "n": 1}, storage_writer=writer, planner=FailsOnRankTwo())
     except CheckpointException as error:
@@ -119,8 +138,11 @@ def fail_on_rank_two(root: str) -> Any:
     dist.barrier()
     if dist.get_rank() == 0:
         writer.reset()
+        deadline = time.monotonic() + 30
+        while left_over(f"{root}/failed", endpoints) and time.monotonic() < deadline:
+            time.sleep(0.01)  # a worker removes files when it hears of it
     dist.barrier()
-    return kinds, os.path.exists(f"{root}/failed")
+    return kinds, left_over(f"{root}/failed", endpoints)
 
 
 def load_in_another_arrangement(rank: int, root: str, expected: Any, name: str) -> None:
@@ -161,9 +183,16 @@ def same(found: Any, expected: Any) -> None:
         assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
-def test_what_four_ranks_save_others_load_in_other_arrangements(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("n_workers", [0, 1, 2])
+def test_what_four_ranks_save_others_load_in_other_arrangements(
+    tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int
+) -> None:
     root = str(tmp_path)
-    results = rank_processes.run(4, save_in_every_way, root)
+    workers = request.getfixturevalue("workers")[:n_workers] if n_workers else []
+    endpoints = tuple(worker.endpoint for worker in workers) or None
+    results = rank_processes.run(4, save_in_every_way, root, endpoints)
+    for worker in workers:
+        assert worker.status()["counters"]["saves_committed"] >= 3
     expected, failure = results[0]
     assert all(result[1] == ({2: "ZeroDivisionError"}, False) for result in results), failure
     for name in ("sync", "async"):
@@ -310,12 +339,12 @@ def test_an_async_save_that_fails_on_one_rank_fails_on_all_and_lists_nothing(tmp
 # ---- another process ------------------------------------------------------------------------------------------------
 
 
-def save_in_another_process(rank: int, root: str) -> None:
+def save_in_another_process(rank: int, root: str, endpoints: Endpoints) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have children
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    writer = StorageWriter(f"{root}/0", sync_files=False)
+    writer = writer_to(f"{root}/0", endpoints, sync_files=False)
     for number in range(2):
         x = distribute_tensor(torch.arange(8.0) + number, init_device_mesh("cpu", (2,)), [Shard(0)])
         future = dcp.async_save(
@@ -327,9 +356,37 @@ def save_in_another_process(rank: int, root: str) -> None:
         future.result(90)
 
 
-def test_async_save_writes_in_another_process(tmp_path: pathlib.Path) -> None:
-    rank_processes.run(2, save_in_another_process, str(tmp_path), timeout_s=120)
+@pytest.mark.parametrize("by_worker", [False, True])
+def test_async_save_writes_in_another_process(
+    tmp_path: pathlib.Path, request: pytest.FixtureRequest, by_worker: bool
+) -> None:
+    endpoints = (request.getfixturevalue("worker").endpoint,) if by_worker else None
+    rank_processes.run(2, save_in_another_process, str(tmp_path), endpoints, timeout_s=120)
     for number in range(2):
         found = asyncckpt.load(tmp_path / str(number))
         same(found, {"x": torch.arange(8.0) + number, "step": number})
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "1")
+
+
+# ---- another coordinator --------------------------------------------------------------------------------------------
+
+
+def save_coordinated_by_the_last(rank: int, root: str, endpoints: Endpoints) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    writer = writer_to(f"{root}/0", endpoints)
+    for number in range(2):
+        writer.reset(f"{root}/{number}")
+        state = {"x": distribute_tensor(torch.arange(9.0) + number, init_device_mesh("cpu", (3,)), [Shard(0)])}
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        _save_state_dict({**state, "step": number}, writer, coordinator_rank=2, planner=planner)
+
+
+@pytest.mark.parametrize("n_workers", [0, 1, 2])
+def test_any_rank_may_coordinate(tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int) -> None:
+    workers = request.getfixturevalue("workers")[:n_workers] if n_workers else []
+    endpoints = tuple(worker.endpoint for worker in workers) or None
+    rank_processes.run(3, save_coordinated_by_the_last, str(tmp_path), endpoints)
+    for number in range(2):
+        same(asyncckpt.load(tmp_path / str(number)), {"x": torch.arange(9.0) + number, "step": number})
+        assert asyncckpt.open_checkpoint(tmp_path / str(number)).world_size == 3

@@ -13,11 +13,12 @@ import rank_processes
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from asyncckpt.dcp import StorageReader, StorageWriter
+from asyncckpt.dcp import StorageReader
 from asyncckpt.errors import RanksDisagreeError
 
 pytest.importorskip("numpy")

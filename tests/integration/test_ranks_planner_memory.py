@@ -145,8 +145,9 @@ def taken_nbytes(call: Callable[[], Any]) -> int:
 
 def save_by(storage: str, path: str, held: Held, threads: int) -> None:
     import torch.distributed.checkpoint as dcp
+    from in_process_writer import StorageWriter
 
-    from asyncckpt.dcp import ShardedSavePlanner, StorageWriter
+    from asyncckpt.dcp import ShardedSavePlanner
 
     writer: Any = StorageWriter(path, sync_files=False, thread_count=threads)
     if storage == "stock":

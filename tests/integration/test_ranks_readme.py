@@ -39,8 +39,13 @@ def runs_the_dcp_block(rank: int, directory: str) -> int:
     return names["state"]["step"]  # type: ignore[index,return-value]
 
 
-def test_the_block_for_stock_checkpoints_as_it_stands(tmp_path: pathlib.Path) -> None:
-    assert rank_processes.run(2, runs_the_dcp_block, str(tmp_path)) == [300, 300]
+def test_the_block_for_stock_checkpoints_as_it_stands(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    before = shared_worker.status()["counters"].get("saves_committed", 0)
+    environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
+    assert rank_processes.run(2, runs_the_dcp_block, str(tmp_path), environ=environ) == [300, 300]
+    assert shared_worker.status()["counters"]["saves_committed"] == before + 1
     found = asyncckpt.open_checkpoint(tmp_path / "runs/d/step-300")
     assert (found.step, found.world_size) == (300, 2)
 

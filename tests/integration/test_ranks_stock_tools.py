@@ -6,6 +6,7 @@ import pathlib
 import warnings
 from typing import Any
 
+import in_process_writer
 import pytest
 import rank_processes
 import states
@@ -41,7 +42,7 @@ def save(rank: int, root: str) -> None:
     with asyncckpt.SyncCheckpointer() as checkpointer:
         state = {**sharded(2, (0, 1, 0, 0), True), "same": torch.arange(5.0), "step": 3}
         checkpointer.save(state, f"{root}/ours")
-    dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(f"{root}/by-dcp-save"))
+    dcp.save(state, storage_writer=in_process_writer.StorageWriter(f"{root}/by-dcp-save"))
 
 
 NAMES = ("one", "ours", "by-dcp-save", "converted", "hf", "dcp")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
+import in_process_writer
 import pytest
 import rank_processes
 import torch
@@ -67,7 +68,7 @@ def write_everything(root: pathlib.Path) -> None:
         }
         checkpointer.save(floats, root / "floats")
     for name, saved in (("", state), ("-floats", floats)):
-        dcp_calls.save(saved, asyncckpt.dcp.StorageWriter(root / f"by-dcp-save{name}"))
+        dcp_calls.save(saved, in_process_writer.StorageWriter(root / f"by-dcp-save{name}"))
         torch.save(saved, root / "source.pt")
         asyncckpt.convert(root / "source.pt", root / f"converted{name}", to="asyncckpt")
         (root / "source.pt").unlink()

@@ -13,12 +13,12 @@ from typing import Any
 import dcp_calls
 import pytest
 import torch
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint import FileSystemReader
 
 import asyncckpt
 from asyncckpt.conversion import long_bytes, torch_image
 from asyncckpt.conversion.comparison import compare
-from asyncckpt.dcp import StorageWriter
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from asyncckpt.foreign import growth, pickle_values
 from asyncckpt.foreign.refusals import UnpicklingError

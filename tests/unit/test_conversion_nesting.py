@@ -152,8 +152,7 @@ OPENED: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("what", OPENED)
 def test_containers_of_one_name_are_not_taken_for_each_other(what: str, to: str, tmp_path: pathlib.Path) -> None:
     import torch.distributed.checkpoint as dcp
-
-    from asyncckpt.dcp import StorageWriter
+    from in_process_writer import StorageWriter
 
     for n, state in enumerate(OPENED[what]):
         dcp.save(state, storage_writer=StorageWriter(tmp_path / f"{n}"), no_dist=True)

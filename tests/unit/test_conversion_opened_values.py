@@ -8,13 +8,13 @@ from typing import Any
 import dcp_calls
 import pytest
 import torch
+from in_process_writer import StorageWriter
 
 import asyncckpt
 from asyncckpt.conversion import opened_values
 from asyncckpt.conversion.comparison import compare
 from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
 from asyncckpt.conversion.outline import Outline
-from asyncckpt.dcp import StorageWriter
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.tree import Node
 from asyncckpt.storage.unread import Unread

@@ -14,10 +14,10 @@ import pytest
 import storage_samples
 import torch
 import torch.distributed.checkpoint as dcp
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
-from asyncckpt.dcp import StorageWriter
 from asyncckpt.errors import CommitUnknownError, SaveFailedError
 from asyncckpt.storage.files import Files
 

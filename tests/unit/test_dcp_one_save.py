@@ -14,10 +14,11 @@ import dcp_calls
 import foreign_samples
 import pytest
 import torch
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import asyncckpt
-from asyncckpt.dcp import StorageWriter, one_save
+from asyncckpt.dcp import one_save
 from asyncckpt.dcp.one_save import Coordinators, Found, Own, check, compared, found_in
 from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
 from asyncckpt.foreign import assembly

@@ -15,10 +15,11 @@ import dcp_calls
 import pytest
 import states
 import torch
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import asyncckpt
-from asyncckpt.dcp import SlicedBufferedReader, StorageWriter, written_tensor
+from asyncckpt.dcp import SlicedBufferedReader, written_tensor
 from asyncckpt.dcp.copy_ahead import CopyAhead
 from asyncckpt.dcp.nesting import nested
 from asyncckpt.dcp.streamed import StreamedImage

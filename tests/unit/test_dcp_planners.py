@@ -11,12 +11,13 @@ import dcp_calls
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 import asyncckpt
-from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader, StorageWriter
+from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader
 from asyncckpt.errors import (
     CorruptCheckpointError,
     DuplicateNameError,

@@ -17,13 +17,14 @@ from typing import Any
 import dcp_calls
 import pytest
 import torch
+from in_process_writer import StorageWriter
 from real_worker import wait_until
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import asyncckpt
-from asyncckpt.dcp import StorageWriter, rank_part, resolving, written_tensor
+from asyncckpt.dcp import rank_part, resolving, written_tensor
 from asyncckpt.dcp.resolving import CallersResolves
 from asyncckpt.dcp.written_tensor import WrittenTensor, settle
 from asyncckpt.storage import rank_files

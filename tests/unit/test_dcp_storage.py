@@ -17,14 +17,14 @@ import states
 import storage_samples
 import torch
 import torch.distributed.checkpoint as dcp
+from in_process_writer import StorageWriter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import asyncckpt
-from asyncckpt.dcp import StorageReader, StorageWriter
-from asyncckpt.dcp import writer as dcp_writer
+from asyncckpt.dcp import StorageReader, in_process
 from asyncckpt.dcp.laid_out import WriteOptions
 from asyncckpt.dcp.rank_part import write_part
 from asyncckpt.errors import (
@@ -506,7 +506,7 @@ def test_a_writer_that_has_staged_copies_ahead_in_later_saves(tmp_path: Path, mo
         found.append(options.copy_ahead_nbytes)
         return write_part(plan, planner, ticket, options, *args, **kwargs)
 
-    monkeypatch.setattr(dcp_writer, "write_part", noting)
+    monkeypatch.setattr(in_process, "write_part", noting)
     writer = StorageWriter(tmp_path / "c", thread_count=2, per_thread_copy_ahead=1000)
     dcp_calls.save(writer.stage({"a": torch.ones(3)}), writer)
     dcp_calls.save({"a": torch.zeros(3)}, writer)

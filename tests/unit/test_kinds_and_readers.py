@@ -16,10 +16,11 @@ import foreign_samples
 import pytest
 import states
 import torch
+from in_process_writer import StorageWriter
 
 import asyncckpt
 from asyncckpt.cli import main
-from asyncckpt.dcp import StorageReader, StorageWriter
+from asyncckpt.dcp import StorageReader
 from asyncckpt.foreign.verification import verify_any
 from asyncckpt.storage.files import Files
 

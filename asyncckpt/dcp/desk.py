@@ -1,0 +1,220 @@
+"""What a `StorageWriter` has of the worker: its own end of the wire, the run of its saves, and its ranks' links."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from asyncckpt import __version__, ends
+from asyncckpt.changes import Run
+from asyncckpt.client import WorkerProcess
+from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.connection import CLOSE_TIMEOUT_S
+from asyncckpt.dcp.tickets import Ticket
+from asyncckpt.format.names import SaveId
+from asyncckpt.links import Build, Links, Worker
+from asyncckpt.protocol import messages
+from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+
+
+class StockRun(Run):
+    """The ranks of stock saves. The coordinator tells them all that they agree on, so nothing of it changes later."""
+
+    alone = False
+    """Also of a single rank: a save that fails is taken back at once, not at the next one."""
+
+    knows_run = True
+
+    def __init__(self, rank: RankInfo, links: Links) -> None:
+        self.rank, self.links = rank, links
+        self.run_id = ""
+        self.agreement: Any = self
+
+    def forget(self, since: int | None = None) -> None:
+        """There is nothing to agree on anew."""
+
+    def refuse(self, sequence: int, reason: str) -> None:
+        """Nobody waits for this rank but by the process group."""
+
+    def start_over(self) -> None:
+        """There are no changes."""
+
+    def expect_changes(self, leader: str, number: int) -> None:
+        """There are none."""
+
+    def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
+        """There are none."""
+
+
+class _Ours(Worker):
+    """The worker of `process`, which is made after this."""
+
+    process: WorkerProcess
+
+    def instance(self) -> str:
+        return self.process.connect().worker.instance
+
+    def call(self, build: Build, timeout_s: float) -> messages.Message:
+        return self.process.call(build, timeout_s)
+
+
+class Desk:
+    """See the module. For the thread that saves, one at a time; `close` and `abandon` in any.
+
+    Args:
+        endpoint: That the user named: a worker must answer there. None: this user's worker of this job, which is
+            started where there is none.
+
+    Raises:
+        ConfigError: The endpoint is malformed.
+    """
+
+    def __init__(self, endpoint: str | None) -> None:
+        self._named = endpoint is not None
+        self.endpoint = endpoint or default_endpoint(
+            os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix
+        )
+        socket_path(self.endpoint)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._process: WorkerProcess | None = None
+        self._run: StockRun | None = None
+        self._linked: tuple[object, ...] = ()
+        self._told = b""
+        self._saves = 0
+        ends.remember(self)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child's copy, which may only be forgotten."""
+        return os.getpid() != self._pid
+
+    def instance(self, rank: RankInfo, config: CheckpointerConfig) -> str:
+        """Return what tells the worker from others.
+
+        Args:
+            rank: This process's, as far as it is known; `join` corrects it.
+            config: See there.
+
+        Raises:
+            WorkerUnavailableError: There is none, and none could be started.
+            CheckpointerClosedError: The desk was closed.
+
+        Blocks: up to `worker_start_timeout_s`.
+        """
+        with self._lock:
+            found = self._process
+            if found is None or found.config != config:
+                found = self._open(rank, config)
+        return found.connect(start=not self._named).worker.instance
+
+    def lead(
+        self, instances: Sequence[str], config: CheckpointerConfig, epoch: int, numbers: Sequence[int]
+    ) -> list[Ticket]:
+        """Give the ranks of a save their tickets; the coordinator calls it.
+
+        Args:
+            instances: Of the workers, by save rank; this process is rank 0.
+            config: See `instance`.
+            epoch: Of the save.
+            numbers: The ranks, in the order in which tickets are wanted.
+
+        Raises:
+            AsyncCkptError: The workers of several nodes cannot be linked.
+        """
+        world_size = len(instances)
+        run = self._as(RankInfo(0, world_size), config)
+        several = len(set(instances)) > 1
+        if not run.run_id:
+            run.run_id = secrets.token_hex(6)
+        if several and self._linked != (run.run_id, *instances):
+            told: list[bytes] = []
+
+            def gather(mine: bytes) -> list[bytes]:
+                told.append(mine)
+                return told
+
+            run.links.settle(run.run_id, instances, gather)
+            self._linked, self._told = (run.run_id, *instances), told[0]
+        save_id = SaveId(epoch, self._saves, run.run_id)
+        self._saves += 1
+        return [
+            Ticket(
+                save_id=save_id,
+                rank=rank,
+                world_size=world_size,
+                by_worker=True,
+                workers=tuple(instances) if several else (),
+                told=self._told if several else b"",
+            )
+            for rank in numbers
+        ]
+
+    def join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerProcess:
+        """Return the worker, once this process is the ticket's rank of the save's run.
+
+        Raises:
+            WorkerUnavailableError: It is not the one that was offered, or cannot be linked.
+            AsyncCkptError: As `instance` and `lead`.
+        """
+        run = self._as(RankInfo(ticket.rank, ticket.world_size), config)
+        assert self._process is not None
+        if run.run_id != ticket.save_id.run_id:
+            run.run_id = ticket.save_id.run_id
+            self._process.settled.clear()  # sequences of another run
+        self._process.connect(start=not self._named)
+        if ticket.workers and ticket.rank and self._linked != (run.run_id, *ticket.workers):
+            run.links.settle(run.run_id, ticket.workers, lambda mine: [ticket.told])
+            self._linked = (run.run_id, *ticket.workers)
+        return self._process
+
+    def _as(self, rank: RankInfo, config: CheckpointerConfig) -> StockRun:
+        with self._lock:
+            if self._run is None or self._process is None or self._run.rank != rank or self._process.config != config:
+                self._open(rank, config)
+            assert self._run is not None
+            return self._run
+
+    def _open(self, rank: RankInfo, config: CheckpointerConfig) -> WorkerProcess:
+        if self._process is not None:
+            self._process.close()
+        worker = _Ours()
+        self._run = StockRun(rank, Links(rank, worker, config.worker_timeout_s))
+        self._linked, self._told, self._saves = (), b"", 0
+        worker.process = self._process = WorkerProcess(
+            config, self._run, endpoint=self.endpoint, named=self._named, package=__version__
+        )
+        return self._process
+
+    def withdraw(self, save_id: SaveId, reason: str) -> None:
+        """End a save on all ranks, unless this rank has handed it over already. Does not wait."""
+        process = None if self.is_inherited else self._process
+        if process is not None and save_id.sequence not in process.settled:
+            process.withdraw(save_id, reason)
+
+    def leave(self, timeout_s: float, *, at_exit: bool) -> None:
+        """As `close`, at the interpreter's end."""
+        if self._process is not None and not self.is_inherited:
+            self._process.close(timeout_s, at_exit=at_exit)
+
+    def close(self) -> None:
+        """Say goodbye, and give the memory back once the saves in it have ended. Twice is fine.
+
+        Blocks: a few seconds at most, where the worker does not answer.
+        """
+        ends.forget(self)
+        self.leave(CLOSE_TIMEOUT_S, at_exit=False)
+
+    def abandon(self) -> None:
+        """As `close`, without waiting; from a destructor."""
+        if self._process is not None and not self.is_inherited:
+            self._process.abandon()
+
+    def close_inherited_fds(self) -> None:
+        """In a forked child: drop the child's copies of our fds."""
+        if self._process is not None:
+            self._process.close_inherited_fds()

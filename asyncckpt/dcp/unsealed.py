@@ -1,0 +1,140 @@
+"""The coordinator's part of a save by workers: staged, and sealed once all ranks have said what they have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from asyncckpt.client import WorkerProcess
+from asyncckpt.dcp.committing import Saved, ending_of
+from asyncckpt.errors import SaveFailedError
+from asyncckpt.failpoints import reach
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
+from asyncckpt.pending import StagedSnapshot, WriteFuture
+from asyncckpt.protocol.request import SaveRequest, check_metadata, encode_request
+from asyncckpt.staging.lent_slot import LentSlot
+
+
+@dataclass(kw_only=True, slots=True)
+class Unsealed:
+    """The coordinator's part, staged: its slot is sealed by `seal`, or given up by `WorkerProcess.withdraw`.
+
+    Attributes:
+        slot: Open, or streamed if `begun`.
+        offset: Where the request of the seal belongs in it.
+    """
+
+    process: WorkerProcess
+    saved: Saved
+    request: SaveRequest
+    slot: LentSlot
+    offset: int
+    body_nbytes: int
+    begun: bool
+    began_at: float
+
+    def seal(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> WriteFuture:
+        """Say what only the coordinator knows, and hand the save over.
+
+        Args:
+            metadata, results: As `StorageWriter.finish` gets them.
+
+        Returns:
+            A future of the commit.
+
+        Raises:
+            SaveFailedError: As `ending_of`; or code `request`: it is too long for its place.
+            UnsupportedLeafError: As there.
+            AsyncCkptError: There is no memory, or no worker any more.
+        """
+        ending = ending_of(self.saved, metadata, results)
+        try:
+            check_metadata(ending.metadata)
+        except ValueError as error:
+            raise self._failed("metadata", f"what the planner keeps with it cannot be stored: {error}") from error
+        asked = replace(
+            self.request,
+            structure=ending.structure,
+            objects=ending.objects,
+            step=ending.step,
+            metadata=ending.metadata,
+        )
+        request = encode_request(asked)
+        if self.offset + len(request) > self.slot.memory.nbytes - PAGE_NBYTES:
+            if self.begun:
+                raise self._failed(
+                    "request",
+                    f"names and objects of all ranks take {len(request)} bytes, which do not fit beside the state; "
+                    "raise arena_limit_bytes, or use_worker=False",
+                )
+            self._move(len(request))
+        reach("dcp: sealing")
+        if not self.begun:
+            begin(self.process, self.slot, self.request, len(request))
+        self.slot.memory.control.seal(request, self.offset)
+        return hand_over(self.process, self.slot, asked, self.began_at)
+
+    def _move(self, request_nbytes: int) -> None:
+        """Take a slot that is large enough, and give this one up. Nobody has heard of it yet."""
+        before, save_id = self.slot, self.saved.save_id
+        slot = self.process.pool.acquire(
+            slot_nbytes(self.body_nbytes, request_nbytes), None, save_id, step=None, path=self.saved.path
+        )
+        slot.generation += 1
+        slot.is_ring = False
+        slot.memory.control.open(slot.generation)
+        copy_bytes(
+            slot.memory.mapping.address + PAGE_NBYTES, before.memory.mapping.address + PAGE_NBYTES, self.body_nbytes
+        )
+        self.slot = slot
+        self.process.pool.free(save_id, before)
+
+    def _failed(self, code: str, detail: str) -> SaveFailedError:
+        saved = self.saved
+        return SaveFailedError(
+            f"save {saved.save_id} to {saved.path}: {detail}; nothing was published",
+            code=code,
+            path=saved.path,
+            detail=detail,
+            save_id=str(saved.save_id),
+        )
+
+
+def begin(process: WorkerProcess, slot: LentSlot, request: SaveRequest, request_nbytes: int) -> None:
+    """Announce a save whose request will be about so long; its step is not known yet."""
+    process.begin(
+        SaveId.parse(request.save_id),
+        slot,
+        step=None,
+        path=request.path,
+        nbytes=sum(part.nbytes for part in request.parts) + request_nbytes,
+        umask=request.umask,
+    )
+
+
+def hand_over(process: WorkerProcess, slot: LentSlot, request: SaveRequest, began_at: float) -> WriteFuture:
+    """Ring the doorbell for a slot that is sealed. Does not wait.
+
+    Args:
+        process: The worker.
+        slot: See above.
+        request: Of the seal.
+        began_at: `time.perf_counter()` when its staging began.
+    """
+    snapshot = StagedSnapshot(
+        save_id=SaveId.parse(request.save_id),
+        step=request.step or 0,
+        path=request.path,
+        slot=slot,
+        nbytes=sum(part.nbytes for part in request.parts),
+        seconds={"stage": time.perf_counter() - began_at},
+        began=began_at,
+        extra={},
+    )
+    return process.write(snapshot, request.path)

@@ -1,0 +1,362 @@
+"""Stock `dcp.save` and `dcp.async_save` through a worker: what it writes, what fails, and who may die when."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_calls
+import pytest
+import real_worker
+import states
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import asyncckpt
+from asyncckpt import launcher
+from asyncckpt.dcp import StorageReader, StorageWriter, by_worker, staged_part, unsealed
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    InsufficientMemoryError,
+    SaveFailedError,
+    WorkerUnavailableError,
+)
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.verification import verify_checkpoint
+
+
+@pytest.fixture
+def writer(shared_worker: real_worker.RealWorker, tmp_path: Path) -> Iterator[StorageWriter]:
+    """A writer of this test alone, with the module's worker."""
+    made = StorageWriter(tmp_path / "c", endpoint=shared_worker.endpoint)
+    yield made
+    made.close()
+
+
+def state(seed: int = 0, rows: int = 300) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(rows, 100), "b": torch.randn(7).bfloat16(), "none": torch.empty(0, 3)},
+        "nested": [{"lr": 0.1, "params": [0, 1]}, {"w": torch.ones(3)}],
+        "raw": b"\x00\xff" * 40,
+        "step": 7 + seed,
+    }
+
+
+def assert_saved(path: Path, expected: dict[str, Any]) -> None:
+    states.assert_same(asyncckpt.load(path), expected)
+    states.assert_same(dcp_calls.load(dcp_calls.erased(expected), StorageReader(path)), expected)
+    verdict = verify_checkpoint(str(path), Files())
+    assert verdict.state == "ok" and verdict.contents is not None
+    assert verdict.contents.manifest.step == expected["step"]
+
+
+def failure_of(save: Callable[[], Any]) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        save()
+    ((found, _),) = caught.value.failures.values()
+    return found
+
+
+def gone(path: Path) -> None:
+    """Wait until nothing is left; the worker lets the directory itself stand."""
+    real_worker.wait_until(lambda: not path.exists() or not os.listdir(path), f"{path} is empty")
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("one_file", [True, False])
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_saved_is_there(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, one_file: bool, early: bool
+) -> None:
+    if early:
+        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+    writer.thread_count, writer.single_file_per_rank = threads, one_file
+    for number in range(3):
+        dcp_calls.save(state(number), writer, checkpoint_id=tmp_path / str(number))
+    for number in range(3):
+        assert_saved(tmp_path / str(number), state(number))
+        n_files = sum(name.endswith(".safetensors") for name in os.listdir(tmp_path / str(number)))
+        assert n_files == (1 if one_file else 4)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_larger_than_the_memory_passes_through_it(
+    shared_worker: real_worker.RealWorker, tmp_path: Path, caplog: pytest.LogCaptureFixture, threads: int
+) -> None:
+    before = shared_worker.status()["counters"].get("saves_ringed", 0)
+    writer = StorageWriter(
+        tmp_path / "c", endpoint=shared_worker.endpoint, arena_limit_bytes=24 << 20, thread_count=threads
+    )
+    with caplog.at_level(logging.WARNING, "asyncckpt.dcp"):
+        dcp_calls.save(state(rows=100_000), writer)
+    assert "in segments" in caplog.text
+    assert shared_worker.status()["counters"]["saves_ringed"] == before + 1
+    assert_saved(tmp_path / "c", state(rows=100_000))
+    writer.close()
+
+
+def test_a_machine_without_memory_for_all_of_it_gets_segments(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_part, "SMALL_RING_NBYTES", 24 << 20)
+    found = staged_part._Part._slot
+
+    def scarce(part: Any, nbytes: int) -> Any:
+        if nbytes > 24 << 20:
+            raise InsufficientMemoryError("there is not so much", nbytes=nbytes)
+        return found(part, nbytes)
+
+    monkeypatch.setattr(staged_part._Part, "_slot", scarce)
+    dcp_calls.save(state(rows=100_000), writer)
+    assert_saved(tmp_path / "c", state(rows=100_000))
+
+
+def test_a_request_that_is_longer_than_its_room_gets_another_slot(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_part._Part, "_room", lambda part, nbytes: 4096)
+    moved = []
+    move = unsealed.Unsealed._move
+    monkeypatch.setattr(unsealed.Unsealed, "_move", lambda one, nbytes: (moved.append(nbytes), move(one, nbytes)))
+    long = {**state(), "text": "x" * 50_000}
+    for number in range(3):
+        dcp_calls.save(long, writer, checkpoint_id=tmp_path / str(number))
+        assert_saved(tmp_path / str(number), long)
+    assert len(moved) >= 1
+
+
+def test_a_request_that_is_too_long_for_a_slot_that_is_being_written_is_said(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+    monkeypatch.setattr(staged_part._Part, "_room", lambda part, nbytes: 8192)
+    error = failure_of(lambda: dcp_calls.save({**state(), "text": "x" * 50_000}, writer))
+    assert isinstance(error, SaveFailedError) and error.code == "request"
+    gone(tmp_path / "c")
+    monkeypatch.undo()
+    dcp_calls.save(state(), writer)
+    assert_saved(tmp_path / "c", state())
+
+
+def test_a_state_without_tensors(writer: StorageWriter, tmp_path: Path) -> None:
+    dcp_calls.save({"step": 3, "a": "b"}, writer)
+    assert_saved(tmp_path / "c", {"step": 3, "a": "b"})
+
+
+def test_slots_are_kept_for_the_next_save_and_given_back_by_close(
+    shared_worker: real_worker.RealWorker, tmp_path: Path
+) -> None:
+    writer = StorageWriter(tmp_path / "0", endpoint=shared_worker.endpoint)
+    for number in range(3):
+        dcp_calls.save(state(number), writer, checkpoint_id=tmp_path / str(number))
+        assert len(shared_worker.status()["slots"]) == 1
+    writer.close()
+    real_worker.wait_until(lambda: not shared_worker.status()["slots"], "the slot is given back")
+    dcp_calls.save(state(3), writer, checkpoint_id=tmp_path / "3")
+    assert_saved(tmp_path / "3", state(3))
+    del writer
+    real_worker.wait_until(lambda: not shared_worker.status()["sessions"], "nobody holds the writer")
+
+
+def test_a_pickled_writer_and_a_forked_child_s_are_their_own(writer: StorageWriter, tmp_path: Path) -> None:
+    dcp_calls.save(state(0), writer, checkpoint_id=tmp_path / "0")
+    other = pickle.loads(pickle.dumps(writer))
+    dcp_calls.save(state(1), other, checkpoint_id=tmp_path / "1")
+    other.close()
+    child = os.fork()
+    if child == 0:
+        writer.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    dcp_calls.save(state(2), writer, checkpoint_id=tmp_path / "2")
+    for number in range(3):
+        assert_saved(tmp_path / str(number), state(number))
+
+
+# ---- what fails -----------------------------------------------------------------------------------------------------
+
+
+class Fails(DefaultSavePlanner):
+    """Raises at one tensor."""
+
+    def lookup_object(self, index: Any) -> Any:
+        if index.fqn == "model.w":
+            raise ZeroDivisionError("model.w")
+        return super().lookup_object(index)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_planner_that_fails_leaves_the_older_one_alone(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool, threads: int
+) -> None:
+    if early:
+        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+    writer.thread_count = threads
+    error = failure_of(lambda: dcp_calls.save(state(), writer, planner=Fails()))
+    assert isinstance(error, ZeroDivisionError)
+    gone(tmp_path / "c")
+    dcp_calls.save(state(1), writer)
+    failure_of(lambda: dcp_calls.save(state(2), writer, planner=Fails()))
+    assert_saved(tmp_path / "c", state(1))
+    dcp_calls.save(state(3), writer)
+    assert_saved(tmp_path / "c", state(3))
+    assert len(os.listdir(tmp_path / "c")) == 4
+
+
+def test_what_stands_is_replaced_only_where_that_is_wanted(
+    shared_worker: real_worker.RealWorker, writer: StorageWriter, tmp_path: Path
+) -> None:
+    dcp_calls.save(state(), writer)
+    writer.overwrite = False
+    assert isinstance(failure_of(lambda: dcp_calls.save(state(1), writer)), CheckpointExistsError)
+    assert_saved(tmp_path / "c", state())
+
+
+def test_the_file_system_s_errors_come_from_the_worker(writer: StorageWriter, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    error = failure_of(lambda: dcp_calls.save(state(), writer, checkpoint_id=tmp_path / "file" / "c"))
+    assert isinstance(error, SaveFailedError) and error.code == "ENOTDIR"
+    dcp_calls.save(state(), writer, checkpoint_id=tmp_path / "c")
+    assert_saved(tmp_path / "c", state())
+
+
+def test_an_endpoint_that_was_named_must_answer(endpoint: str, tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "c", endpoint=endpoint, worker_start_timeout_s=0.5)
+    assert isinstance(failure_of(lambda: dcp_calls.save(state(), writer)), WorkerUnavailableError)
+    assert not (tmp_path / "c").exists()
+    writer.close()
+
+
+def test_without_any_worker_the_process_writes_by_itself_and_says_so(
+    default_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise WorkerUnavailableError("no process can be started here")
+
+    monkeypatch.setattr(launcher, "start_worker", none)
+    writer = StorageWriter(tmp_path / "c", worker_start_timeout_s=0.5)
+    with caplog.at_level(logging.WARNING, "asyncckpt.dcp"):
+        dcp_calls.save(state(), writer)
+    assert "written in the training process" in caplog.text and "no process can be started here" in caplog.text
+    assert_saved(tmp_path / "c", state())
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("kw", "field"),
+    [
+        ({"use_worker": False, "endpoint": "ipc:///x.sock"}, "endpoint"),
+        ({"use_worker": False, "write_threads": 4}, "write_threads"),
+        ({"slots": 3}, "slots"),
+        ({"fsync": False}, "fsync"),
+        ({"no_such": 1}, "no_such"),
+        ({"write_threads": 1}, "write_threads"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path: Path, kw: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        StorageWriter(tmp_path / "c", **kw)
+    assert caught.value.field == field
+
+
+def test_every_setting_reaches_the_worker_s_side(tmp_path: Path) -> None:
+    given = {name: 5 for name in by_worker.FIELDS - {"on_worker_loss"}} | {"on_worker_loss": "fail"}
+    made = StorageWriter(tmp_path / "c", **given)
+    config = made._by_worker._config  # type: ignore[union-attr]
+    assert {name: getattr(config, name) for name in given} == given
+
+
+# ---- deaths ---------------------------------------------------------------------------------------------------------
+
+
+TRAINER = """
+import os, signal, sys, warnings
+import torch
+import torch.distributed.checkpoint as dcp
+from asyncckpt.dcp import StorageWriter, by_worker, unsealed
+
+warnings.simplefilter("ignore")
+endpoint, path, when = sys.argv[1:]
+seal = unsealed.Unsealed.seal
+
+def sealed(one, metadata, results):
+    if when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    seal(one, metadata, results)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+unsealed.Unsealed.seal = sealed
+state = {"w": torch.arange(50_000.0), "step": 5}
+future = dcp.async_save(state, storage_writer=StorageWriter(path, endpoint=endpoint), no_dist=True)
+future.result(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_trainer_that_is_killed_once_all_is_sealed_loses_nothing(
+    worker: real_worker.RealWorker, tmp_path: Path, when: str
+) -> None:
+    path = tmp_path / "c"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRAINER), worker.endpoint, str(path), when], check=False, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    real_worker.wait_until(lambda: not worker.status()["sessions"] and not worker.status()["jobs"], "all has ended")
+    if when == "after":
+        real_worker.wait_until((path / "manifest.json").exists, "it is committed")
+        assert_saved(path, {"w": torch.arange(50_000.0), "step": 5})
+    else:
+        with pytest.raises(CheckpointNotFoundError):
+            asyncckpt.load(path)
+
+
+@pytest.mark.parametrize("kind", ["whole", "early", "ring"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_worker_that_is_killed_is_replaced(
+    default_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, when: str
+) -> None:
+    if kind == "early":
+        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+    fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
+    writer = StorageWriter(tmp_path / "c", **fields)
+    seal, killed = unsealed.Unsealed.seal, []
+
+    def kill(one: Any) -> None:
+        pid = one.process.connect().worker.pid
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    def sealed(one: Any, metadata: Any, results: Any) -> Any:
+        if when == "before":
+            kill(one)
+        future = seal(one, metadata, results)
+        if when == "after" and not future.done():
+            kill(one)
+        return future
+
+    monkeypatch.setattr(unsealed.Unsealed, "seal", sealed)
+    expected = state(rows=100_000 if kind == "ring" else 3000)
+    try:
+        dcp_calls.save(expected, writer)
+        assert_saved(tmp_path / "c", expected)
+    finally:
+        endpoint = writer._by_worker._desk.endpoint  # type: ignore[union-attr]
+        writer.close()
+        real_worker.stop_whoever_serves(endpoint)
+    assert killed or when == "after"
