@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
         dcp.load(found, storage_reader=StorageReader(newest))  # <-
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
         step = found["step"]
+    writer = StorageWriter(args.dir, thread_count=2)  # <- one for all saves: it keeps the worker's memory
     while step < args.steps:
         batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
         loss = (model(batch).squeeze(1) - batch.sin().sum(1)).square().mean()
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
         step += 1
         print(f"step {step}", flush=True)
         if step % 5 == 0:
-            dcp.save(state(), storage_writer=StorageWriter(f"{args.dir}/step-{step}", thread_count=2))  # <-
+            dcp.save(state(), storage_writer=writer, checkpoint_id=f"{args.dir}/step-{step}")  # <-
+    writer.close()  # <-
     digest = digest_of(model.state_dict())
     print(f"at step {step} the weights are {digest}", flush=True)
     return digest
