@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.ring import Counters, Ring
+from asyncckpt.memory.ring import Ring
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_files import EXTENT_NBYTES
@@ -21,12 +21,19 @@ from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.ring_files import write_staged_files
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.freshness import rest_print
-from asyncckpt_worker.rings import Waiting
+from asyncckpt_worker.rings import Prove, Waiting, unproved
 from asyncckpt_worker.slots import SlotStore
 
 
 def write_early(
-    job: Write, rank_job: RankJob, memory: SlotMemory, slots: SlotStore, *, files: Files, pool: Executor
+    job: Write,
+    rank_job: RankJob,
+    memory: SlotMemory,
+    slots: SlotStore,
+    prove: Prove = unproved,
+    *,
+    files: Files,
+    pool: Executor,
 ) -> RankResult:
     """Write one rank's files from a slot that is being filled.
 
@@ -36,12 +43,12 @@ def write_early(
 
     Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
     """
-    feed = EarlyFeed(job, memory, slots)
+    feed = EarlyFeed(job, memory, slots, prove)
     view = memory.mapping.view()
     try:
         reach("early: begun")
         found = write_staged_files(rank_job, view, feed, files=files, pool=pool, check=feed.check, final=feed.final)
-        return replace(found, rest_print=rest_print(feed.request))
+        return replace(found, rest_print=rest_print(feed.request), tally=feed.tally)
     finally:
         view.release()
 
@@ -49,14 +56,13 @@ def write_early(
 class EarlyFeed(Waiting):
     """What the trainer has filled, of a slot that has room for everything."""
 
-    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore) -> None:
+    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, prove: Prove = unproved) -> None:
         parts = job.request.parts
         ring = Ring([part.nbytes for part in parts], EXTENT_NBYTES, 1)
-        super().__init__(job, memory, slots, ring)
+        super().__init__(job, memory, slots, ring, prove)
         # What must be filled before a segment is: also if parts did not lie one after another.
         ends = accumulate((parts[s.part].offset - PAGE_NBYTES + s.end for s in ring.segments), max)
         self._ends = list(ends)
-        self._counters = Counters(memory, job.generation)
 
     def check(self) -> None:
         """Prove that the trainer has not given the slot up.

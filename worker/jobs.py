@@ -125,8 +125,9 @@ class Jobs:
         begun = time.perf_counter()
         try:
             tally = self._prover.check(action.request)
-            written, kept = self._writer.write(action)
-            result = replace(written, tally=tally)
+            written, kept = self._writer.write(action, self._prover.check)
+            # IMPORTANT: of the structure that was sealed, which is another one than was streamed where that was open.
+            result = written if written.tally is not None else replace(written, tally=tally)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
         report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}

@@ -203,6 +203,7 @@ class KeepBook:
         below = m.path.rstrip("/") + "/"
         found = [(slot, *held) for slot in self._t.slots.values() if (held := _snapshot_in(self._t, slot)) is not None]
         found = [f for f in found if _is_whole(f[1]) and (f[2].path == m.path or f[2].path.startswith(below))]
+        found = [f for f in found if f[2].step is not None]  # else rank 0 has said it on another node
         found.sort(key=lambda f: f[2].rank)
         found.sort(key=lambda f: _age(f[1]), reverse=True)
         rows: list[Wire] = []
@@ -220,7 +221,7 @@ class KeepBook:
 def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
     return {
         "save_id": save.save_id,
-        "step": entry.step or 0,  # rank 0 has said it, unless it is still to seal
+        "step": entry.step,
         "path": entry.path,
         "rank": entry.rank,
         "world_size": save.world_size,

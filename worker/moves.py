@@ -76,7 +76,7 @@ def _moved(t: Tables, save: Save, entry: RankSave) -> Moved:
     if ends:
         save.told_end = True
     session, run = t.sessions.get(entry.session), t.runs.get(save.save_id[-12:])
-    if entry.phase in (DURABLE, COMMITTED) and session is not None and session.durable[:1] != (entry.step,):
+    if entry.phase in (DURABLE, COMMITTED) and was not in (DURABLE, COMMITTED) and session is not None:
         session.durable = (entry.step, t.now)
     if ends and save.outcome == COMMITTED and run is not None:
         run.newest = Newest(step=entry.step, path=entry.path, at=t.now)

@@ -20,6 +20,7 @@ from asyncckpt.storage.reading_back import OtherBytesError
 from asyncckpt.storage.resuming import keep_ring_files
 from asyncckpt.storage.ring_files import RingImage, write_ring_files
 from asyncckpt.storage.ring_takeover import take_over_ring_files
+from asyncckpt.storage.tally import Tally
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.slots import SlotStore
@@ -35,10 +36,28 @@ PARTING_S = 2.0
 other ranks hear that reason. Chosen."""
 
 
+Prove = Callable[[SaveRequest], Tally | None]
+"""Looks at a request before index and objects of it are written; raises where its structure is none."""
+
+
+def unproved(request: SaveRequest) -> Tally | None:
+    """Look at nothing."""
+    return None
+
+
 def write_ring(
-    job: Write, rank_job: RankJob, memory: SlotMemory, slots: SlotStore, *, files: Files, pool: Executor
+    job: Write,
+    rank_job: RankJob,
+    memory: SlotMemory,
+    slots: SlotStore,
+    prove: Prove = unproved,
+    *,
+    files: Files,
+    pool: Executor,
 ) -> tuple[RankResult, bool]:
     """Write one rank's files from a ring; those that the worker before has finished are kept, others are gone on with.
+
+    `prove` looks at the request of the seal.
 
     Returns:
         The result, and whether the shards were kept.
@@ -50,19 +69,19 @@ def write_ring(
 
     Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
     """
-    feed = _RingFeed(job, memory, slots)
+    feed = _RingFeed(job, memory, slots, prove)
     view = memory.mapping.view()
     try:
         reach("ring: begun")
         if not job.resumed:
             found = write_ring_files(rank_job, view, feed, files=files, pool=pool, check=feed.check, final=feed.final)
-            return replace(found, rest_print=rest_print(feed.request)), False
+            return replace(found, rest_print=rest_print(feed.request), tally=feed.tally), False
         # IMPORTANT: never removed where they are whole: a leader on another node may be committing them right now.
         if memory.control.is_sealed(job.generation):  # else there is no index yet
             image, sealed = RingImage(view, feed.ring, rank_job.parts), feed.final(rank_job)
             kept = keep_ring_files(sealed, image, files=files, check=feed.check)
             if kept is not None:
-                return replace(kept, rest_print=rest_print(feed.request)), True
+                return replace(kept, rest_print=rest_print(feed.request), tally=feed.tally), True
         count = feed.freed_before()
         found = take_over_ring_files(
             rank_job,
@@ -75,7 +94,7 @@ def write_ring(
             check=feed.check,
             final=feed.final,
         )
-        return replace(found, rest_print=rest_print(feed.request)), False
+        return replace(found, rest_print=rest_print(feed.request), tally=feed.tally), False
     except OtherBytesError as error:
         text = (
             f"what a worker that has died had written of it is not there: {error}. In memory it is no more, since the "
@@ -89,8 +108,10 @@ def write_ring(
 class Waiting(ABC):
     """Waits for what a trainer fills and seals. `ring`: the segments. `request`: after `final` the sealed one."""
 
-    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, ring: Ring) -> None:
+    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, ring: Ring, prove: Prove) -> None:
         self.ring, self.request = ring, job.request
+        self.tally: Tally | None = None
+        self._prove, self._counters = prove, Counters(memory, job.generation)
         self._job, self._memory, self._slots = job, memory, slots
 
     @abstractmethod
@@ -145,6 +166,9 @@ class Waiting(ABC):
                 raise self.ended(f"the trainer has not sealed it for commit_timeout_s={asked.commit_timeout_s:g}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
+        # IMPORTANT: a system call between the look at the state and what it speaks of, as the trainer makes one between
+        # these stores (`Counters`): no message has ordered them.
+        _ = self._counters.filled
         try:
             generation, data = control.read_request()
             sealed = decode_request(data, self._memory.nbytes - PAGE_NBYTES)
@@ -153,7 +177,7 @@ class Waiting(ABC):
         may_differ = {name: getattr(asked, name) for name in SAID_AT_THE_SEAL}
         if generation != self._job.generation or replace(sealed, **may_differ) != asked:
             raise self.ended("it was sealed with other files than it was begun with")
-        self.request = sealed
+        self.request, self.tally = sealed, self._prove(sealed)
         return replace(job, structure=sealed.structure, objects=sealed.objects, n_tensors=sealed.n_tensors)
 
     def _is_cut_off(self) -> bool:
@@ -163,11 +187,10 @@ class Waiting(ABC):
 class _RingFeed(Waiting):
     """What the trainer fills of a ring."""
 
-    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore) -> None:
+    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, prove: Prove = unproved) -> None:
         request = job.request
         lengths = [part.nbytes for part in request.parts]
-        super().__init__(job, memory, slots, Ring(lengths, request.ring_segment_nbytes, request.ring_segments))
-        self._counters = Counters(memory, job.generation)
+        super().__init__(job, memory, slots, Ring(lengths, request.ring_segment_nbytes, request.ring_segments), prove)
         self.ledger = Ledger(memory, self.ring)
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ from asyncckpt_worker.early import write_early
 from asyncckpt_worker.events import SaveKey
 from asyncckpt_worker.freshness import rest_print
 from asyncckpt_worker.preflight import check_disk, check_root
-from asyncckpt_worker.rings import write_ring
+from asyncckpt_worker.rings import Prove, unproved, write_ring
 from asyncckpt_worker.scheduler import LANES
 from asyncckpt_worker.shared import await_shared
 from asyncckpt_worker.slots import SlotStore
@@ -114,8 +114,9 @@ class Writer:
         """Return which directory a save goes to, so that its snapshot is not offered once somebody has removed that."""
         return home_of(path, self._files)
 
-    def write(self, job: Write) -> tuple[RankResult, bool]:
+    def write(self, job: Write, prove: Prove = unproved) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; those that the worker before has made durable are kept.
+        `prove` looks at the request of the seal, where writing begins before that.
 
         Returns:
             The result, and whether the shards were kept.
@@ -140,11 +141,11 @@ class Writer:
                 self._slots.check_unspoiled(job.slot, job.generation)
                 if request.ring_segments:
                     rank_job = self._rank_job(request, request.write_threads or self._threads, pieces.append)
-                    return write_ring(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
+                    return write_ring(job, rank_job, memory, self._slots, prove, files=self._files, pool=self._pool)
 
                 if job.early:
                     rank_job = self._rank_job(request, threads, pieces.append)
-                    found = write_early(job, rank_job, memory, self._slots, files=self._files, pool=self._pool)
+                    found = write_early(job, rank_job, memory, self._slots, prove, files=self._files, pool=self._pool)
                     return found, False
 
                 def check() -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from asyncckpt.dcp.streamed import StreamedImage
-from asyncckpt.failpoints import reach
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.ring import Ring
 from asyncckpt.memory.slot import PAGE_NBYTES
@@ -65,7 +64,6 @@ def fill(
         ready(number)
         start, end, offset = pieces[number]
         image.copy_to(start, end, address + offset)
-        reach("dcp: piece staged")
 
     if threads == 1 or len(pieces) < 2:
         for number in range(len(pieces)):

@@ -231,6 +231,7 @@ class _Part:
                 offset=round_up(body_end + len(request)) if streamed else body_end,
                 body_nbytes=len(image),
                 begun=begun,
+                counters=counters if streamed else None,
                 began_at=self._began_at,
             )
         if streamed:

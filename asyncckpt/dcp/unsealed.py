@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.client import WorkerProcess
 from asyncckpt.dcp.committing import Saved, ending_of
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.memory.ring import Counters
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.pending import StagedSnapshot, WriteFuture
 from asyncckpt.protocol.request import SaveRequest, check_metadata, encode_request
@@ -28,6 +28,7 @@ class Unsealed:
     Attributes:
         slot: Open, or streamed if `begun`.
         offset: Where the request of the seal belongs in it.
+        counters: Of the slot, where it is streamed.
     """
 
     process: WorkerProcess
@@ -37,6 +38,7 @@ class Unsealed:
     offset: int
     body_nbytes: int
     begun: bool
+    counters: Counters | None
     began_at: float
 
     def seal(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> WriteFuture:
@@ -74,10 +76,16 @@ class Unsealed:
                     "raise arena_limit_bytes, or use_worker=False",
                 )
             self._move(len(request))
-        reach("dcp: sealing")
         if not self.begun:
             begin(self.process, self.slot, self.request, len(request))
-        self.slot.memory.control.seal(request, self.offset)
+        control = self.slot.memory.control
+        if self.counters is None:
+            control.seal(request, self.offset)
+        else:
+            control.ask_again(request, self.offset)
+            # IMPORTANT: by a system call. The worker polls the state, and must not see it before the request.
+            self.counters.filled = self.counters.filled
+            control.finish()
         return hand_over(self.process, self.slot, asked, self.began_at)
 
     def _move(self, request_nbytes: int) -> None:

@@ -163,8 +163,6 @@ class SlotControl:
     def seal(self, request: bytes, offset: int) -> None:
         """Write the request at `offset` and publish the snapshot.
 
-        Of a slot that is streamed this is another request than the one before, and lies elsewhere.
-
         Raises:
             SlotError: The request does not fit between `offset` and the tail page.
         """
@@ -172,6 +170,16 @@ class SlotControl:
         self._write_request(request, offset)
         reach("slot: request written")
         self.finish()
+
+    def ask_again(self, request: bytes, offset: int) -> None:
+        """Put another request in the place of that of a slot that is streamed, before `finish`; it lies elsewhere.
+
+        A system call on the memfd MUST come between the two, such as `Counters` makes: no message orders them.
+
+        Raises:
+            SlotError: As `seal`.
+        """
+        self._write_request(request, offset)
 
     def stream(self, request: bytes, offset: int) -> None:
         """Write the request at `offset` and let the body be written as far as it is filled.
@@ -235,7 +243,7 @@ class SlotControl:
             if self.state != STATE_STREAMED:
                 break
             time.sleep(_LOOK_AGAIN_S)  # another request is being sealed: its place, length and checksum are three words
-        return self._read_request(self.is_written), self.state != STATE_SEALED
+        return self._read_request(self.is_written), True
 
     def _read_request(self, holds: Callable[[int], bool]) -> SealedRequest:
         generation = self.generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -217,6 +218,31 @@ def test_a_planner_that_fails_leaves_the_older_one_alone(
     dcp_calls.save(state(3), writer)
     assert_saved(tmp_path / "c", state(3))
     assert len(os.listdir(tmp_path / "c")) == 4
+
+
+@pytest.mark.parametrize("kind", ["whole", "early", "ring"])
+def test_a_tensor_that_nobody_has_stored_is_found_after_the_same_plan_was_whole(
+    shared_worker: real_worker.RealWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    class Forgets(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            about = metadata.state_dict_metadata
+            return plans, dataclasses.replace(metadata, state_dict_metadata={**about, "more": about["model.w"]})
+
+    if kind == "early":
+        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+    fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
+    rows = 100_000 if kind == "ring" else 300
+    writer = StorageWriter(tmp_path / "c", endpoint=shared_worker.endpoint, **fields)
+    dcp_calls.save(state(rows=rows), writer, checkpoint_id=tmp_path / "whole")
+    error = failure_of(
+        lambda: dcp_calls.save(state(rows=rows), writer, checkpoint_id=tmp_path / "hole", planner=Forgets())
+    )
+    assert isinstance(error, SaveFailedError) and (error.code, "'more'" in str(error)) == ("coverage", True)
+    gone(tmp_path / "hole")
+    assert_saved(tmp_path / "whole", state(rows=rows))
+    writer.close()
 
 
 def test_what_stands_is_replaced_only_where_that_is_wanted(

@@ -208,7 +208,9 @@ def test_what_counts_is_the_request_of_the_seal(memory: Memory) -> None:
     control.open(1)
     control.stream(b"first", PAGE_NBYTES)
     assert control.read_streamed() == ((1, b"first"), True)
-    control.seal(b"second", 2 * PAGE_NBYTES)
+    control.ask_again(b"second", 2 * PAGE_NBYTES)
+    assert control.read_streamed() == ((1, b"second"), True)
+    control.finish()
     assert control.read_streamed() == ((1, b"second"), False)
     assert control.read_request() == (1, b"second")
 

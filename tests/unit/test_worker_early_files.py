@@ -28,9 +28,11 @@ from asyncckpt.staging import watermark
 from asyncckpt.staging.watermark import Watermark
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob
+from asyncckpt.storage.tally import Tally
 from asyncckpt_worker import early
 from asyncckpt_worker.actions import Write
 from asyncckpt_worker.freshness import rest_print
+from asyncckpt_worker.rings import Prove, unproved
 from asyncckpt_worker.slots import SlotStore
 
 SLOT, GENERATION = 1, 3
@@ -109,7 +111,7 @@ class Trainer:
         request = self.request(**fields)
         return Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
 
-    def write(self, path: Path, **fields: Any) -> Any:
+    def write(self, path: Path, prove: Prove = unproved, **fields: Any) -> Any:
         """Do the worker's job."""
         job = self.job(**fields)
         rank_job = RankJob(
@@ -123,15 +125,15 @@ class Trainer:
             n_tensors=0,
         )
         with ThreadPoolExecutor(3) as pool:
-            return early.write_early(job, rank_job, self.memory, self.slots, files=Files(), pool=pool)
+            return early.write_early(job, rank_job, self.memory, self.slots, prove, files=Files(), pool=pool)
 
-    def writing(self, path: Path) -> tuple[threading.Thread, list[Any]]:
+    def writing(self, path: Path, prove: Prove = unproved) -> tuple[threading.Thread, list[Any]]:
         """Do it in a thread; its result or error comes into the list."""
         found: list[Any] = []
 
         def run() -> None:
             try:
-                found.append(self.write(path))
+                found.append(self.write(path, prove))
             except Exception as error:
                 found.append(error)
 
@@ -217,7 +219,14 @@ OBJECTS = encode_objects(SAVE_ID, [1, "two", None])
 
 
 def test_index_and_objects_are_those_of_the_request_of_the_seal(trainer: Trainer, tmp_path: Path) -> None:
-    thread, found = trainer.writing(tmp_path)
+    proved: list[SaveRequest] = []
+
+    def prove(request: SaveRequest) -> Tally:
+        proved.append(request)
+        assert not (tmp_path / index_name(SAVE_ID, 0)).exists()
+        return Tally(kinds=b"k", sums=b"s")
+
+    thread, found = trainer.writing(tmp_path, prove)
     trainer.fill()
     structure = encode_structure(Structure(tree=("d", ()), tensors=(), n_objects=3, part_nbytes=NBYTES))
     sealed = trainer.request(structure=structure, objects=OBJECTS, n_tensors=5, metadata='{"a": 1}', step=-9)
@@ -225,12 +234,14 @@ def test_index_and_objects_are_those_of_the_request_of_the_seal(trainer: Trainer
     while len(os.listdir(tmp_path)) < len(NBYTES) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert found == [] and not (tmp_path / index_name(SAVE_ID, 0)).exists()
-    trainer.memory.control.seal(encode_request(sealed), trainer.end + 2 * PAGE_NBYTES)
+    trainer.memory.control.ask_again(encode_request(sealed), trainer.end + 2 * PAGE_NBYTES)
+    trainer.memory.control.finish()
     thread.join(60)
     assert decode_index((tmp_path / index_name(SAVE_ID, 0)).read_bytes()).structure == structure
     assert (tmp_path / objects_name(SAVE_ID, 0)).read_bytes() == OBJECTS
     assert found[0].record.n_tensors == 5
     assert found[0].rest_print == rest_print(sealed)
+    assert proved == [sealed] and found[0].tally == Tally(kinds=b"k", sums=b"s")
 
 
 @pytest.mark.parametrize("field", ["parts", "path", "fsync", "umask", "overwrite"])
