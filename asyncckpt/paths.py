@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 from asyncckpt.errors import UnsupportedPathError
 from asyncckpt.protocol.messages import MAX_PATH_BYTES
@@ -37,3 +38,12 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     if len(absolute.encode()) > MAX_PATH_BYTES:
         raise UnsupportedPathError(f"the path is longer than {MAX_PATH_BYTES} bytes: {absolute[:80]}...", path=absolute)
     return absolute
+
+
+def is_local_path(path: Any) -> bool:
+    """Whether `path` is one of this machine's file systems, as `absolute_path` takes it."""
+    try:
+        absolute_path(path)
+    except UnsupportedPathError:
+        return False
+    return True

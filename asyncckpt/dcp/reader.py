@@ -18,13 +18,12 @@ from asyncckpt.config import RankInfo
 from asyncckpt.dcp import one_save
 from asyncckpt.dcp.described import Described
 from asyncckpt.dcp.one_save import found_in
-from asyncckpt.dcp.writer import is_local_path
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
 from asyncckpt.loading.fetching import read_ranges, thread_count
 from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.placements import Placement, ranges_of
-from asyncckpt.paths import absolute_path
+from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files

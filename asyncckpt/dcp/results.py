@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,11 @@ class StoredRank:
 
     rank: int
     result: RankResult | None
+
+
+def chunks_in(results: Sequence[Sequence[WriteResult]]) -> dict[Any, Any]:
+    """Return where boxes lie, by their index, out of what all ranks have said."""
+    return {r.index: r.storage_data for part in results for r in part if isinstance(r.storage_data, StoredChunk)}
 
 
 def rank_result(rank: int, result: RankResult | None) -> WriteResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,12 +19,13 @@ from asyncckpt.dcp.by_worker import ByWorker
 from asyncckpt.dcp.in_process import InProcess
 from asyncckpt.dcp.items import sorted_out
 from asyncckpt.dcp.laid_out import WriteOptions
-from asyncckpt.dcp.results import StoredChunk
+from asyncckpt.dcp.one_at_a_time import OneAtATime
+from asyncckpt.dcp.results import chunks_in
 from asyncckpt.dcp.stager import Stager
 from asyncckpt.dcp.tickets import Offer, Ticket
-from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
+from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
-from asyncckpt.paths import absolute_path
+from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog
@@ -103,6 +104,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         self._forget_save()
 
     def _forget_save(self) -> None:
+        self._one = OneAtATime()
         self._is_coordinator, self._rank = False, 0
         self._offer: Offer | None = None
         self._ticket: Ticket | None = None
@@ -110,7 +112,7 @@ class StorageWriter(TorchStorageWriter, Stager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs: neither staged tensors nor a save that is under way here."""
-        own = ("_is_coordinator", "_rank", "_offer", "_ticket", "_in_process")
+        own = ("_one", "_is_coordinator", "_rank", "_offer", "_ticket", "_in_process")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**state, "state_dict_cache": None}
 
@@ -128,28 +130,36 @@ class StorageWriter(TorchStorageWriter, Stager):
 
         Raises:
             UnsupportedPathError: A URL, or no path at all.
+            ReentrantCallError: A save with this writer is being staged or committed by another thread.
         """
-        self._abandon()
-        if checkpoint_id is not None:
-            self.path = absolute_path(checkpoint_id)
+        with self._one.beginning():
+            self._abandon()
+            if checkpoint_id is not None:
+                self.path = absolute_path(checkpoint_id)
 
     def close(self) -> None:
         """Let the worker go, and the memory with it; staged copies too. A later save takes them anew.
 
-        A save that is being written goes on. Blocks: a few seconds at most, where the worker does not answer.
+        Raises:
+            ReentrantCallError: A save is being staged or committed by another thread: wait for it.
+
+        Blocks: a few seconds at most, where the worker does not answer.
         """
-        if self._by_worker is not None:
-            self._by_worker.close()
-        self._abandon()
-        self.state_dict_cache = None
+        with self._one.beginning():
+            self._abandon()
+            if self._by_worker is not None:
+                self._by_worker.close()
+            self.state_dict_cache = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save.
 
         Raises:
             ConfigError: `use_collectives=False`: ranks that do not meet have no common commit.
+            ReentrantCallError: As `reset`.
         """
-        self._abandon()
+        with self._one.beginning():
+            self._abandon()
         tickets.forget()
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
@@ -190,7 +200,7 @@ class StorageWriter(TorchStorageWriter, Stager):
             AsyncCkptError: The workers of several nodes, of which one was named, cannot be linked.
         """
         given: list[Ticket] | None = None
-        with self._failures(None):
+        with self._one.going_on(), self._failures(None):
             epoch = catalog.next_epoch_beside(self.path, files=self._files)
             if self._by_worker is not None and self._offer is not None:
                 given = self._by_worker.begin(self.path, self._offer, epoch, len(plans), self._files)
@@ -210,9 +220,15 @@ class StorageWriter(TorchStorageWriter, Stager):
 
         Blocks: for the copy, and for memory; where this process writes, for the writes.
         """
-        ticket = tickets.received() or self._ticket or plan.storage_data
-        assert isinstance(ticket, Ticket), "the coordinator's prepare_global_plan gives every plan a ticket"
-        self._ticket = ticket
+        with self._one.going_on():
+            self._ticket = ticket = tickets.received() or self._ticket or plan.storage_data
+            assert isinstance(ticket, Ticket), "the coordinator's prepare_global_plan gives every plan a ticket"
+            results = self._write(plan, planner, ticket)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> list[WriteResult]:
         options = WriteOptions(
             path=self.path,
             fsync=self.sync_files,
@@ -224,13 +240,9 @@ class StorageWriter(TorchStorageWriter, Stager):
         )
         with self._failures(ticket.save_id, ticket.rank):
             if ticket.by_worker and self._by_worker is not None:
-                results = self._by_worker.write(plan, planner, ticket, options)
-            else:
-                write = self._in_this_process().write
-                results = write(plan, planner, ticket, options, is_coordinator=self._is_coordinator)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+                return self._by_worker.write(plan, planner, ticket, options)
+            write = self._in_this_process().write
+            return write(plan, planner, ticket, options, is_coordinator=self._is_coordinator)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit.
@@ -243,14 +255,13 @@ class StorageWriter(TorchStorageWriter, Stager):
 
         Blocks: until everything is durable; with `overwrite` for another save that is being published there.
         """
-        ticket = self._ticket
-        assert ticket is not None, "finish comes after this writer's write_data"
-        with self._failures(ticket.save_id, ticket.rank):
-            if ticket.by_worker and self._by_worker is not None:
-                self._by_worker.finish(metadata, results)
-            else:
-                self._in_this_process().finish(metadata, results)
-        metadata.storage_data = _chunks(results)
+        with self._one.going_on():
+            ticket = self._ticket
+            assert ticket is not None, "finish comes after this writer's write_data"
+            with self._failures(ticket.save_id, ticket.rank):
+                by_worker = self._by_worker if ticket.by_worker else None
+                (by_worker or self._in_this_process()).finish(metadata, results)
+        metadata.storage_data = chunks_in(results)
         metadata.storage_meta = self.storage_meta()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -284,16 +295,3 @@ class StorageWriter(TorchStorageWriter, Stager):
         except OSError as error:
             name = None if save_id is None else str(save_id)
             raise save_failure(error, save_id=name, rank=rank, step=None, path=self.path) from error
-
-
-def is_local_path(checkpoint_id: Any) -> bool:
-    """Whether `checkpoint_id` is what a writer or reader takes as its path."""
-    try:
-        absolute_path(checkpoint_id)
-    except UnsupportedPathError:
-        return False
-    return True
-
-
-def _chunks(results: Sequence[Sequence[WriteResult]]) -> dict[Any, Any]:
-    return {r.index: r.storage_data for part in results for r in part if isinstance(r.storage_data, StoredChunk)}

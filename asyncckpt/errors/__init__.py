@@ -189,7 +189,8 @@ class ReplicaMismatchError(
 
 
 class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
-    """A future's callback called what would wait for the very thread that it runs in."""
+    """A future's callback called what would wait for the very thread that it runs in; or one `dcp.StorageWriter` was
+    asked for two saves at once."""
 
 
 class WorkerUnavailableError(AsyncCkptError, ConnectionError, code="worker_unavailable", fields=("endpoint", "detail")):

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InsufficientMemoryError,
+    ReentrantCallError,
     SaveFailedError,
     WorkerUnavailableError,
 )
@@ -386,3 +389,69 @@ def test_a_worker_that_is_killed_is_replaced(
         writer.close()
         real_worker.stop_whoever_serves(endpoint)
     assert killed or when == "after"
+
+
+# ---- one writer, two saves at once ----------------------------------------------------------------------------------
+
+
+class Waits(DefaultSavePlanner):
+    """Stops in the middle of the staging until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_there, self.goes_on = threading.Event(), threading.Event()
+
+    def lookup_object(self, index: Any) -> Any:
+        if index.fqn == "model.b":
+            self.is_there.set()
+            assert self.goes_on.wait(60)
+        return super().lookup_object(index)
+
+
+@pytest.mark.parametrize("rows", [300, 100_000])
+@pytest.mark.parametrize("second", ["save", "reset", "close"])
+@pytest.mark.parametrize("use_worker", [True, False])
+def test_a_writer_whose_save_is_being_staged_by_another_thread_is_refused_and_that_save_goes_on(
+    shared_worker: real_worker.RealWorker, tmp_path: Path, rows: int, second: str, use_worker: bool
+) -> None:
+    endpoint = {"endpoint": shared_worker.endpoint} if use_worker else {}
+    writer = StorageWriter(tmp_path / "0", use_worker=use_worker, **endpoint)
+    dcp_calls.save(state(0, rows), writer)
+    planner = Waits()
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(dcp_calls.save, state(1, rows), writer, checkpoint_id=tmp_path / "1", planner=planner)
+        assert planner.is_there.wait(60)
+        with pytest.raises(ReentrantCallError):
+            if second == "save":
+                dcp_calls.save(state(2, rows), writer, checkpoint_id=tmp_path / "2")
+            else:
+                getattr(writer, second)()
+        planner.goes_on.set()
+        saving.result(60)
+    assert_saved(tmp_path / "1", state(1, rows))
+    assert not (tmp_path / "2").exists()
+    dcp_calls.save(state(3, rows), writer, checkpoint_id=tmp_path / "3")
+    assert_saved(tmp_path / "3", state(3, rows))
+    writer.close()
+
+
+def test_a_save_that_another_thread_has_taken_the_writer_from_between_two_steps_ends_by_a_typed_error(
+    writer: StorageWriter, tmp_path: Path
+) -> None:
+    staged, goes_on = threading.Event(), threading.Event()
+
+    class Between(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            staged.set()
+            assert goes_on.wait(60)
+            return super().create_global_plan(all_plans)
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(dcp_calls.save, state(1), writer, checkpoint_id=tmp_path / "1", planner=Between())
+        assert staged.wait(60)
+        dcp_calls.save(state(2), writer, checkpoint_id=tmp_path / "2")
+        goes_on.set()
+        error = failure_of(lambda: saving.result(60))
+    assert isinstance(error, ReentrantCallError)
+    assert_saved(tmp_path / "2", state(2))
+    assert not (tmp_path / "1").exists()
