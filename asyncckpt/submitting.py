@@ -28,6 +28,7 @@ from asyncckpt.session_thread import CLOSED, DIED
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.takeover import Takeover
+from asyncckpt.uninterrupted import uninterrupted
 from asyncckpt.withdrawals import Withdrawals
 
 MAX_SETTLED = 64
@@ -152,6 +153,10 @@ class Submitting(CheckpointProcess):
         """Return why the save has failed while it was being staged, or None."""
         return self._pending.early_error(save_id)
 
+    def is_pending(self, save_id: SaveId) -> bool:
+        """Whether the save was begun, and no worker has said that it has ended."""
+        return str(save_id) in self._pending.names()
+
     def announce(self, save_id: SaveId, slot: LentSlot) -> None:
         """Ring the doorbell for a slot that is being filled and has room for everything. Does not wait.
 
@@ -239,8 +244,10 @@ class Submitting(CheckpointProcess):
                 field="checkpoint_process",
             )
         snapshot, future = staging_result, WriteFuture()
-        self.settled.append(snapshot.save_id.sequence)
-        with self._handing:
+        # IMPORTANT: Ctrl-C before this means that nobody has it, after it that the worker has; not in between, where
+        # nobody would take it back and nobody wait for its end.
+        with self._handing, uninterrupted():
+            self.settled.append(snapshot.save_id.sequence)
             session: Session | None = None
             lost: AsyncCkptError | None = None
             try:

@@ -28,8 +28,8 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
     """Return how a rank that has just come contradicts another, which, and what to do; None when it does not."""
     for other in save.ranks.values():
         if other.path != entry.path or (None not in (other.step, entry.step) and other.step != entry.step):
-            text = f"rank {entry.rank} saves step {entry.step} to {entry.path}, "
-            return text + f"rank {other.rank} step {other.step} to {other.path}", other.rank, SAME_CALLS
+            text = f"rank {entry.rank} saves {_step(entry)}to {entry.path}, "
+            return text + f"rank {other.rank} {_step(other)}to {other.path}", other.rank, SAME_CALLS
         if other.overwrite != entry.overwrite:
             text = f"rank {entry.rank} saves with overwrite={entry.overwrite}, "
             return text + f"rank {other.rank} with overwrite={other.overwrite}", other.rank, SAME_SETTINGS
@@ -65,3 +65,7 @@ def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
         return []
     decoded = {samples: decode_samples(samples) for samples in distinct}
     return unequal({rank: decoded[request.samples] for rank, request in requests.items()})
+
+
+def _step(entry: RankSave) -> str:
+    return "" if entry.step is None else f"step {entry.step} "

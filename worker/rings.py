@@ -14,6 +14,7 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.ring import Counters, Ledger, Ring
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request
+from asyncckpt.storage.failures import whose
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_job import RankJob, RankResult
 from asyncckpt.storage.reading_back import OtherBytesError
@@ -243,7 +244,7 @@ class _RingFeed(Waiting):
 
 def _failed(request: SaveRequest, code: str, detail: str) -> SaveFailedError:
     return SaveFailedError(
-        f"save {request.save_id} (step {request.step}, rank {request.rank}) to {request.path} failed: {detail}; "
+        f"save {request.save_id} ({whose(request.step, request.rank)}) to {request.path} failed: {detail}; "
         "nothing was published; save again",
         code=code,
         detail=detail,

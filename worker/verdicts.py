@@ -18,6 +18,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.lifecycle import ABANDONED, FAILED, UNKNOWN
+from asyncckpt.storage.failures import whose
 from asyncckpt_worker.events import Wire
 from asyncckpt_worker.records import RankSave, Save
 
@@ -55,8 +56,7 @@ def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> 
     """One rank cannot go on. `code`: a word of ours; `more`: further facts."""
     return to_wire(
         SaveFailedError(
-            f"save {save.save_id} (step {entry.step}, rank {entry.rank}) to {entry.path}: {detail}; "
-            "nothing was published",
+            f"save {save.save_id} ({whose(entry.step, entry.rank)}) to {entry.path}: {detail}; nothing was published",
             code=code,
             rank=entry.rank,
             path=entry.path,
@@ -178,8 +178,8 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
         return failed(save, entry, "leader_lost", detail, missing_ranks=missing)
     return to_wire(
         CommitUnknownError(
-            f"save {save.save_id} (step {entry.step}) to {entry.path}: {detail}; this node's ranks were written, so "
-            "that it may have committed the checkpoint, or may still; look with `asyncckpt ls`",
+            f"save {save.save_id} ({whose(entry.step, entry.rank)}) to {entry.path}: {detail}; this node's "
+            "ranks were written, so that it may have committed the checkpoint, or may still; look with `asyncckpt ls`",
             code="leader_lost",
             path=entry.path,
             detail=detail,

@@ -21,7 +21,7 @@ from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.directory import prepare_directory, remove_made
-from asyncckpt.storage.failures import save_failure
+from asyncckpt.storage.failures import save_failure, whose
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.home import Home, home_of
 from asyncckpt.storage.pace import Pace
@@ -288,7 +288,7 @@ def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int 
         code, advice = "internal", "this is a bug in asyncckpt: report it with the worker's log"
         _logger.error("unexpected error", exc_info=error, extra={"save_id": save_id})
     detail = str(error) or type(error).__name__
-    what = f"save {save_id} (step {step}, rank {rank}) to {path}" if save_id else f"looking beside {path}"
+    what = f"save {save_id} ({whose(step, rank)}) to {path}" if save_id else f"looking beside {path}"
     return SaveFailedError(
         f"{what} failed: {detail}; nothing was published; {advice}",
         code=code,

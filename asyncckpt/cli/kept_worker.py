@@ -157,7 +157,8 @@ class KeptWorker:
 
 def _described(row: Mapping[str, Any]) -> str:
     missing = ", ".join(map(str, row.get("missing") or ()))
-    return f"step {row['step']} at {row['path']}: {row['phase']}" + (f", rank {missing} never came" if missing else "")
+    what = "a save" if row["step"] is None else f"step {row['step']}"
+    return f"{what} at {row['path']}: {row['phase']}" + (f", rank {missing} never came" if missing else "")
 
 
 def _ended(code: int) -> str:

@@ -173,4 +173,6 @@ def _print_status(endpoint: str, report: dict[str, Any]) -> None:
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name}:{one}" for name, one in value.items())
-    return (" ".join(map(str, value)) or "-") if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

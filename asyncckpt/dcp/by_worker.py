@@ -17,6 +17,7 @@ from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environ
 from asyncckpt.dcp import tickets
 from asyncckpt.dcp.desk import Desk
 from asyncckpt.dcp.laid_out import WriteOptions
+from asyncckpt.dcp.seal_room import SealRoom
 from asyncckpt.dcp.staged_part import stage_part
 from asyncckpt.dcp.tickets import Offer, Ticket
 from asyncckpt.dcp.unsealed import Unsealed
@@ -68,6 +69,8 @@ class ByWorker:
         self._left: weakref.finalize[Any, ByWorker] | None = None
         self._save_id: SaveId | None = None
         self._unsealed: Unsealed | None = None
+        self._seal_room = SealRoom()
+        self._handed_over: tuple[SaveId, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs: the settings."""
@@ -114,8 +117,10 @@ class ByWorker:
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
-    def begin(self, path: str, own: Offer, epoch: int, world_size: int, files: Files) -> list[Ticket] | None:
-        """Return the tickets of all ranks, in their order; the coordinator calls it.
+    def begin(self, path: str, own: Offer, epoch: int, plans: Sequence[SavePlan], files: Files) -> list[Ticket] | None:
+        """Return the tickets of all ranks, in the order of their plans; the coordinator calls it.
+
+        Waits first for a save to the same path that was handed over and not waited for to its end (Ctrl-C).
 
         Returns:
             None: not every rank has a worker, so that the save is written in the processes themselves.
@@ -124,7 +129,10 @@ class ByWorker:
             CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
             OSError: It cannot be looked at.
             AsyncCkptError: Workers of several nodes, of which one was named, cannot be linked.
+
+        Blocks: for that save, up to `commit_timeout_s`; what is refused then is refused by the worker.
         """
+        world_size = len(plans)
         found = {**tickets.offers(), own.rank: own}
         order = [own.rank] if world_size == 1 else list(range(world_size))
         why = [f"rank {r}: {found[r].why if r in found else 'it has not said'}" for r in order if not _has(found, r)]
@@ -141,6 +149,8 @@ class ByWorker:
                     raise
                 why = [error.message]
             else:
+                self._await_earlier(path)
+                self._seal_room.note_plans(plans, at)
                 look_at_directory(path, save_id=given[0].save_id, files=files, overwrite=self._config.overwrite)
                 return given
         text = "the save to %s is written in the training process, for there is no worker: %s"
@@ -159,7 +169,8 @@ class ByWorker:
         """
         desk = self._desk_here()
         self._save_id = ticket.save_id
-        results, self._unsealed = stage_part(plan, planner, ticket, options, desk.join(ticket, self._config))
+        process = desk.join(ticket, self._config)
+        results, self._unsealed = stage_part(plan, planner, ticket, options, process, self._seal_room)
         return results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -180,6 +191,7 @@ class ByWorker:
         except BaseException as error:
             self.abandon(f"its coordinator failed: {error!r}")
             raise
+        self._handed_over = unsealed.saved.save_id, unsealed.saved.path
         timeout_s = self._config.commit_timeout_s + VERDICT_S
         try:
             future.result(timeout_s)
@@ -188,6 +200,10 @@ class ByWorker:
                 raise
             text = f"save {self._save_id} was not committed within {timeout_s:g} s; the worker goes on with it"
             raise CommitTimeoutError(text, timeout_s=timeout_s, save_id=str(self._save_id)) from None
+
+    def _await_earlier(self, path: str) -> None:
+        if self._handed_over is not None and self._handed_over[1] == path and self._desk is not None:
+            self._desk.await_end(self._handed_over[0], self._config.commit_timeout_s)
 
     def abandon(self, reason: str = "its coordinator has begun another save, or was closed") -> None:
         """End the save that was begun last, unless it was handed over. Does not wait."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.links import Build, Links, Worker
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+
+LOOK_S = 0.01
+"""Between two looks at a save that another one waits for. Chosen: nothing beside a commit."""
 
 
 class StockRun(Run):
@@ -159,8 +163,16 @@ class Desk:
 
         Raises:
             WorkerUnavailableError: It is not the one that was offered, or cannot be linked.
-            AsyncCkptError: As `instance` and `lead`.
+            AsyncCkptError: As `instance` and `lead`. The save has ended on all ranks then.
         """
+        try:
+            return self._join(ticket, config)
+        except BaseException as error:
+            if self._process is not None:
+                self._process.withdraw(ticket.save_id, f"its worker cannot be used: {error!r}")
+            raise
+
+    def _join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerProcess:
         run = self._as(RankInfo(ticket.rank, ticket.world_size), config)
         assert self._process is not None
         if run.run_id != ticket.save_id.run_id:
@@ -195,6 +207,12 @@ class Desk:
         process = None if self.is_inherited else self._process
         if process is not None and save_id.sequence not in process.settled:
             process.withdraw(save_id, reason)
+
+    def await_end(self, save_id: SaveId, timeout_s: float) -> None:
+        """Wait until the worker has said that a save that was handed over has ended; at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self._process is not None and self._process.is_pending(save_id) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
 
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:
         """As `close`, at the interpreter's end."""

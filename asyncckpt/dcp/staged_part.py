@@ -21,6 +21,7 @@ from asyncckpt.dcp.committing import Saved
 from asyncckpt.dcp.filling import fill, pieces_of
 from asyncckpt.dcp.laid_out import LaidOut, WriteOptions, lay_out
 from asyncckpt.dcp.results import StoredLeaf, rank_result
+from asyncckpt.dcp.seal_room import SealRoom, names_nbytes
 from asyncckpt.dcp.streamed import StreamedImage
 from asyncckpt.dcp.tickets import Ticket
 from asyncckpt.dcp.unsealed import Unsealed, begin, hand_over
@@ -39,14 +40,16 @@ from asyncckpt.staging.rings import REQUEST_SLACK_NBYTES, ring_within
 SMALL_RING_NBYTES = 256 << 20
 """Of the slot of a state for which the machine has no memory. Chosen: sixteen writes, and a fraction of any node."""
 
-NAME_NBYTES = 128
-"""What a leaf takes in tree and index beside its name, which is there twice. Measured: 20 to 60."""
-
 _log = logging.getLogger("asyncckpt.dcp")
 
 
 def stage_part(
-    plan: SavePlan, planner: SavePlanner, ticket: Ticket, options: WriteOptions, process: WorkerProcess
+    plan: SavePlan,
+    planner: SavePlanner,
+    ticket: Ticket,
+    options: WriteOptions,
+    process: WorkerProcess,
+    seal_room: SealRoom,
 ) -> tuple[list[WriteResult], Unsealed | None]:
     """Stage what `plan` gives to this rank, and hand it to the worker unless this is the coordinator.
 
@@ -55,6 +58,7 @@ def stage_part(
         ticket: Of the save.
         options: How.
         process: The worker, joined for the ticket.
+        seal_room: Of the coordinator.
 
     Returns:
         A result for each item, and one for the rank; and what the coordinator has to seal.
@@ -71,7 +75,7 @@ def stage_part(
     """
     save_id, slot = ticket.save_id, None
     try:
-        part = _Part(lay_out(plan, planner, one_file=options.one_file), ticket, options, process)
+        part = _Part(lay_out(plan, planner, one_file=options.one_file), ticket, options, process, seal_room)
         device = CudaDevice()
         with StreamedImage(
             part.laid_out.layout,
@@ -95,10 +99,12 @@ def stage_part(
 class _Part:
     """One `stage_part`."""
 
-    def __init__(self, laid_out: LaidOut, ticket: Ticket, options: WriteOptions, process: WorkerProcess) -> None:
+    def __init__(
+        self, laid_out: LaidOut, ticket: Ticket, options: WriteOptions, process: WorkerProcess, seal_room: SealRoom
+    ) -> None:
         self.laid_out = laid_out
         self._ticket, self._options, self._process = ticket, options, process
-        self._began_at = time.perf_counter()
+        self._began_at, self._seal_room = time.perf_counter(), seal_room
         self._is_open_end = ticket.rank == 0
         self._ring: Ring | None = None
         config = process.config
@@ -137,11 +143,12 @@ class _Part:
         nbytes = slot_nbytes(len(image), room)
         if limit is None or nbytes <= limit:
             try:
-                return self._slot(nbytes)
+                return self._slot(nbytes, self._spare(limit))
             except InsufficientMemoryError as error:
                 if limit is not None or nbytes <= SMALL_RING_NBYTES:
                     raise
                 _log.warning("save %s: %s", self._ticket.save_id, error.message)
+        room += self._spare(limit)
         self._ring = ring = ring_within(limit or SMALL_RING_NBYTES, [n for _, n in image.parts], room)
         if ring is None:
             return self._slot(nbytes)  # which says why not
@@ -154,9 +161,13 @@ class _Part:
         )
         return self._slot(ring.end + room + PAGE_NBYTES)
 
-    def _slot(self, nbytes: int) -> LentSlot:
-        ticket, path = self._ticket, self._options.path
-        return self._process.pool.acquire(nbytes, None, ticket.save_id, step=None, path=path)
+    def _slot(self, nbytes: int, spare_nbytes: int = 0) -> LentSlot:
+        ticket, path, pool = self._ticket, self._options.path, self._process.pool
+        return pool.acquire(nbytes, None, ticket.save_id, step=None, path=path, spare_nbytes=spare_nbytes)
+
+    def _spare(self, limit: int | None) -> int:
+        """Return how much is added for what other ranks' leaves may take in the coordinator's request."""
+        return self._seal_room.spare_nbytes(limit or SMALL_RING_NBYTES) if self._is_open_end else 0
 
     def _room(self, request_nbytes: int) -> int:
         """Return how much of the slot is for requests: of the coordinator, for the one of the seal too."""
@@ -164,13 +175,12 @@ class _Part:
         if not self._is_open_end:
             return room
         items, world_size = self.laid_out.items, self._ticket.world_size
-        names = [item.index.fqn for item in [*(item for item, _ in items.tensors), *items.leaves, *items.empty]]
-        tree_nbytes = sum(2 * len(name.encode()) + NAME_NBYTES for name in names)
+        names = {item.index.fqn for item in [*(item for item, _ in items.tensors), *items.leaves, *items.empty]}
         raws = [r.storage_data.raw for r in self.laid_out.results if isinstance(r.storage_data, StoredLeaf)]
         objects_nbytes = len(encode_objects(self._ticket.save_id, raws))
         if world_size == 1:
             objects_nbytes += MAX_METADATA_NBYTES
-        return 2 * room + round_up(min(world_size, 8) * (tree_nbytes + objects_nbytes))
+        return 2 * room + self._seal_room.nbytes(names_nbytes(names), objects_nbytes, world_size)
 
     def stage(self, image: StreamedImage, slot: LentSlot) -> Unsealed | None:
         """Fill the slot; seal it and hand it over, but that of the coordinator."""
@@ -226,6 +236,7 @@ class _Part:
             return Unsealed(
                 process=process,
                 saved=saved,
+                seal_room=self._seal_room,
                 request=self.request,
                 slot=slot,
                 offset=round_up(body_end + len(request)) if streamed else body_end,

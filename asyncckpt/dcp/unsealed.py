@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.client import WorkerProcess
 from asyncckpt.dcp.committing import Saved, ending_of
-from asyncckpt.errors import SaveFailedError
+from asyncckpt.dcp.seal_room import SealRoom
+from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, SlotBusyError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.copying import copy_bytes
 from asyncckpt.memory.ring import Counters
@@ -19,6 +20,7 @@ from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.pending import StagedSnapshot, WriteFuture
 from asyncckpt.protocol.request import SaveRequest, check_metadata, encode_request
 from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.rings import REQUEST_SLACK_NBYTES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,12 +29,14 @@ class Unsealed:
 
     Attributes:
         slot: Open, or streamed if `begun`.
+        seal_room: Learns how long the request was.
         offset: Where the request of the seal belongs in it.
         counters: Of the slot, where it is streamed.
     """
 
     process: WorkerProcess
     saved: Saved
+    seal_room: SealRoom
     request: SaveRequest
     slot: LentSlot
     offset: int
@@ -51,9 +55,10 @@ class Unsealed:
             A future of the commit.
 
         Raises:
-            SaveFailedError: As `ending_of`; or code `request`: it is too long for its place.
+            SaveFailedError: As `ending_of`; or code `request`: it is too long for its place beside what is streamed.
             UnsupportedLeafError: As there.
-            AsyncCkptError: There is no memory, or no worker any more.
+            InsufficientMemoryError: It is too long for its place, and there is no room for a larger slot.
+            AsyncCkptError: There is no worker any more.
         """
         ending = ending_of(self.saved, metadata, results)
         try:
@@ -68,12 +73,14 @@ class Unsealed:
             metadata=ending.metadata,
         )
         request = encode_request(asked)
+        self.seal_room.longest_nbytes = max(self.seal_room.longest_nbytes, len(request) + REQUEST_SLACK_NBYTES)
         if self.offset + len(request) > self.slot.memory.nbytes - PAGE_NBYTES:
             if self.begun:
                 raise self._failed(
                     "request",
-                    f"names and objects of all ranks take {len(request)} bytes, which do not fit beside the state; "
-                    "raise arena_limit_bytes, or use_worker=False",
+                    f"names and objects of all ranks take {len(request)} bytes, for which no room was left beside the "
+                    "state, which is being written already; the next save with this StorageWriter leaves it, as far as "
+                    "arena_limit_bytes allows; use_worker=False needs none",
                 )
             self._move(len(request))
         if not self.begun:
@@ -90,10 +97,21 @@ class Unsealed:
 
     def _move(self, request_nbytes: int) -> None:
         """Take a slot that is large enough, and give this one up. Nobody has heard of it yet."""
-        before, save_id = self.slot, self.saved.save_id
-        slot = self.process.pool.acquire(
-            slot_nbytes(self.body_nbytes, request_nbytes), None, save_id, step=None, path=self.saved.path
-        )
+        before, saved, save_id = self.slot, self.saved, self.saved.save_id
+        nbytes = slot_nbytes(self.body_nbytes, request_nbytes)
+        try:
+            slot = self.process.pool.acquire(nbytes, None, save_id, step=None, path=saved.path, may_wait=False)
+        except (InsufficientMemoryError, SlotBusyError) as error:
+            # IMPORTANT: to wait would be to wait for the very slot that this save has.
+            raise InsufficientMemoryError(
+                f"save {save_id} to {saved.path}: names and objects of all ranks take {request_nbytes} bytes, more "
+                f"than was left for them, and a slot of {nbytes} bytes has no room beside the one of "
+                f"{before.memory.nbytes} (arena_limit_bytes={self.process.config.arena_limit_bytes}); nothing was "
+                "published; the next save with this StorageWriter leaves enough from its beginning; use_worker=False "
+                "needs no memory for it",
+                nbytes=nbytes,
+                limit=self.process.config.arena_limit_bytes,
+            ) from error
         slot.generation += 1
         slot.is_ring = False
         slot.memory.control.open(slot.generation)

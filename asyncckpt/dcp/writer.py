@@ -203,7 +203,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         with self._one.going_on(), self._failures(None):
             epoch = catalog.next_epoch_beside(self.path, files=self._files)
             if self._by_worker is not None and self._offer is not None:
-                given = self._by_worker.begin(self.path, self._offer, epoch, len(plans), self._files)
+                given = self._by_worker.begin(self.path, self._offer, epoch, plans, self._files)
             if given is None:
                 given = self._in_this_process().begin(epoch, len(plans))
         self._ticket = given[self._rank if self._rank < len(given) else 0]

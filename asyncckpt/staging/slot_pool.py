@@ -60,35 +60,42 @@ class SlotPool:
         self._apart = self._uses = 0
 
     def acquire(
-        self, nbytes: int, plan: SavePlan | None, save_id: SaveId, *, step: int | None, path: str, spare_nbytes: int = 0
+        self,
+        nbytes: int,
+        plan: SavePlan | None,
+        save_id: SaveId,
+        *,
+        step: int | None,
+        path: str,
+        spare_nbytes: int = 0,
+        may_wait: bool = True,
     ) -> LentSlot:
         """Return a slot of at least `nbytes`, marked as used by `save_id`.
 
-        Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`; and for an allocation: as
-        long as the worker is not lost, but no longer than for a slot in use where there is one.
+        Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`, and for an allocation, no
+        longer than for a slot in use where there is one.
 
         Args:
-            nbytes: What this save needs.
+            nbytes: Wanted.
             plan: A slot that was last used for it is preferred; None: none is.
             save_id, step, path: Of the save; `step` is None where it is not known yet.
             spare_nbytes: A new slot is made larger by so much, as far as the limit allows.
+            may_wait: False: not for a slot in use, whatever the policy says.
 
         Raises:
-            SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says; the last one without `may_wait`.
             InsufficientMemoryError: It does not fit into `arena_limit_bytes` or the machine.
             WorkerUnavailableError: The worker cannot be reached.
             CheckpointerClosedError: The pool was closed.
         """
+        what, deadline = what_is_saved(save_id, step), time.monotonic() + self._config.slot_timeout_s
         limit, several = self._config.arena_limit_bytes, 2 if self._keeping.wanted else 1
         if limit is not None and several * nbytes > limit:
-            raise too_large(what_is_saved(save_id, step), nbytes, several, limit)
+            raise too_large(what, nbytes, several, limit)
         # With the spare room only where a slot is made: a slot that has used it up is still large enough.
-        wanted = (
-            nbytes + spare_nbytes
-            if limit is None
-            else max(nbytes, min(nbytes + spare_nbytes, limit // several // PAGE_NBYTES * PAGE_NBYTES))
-        )
-        deadline = time.monotonic() + self._config.slot_timeout_s
+        wanted = nbytes + spare_nbytes
+        if limit is not None:
+            wanted = max(nbytes, min(wanted, limit // several // PAGE_NBYTES * PAGE_NBYTES))
         while True:
             with self._changed:
                 self._check_open()
@@ -104,10 +111,8 @@ class SlotPool:
                 may_allocate = self._make_room(wanted, idle, in_use=in_use)
                 if not may_allocate:
                     if not in_use:
-                        raise no_room_beside_kept(
-                            what_is_saved(save_id, step), self._config.arena_limit_bytes, self.nbytes
-                        )
-                    self._wait(deadline, save_id, step, path)
+                        raise no_room_beside_kept(what, limit, self.nbytes)
+                    self._wait(deadline if may_wait else None, save_id, step, path)
                     continue
             slot = self._try_allocate(wanted, deadline)
             with self._changed:
@@ -119,7 +124,7 @@ class SlotPool:
                     self._use(slot, save_id)
                     return slot
                 if any(not s.free for s in self._slots):  # the machine has no room for one more: wait for one
-                    self._wait(deadline, save_id, step, path)
+                    self._wait(deadline if may_wait else None, save_id, step, path)
 
     def _use(self, slot: LentSlot, save_id: SaveId) -> None:
         self._uses += 1
@@ -195,22 +200,19 @@ class SlotPool:
         left = max(0.0, deadline - time.monotonic())
         return left if self._config.on_busy == "wait" else min(left, ANSWER_S)
 
-    def _wait(self, deadline: float, save_id: SaveId, step: int | None, path: str) -> None:
+    def _wait(self, deadline: float | None, save_id: SaveId, step: int | None, path: str) -> None:
+        timeout_s, what = self._config.slot_timeout_s, what_is_saved(save_id, step)
         facts = {"save_id": str(save_id), "step": step, "path": path}
         users = ", ".join(str(s.user or "copies of a save that has ended") for s in self._slots)
-        if self._config.on_busy == "skip":
-            raise SaveSkippedError(
-                f"{what_is_saved(save_id, step)} was not saved: every slot is in use (by {users})", **facts
-            )
-        if self._config.on_busy == "error":
-            raise SlotBusyError(
-                f"{what_is_saved(save_id, step)} was not saved: every slot is in use (by {users})", **facts
-            )
+        busy = f"{what} was not saved: every slot is in use (by {users})"
+        if self._config.on_busy == "skip" and deadline is not None:
+            raise SaveSkippedError(busy, **facts)
+        if self._config.on_busy == "error" or deadline is None:
+            raise SlotBusyError(busy, **facts)
         left = deadline - time.monotonic()
         if left <= 0:
-            timeout_s = self._config.slot_timeout_s
-            text = f"no slot became free within slot_timeout_s={timeout_s:g} (in use by {users}); {self._why()}"
-            raise SlotTimeoutError(f"{what_is_saved(save_id, step)}: {text}", timeout_s=timeout_s, **facts)
+            text = f"{what}: no slot became free within slot_timeout_s={timeout_s:g} (in use by {users}); {self._why()}"
+            raise SlotTimeoutError(text, timeout_s=timeout_s, **facts)
         self._changed.wait(min(left, WAIT_STEP_S))
 
     def staged(self, slot: LentSlot) -> None:

@@ -27,6 +27,11 @@ ADVICE = {
 _NOADVICE = "earlier checkpoints are untouched, and the next save tries anew"
 
 
+def whose(step: int | None, rank: int | None) -> str:
+    """Return how texts say which part of a save; `step` is None where only rank 0 knows it."""
+    return f"rank {rank}" if step is None else f"step {step}, rank {rank}"
+
+
 def save_failure(
     error: OSError, *, save_id: str | None, rank: int | None, step: int | None, path: str
 ) -> SaveFailedError:
@@ -39,7 +44,7 @@ def save_failure(
     """
     code = errno.errorcode.get(error.errno or 0, "EIO")
     detail = str(error) or type(error).__name__
-    what = f"save {save_id} (step {step}, rank {rank}) to {path}" if save_id else f"looking beside {path}"
+    what = f"save {save_id} ({whose(step, rank)}) to {path}" if save_id else f"looking beside {path}"
     return SaveFailedError(
         f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _NOADVICE)}",
         code=code,

@@ -36,6 +36,8 @@ from asyncckpt.errors import (
     SaveFailedError,
     WorkerUnavailableError,
 )
+from asyncckpt.pending import WriteFuture
+from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -120,10 +122,10 @@ def test_a_machine_without_memory_for_all_of_it_gets_segments(
     monkeypatch.setattr(staged_part, "SMALL_RING_NBYTES", 24 << 20)
     found = staged_part._Part._slot
 
-    def scarce(part: Any, nbytes: int) -> Any:
+    def scarce(part: Any, nbytes: int, spare_nbytes: int = 0) -> Any:
         if nbytes > 24 << 20:
             raise InsufficientMemoryError("there is not so much", nbytes=nbytes)
-        return found(part, nbytes)
+        return found(part, nbytes, spare_nbytes)
 
     monkeypatch.setattr(staged_part._Part, "_slot", scarce)
     dcp_calls.save(state(rows=100_000), writer)
@@ -455,3 +457,50 @@ def test_a_save_that_another_thread_has_taken_the_writer_from_between_two_steps_
     assert isinstance(error, ReentrantCallError)
     assert_saved(tmp_path / "2", state(2))
     assert not (tmp_path / "1").exists()
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+def slots_of(writer: StorageWriter) -> list[Any]:
+    assert writer._by_worker is not None and writer._by_worker._desk is not None
+    process = writer._by_worker._desk._process
+    assert process is not None
+    return process.pool.held()
+
+
+@pytest.mark.parametrize("rows", [300, 100_000])
+def test_ctrl_c_in_the_middle_of_the_handover_waits_for_its_end(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    dcp_calls.save(state(rows=rows), writer, checkpoint_id=tmp_path / "0")
+    staged = SlotPool.staged
+
+    def interrupted(pool: SlotPool, slot: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        staged(pool, slot)
+
+    for number in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotPool, "staged", interrupted)
+            error = failure_of(lambda n=number: dcp_calls.save(state(n, rows), writer, checkpoint_id=tmp_path / str(n)))
+        assert isinstance(error, KeyboardInterrupt)
+    real_worker.wait_until(lambda: all(slot.free for slot in slots_of(writer)), "no slot is in use")
+    for number in (1, 2):  # it was handed over
+        assert_saved(tmp_path / str(number), state(number, rows))
+
+
+def test_a_save_waits_for_an_earlier_one_to_the_same_path_that_ctrl_c_kept_from_being_waited_for(
+    writer: StorageWriter, shared_worker: real_worker.RealWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(future: WriteFuture, timeout_s: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+    for number in range(5):
+        with monkeypatch.context() as patched:
+            patched.setattr(WriteFuture, "result", interrupted)
+            error = failure_of(lambda n=number: dcp_calls.save(state(n, 100_000), writer))
+        assert isinstance(error, KeyboardInterrupt)
+        later = state(number + 10)
+        dcp_calls.save(later, writer)
+        assert_saved(tmp_path / "c", later)
