@@ -25,6 +25,7 @@ COMMANDS = (
         ("recall",),
         ("bare_load",),
         ("load_parts",),
+        ("stock_saves",),
     ),
     ("pace",),
 )

@@ -149,6 +149,7 @@ class ByWorker:
                     raise
                 why = [error.message]
             else:
+                self._save_id = given[0].save_id  # the other ranks may stage, and be ended, before this one writes
                 self._await_earlier(path)
                 self._seal_room.note_plans(plans, at)
                 look_at_directory(path, save_id=given[0].save_id, files=files, overwrite=self._config.overwrite)
@@ -186,12 +187,13 @@ class ByWorker:
         """
         unsealed, self._unsealed = self._unsealed, None
         assert unsealed is not None, "finish comes after this writer's write_data"
+        # IMPORTANT: before the seal, at whose end a signal is raised that came while it was handed over.
+        self._handed_over = unsealed.saved.save_id, unsealed.saved.path
         try:
             future = unsealed.seal(metadata, results)
         except BaseException as error:
             self.abandon(f"its coordinator failed: {error!r}")
             raise
-        self._handed_over = unsealed.saved.save_id, unsealed.saved.path
         timeout_s = self._config.commit_timeout_s + VERDICT_S
         try:
             future.result(timeout_s)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
 from asyncckpt.errors import ReentrantCallError
+from asyncckpt.uninterrupted import uninterrupted
 
 
 class OneAtATime:
     """See the module. One per writer."""
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._at_work = threading.Lock()
         self._owner: int | None = None
+        self._pid = os.getpid()
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
@@ -34,6 +40,7 @@ class OneAtATime:
         Raises:
             ReentrantCallError: Another thread has begun another one, or closed the writer; or is in a step.
         """
+        self._leave_parents_save()
         if self._owner not in (None, threading.get_ident()):
             raise ReentrantCallError(
                 "another thread has begun a save with this StorageWriter, or closed it, before this one was over; this "
@@ -44,12 +51,22 @@ class OneAtATime:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        if not self._at_work.acquire(blocking=False):
-            raise ReentrantCallError(
-                "a save with this StorageWriter is being staged or committed: wait for its end (of `dcp.async_save`, "
-                "for its future), or use another writer; that save goes on"
-            )
+        self._leave_parents_save()
+        taken = False
         try:
+            with uninterrupted():  # a signal between the two halves of it would leave the lock taken for ever
+                taken = self._at_work.acquire(blocking=False)
+            if not taken:
+                raise ReentrantCallError(
+                    "a save with this StorageWriter is being staged or committed: wait for its end (of "
+                    "`dcp.async_save`, for its future), or use another writer; that save goes on"
+                )
             yield
         finally:
-            self._at_work.release()
+            if taken:
+                self._at_work.release()
+
+    def _leave_parents_save(self) -> None:
+        """In a forked child nobody goes on with the save that was under way."""
+        if os.getpid() != self._pid:
+            self._forget()

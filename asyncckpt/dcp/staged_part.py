@@ -139,19 +139,27 @@ class _Part:
     def acquire(self, image: StreamedImage) -> LentSlot:
         """Return a slot for everything, or one for a ring, where there is no memory for that."""
         limit = self._process.config.arena_limit_bytes
-        room = self._room(len(encode_request(self.request)))
+        needed, likely = self._rooms(len(encode_request(self.request)))
+        if likely > needed and (slot := self._acquire(image, likely, limit)) is not None:
+            return slot
+        slot = self._acquire(image, needed, limit)
+        return slot or self._slot(slot_nbytes(len(image), needed))  # which says why not
+
+    def _acquire(self, image: StreamedImage, room: int, limit: int | None) -> LentSlot | None:
+        """Return a slot with so much room for the request, or None where there is no memory for it."""
         nbytes = slot_nbytes(len(image), room)
         if limit is None or nbytes <= limit:
             try:
                 return self._slot(nbytes, self._spare(limit))
             except InsufficientMemoryError as error:
                 if limit is not None or nbytes <= SMALL_RING_NBYTES:
-                    raise
+                    return None
                 _log.warning("save %s: %s", self._ticket.save_id, error.message)
         room += self._spare(limit)
-        self._ring = ring = ring_within(limit or SMALL_RING_NBYTES, [n for _, n in image.parts], room)
+        ring = ring_within(limit or SMALL_RING_NBYTES, [n for _, n in image.parts], room)
         if ring is None:
-            return self._slot(nbytes)  # which says why not
+            return None
+        self._ring = ring
         self.request = replace(self.request, ring_segments=ring.n_cells, ring_segment_nbytes=ring.segment_nbytes)
         _log.warning(
             "save %s: %d bytes go through %d bytes of memory in segments: staging takes as long as writing",
@@ -169,18 +177,23 @@ class _Part:
         """Return how much is added for what other ranks' leaves may take in the coordinator's request."""
         return self._seal_room.spare_nbytes(limit or SMALL_RING_NBYTES) if self._is_open_end else 0
 
-    def _room(self, request_nbytes: int) -> int:
-        """Return how much of the slot is for requests: of the coordinator, for the one of the seal too."""
+    def _rooms(self, request_nbytes: int) -> tuple[int, int]:
+        """Return how much of the slot is for requests at least, and how much may well be wanted.
+
+        Of the coordinator, for the one of the seal too.
+        """
         room = round_up(request_nbytes + REQUEST_SLACK_NBYTES)
         if not self._is_open_end:
-            return room
+            return room, room
         items, world_size = self.laid_out.items, self._ticket.world_size
         names = {item.index.fqn for item in [*(item for item, _ in items.tensors), *items.leaves, *items.empty]}
         raws = [r.storage_data.raw for r in self.laid_out.results if isinstance(r.storage_data, StoredLeaf)]
         objects_nbytes = len(encode_objects(self._ticket.save_id, raws))
         if world_size == 1:
             objects_nbytes += MAX_METADATA_NBYTES
-        return 2 * room + self._seal_room.nbytes(names_nbytes(names), objects_nbytes, world_size)
+        own_names_nbytes, seal_room = names_nbytes(names), self._seal_room
+        needed = seal_room.nbytes(own_names_nbytes, objects_nbytes)
+        return 2 * room + needed, 2 * room + seal_room.likely_nbytes(own_names_nbytes, objects_nbytes, world_size)
 
     def stage(self, image: StreamedImage, slot: LentSlot) -> Unsealed | None:
         """Fill the slot; seal it and hand it over, but that of the coordinator."""

@@ -73,7 +73,7 @@ class Unsealed:
             metadata=ending.metadata,
         )
         request = encode_request(asked)
-        self.seal_room.longest_nbytes = max(self.seal_room.longest_nbytes, len(request) + REQUEST_SLACK_NBYTES)
+        self.seal_room.last_nbytes = len(request) + REQUEST_SLACK_NBYTES
         if self.offset + len(request) > self.slot.memory.nbytes - PAGE_NBYTES:
             if self.begun:
                 raise self._failed(
@@ -107,8 +107,8 @@ class Unsealed:
                 f"save {save_id} to {saved.path}: names and objects of all ranks take {request_nbytes} bytes, more "
                 f"than was left for them, and a slot of {nbytes} bytes has no room beside the one of "
                 f"{before.memory.nbytes} (arena_limit_bytes={self.process.config.arena_limit_bytes}); nothing was "
-                "published; the next save with this StorageWriter leaves enough from its beginning; use_worker=False "
-                "needs no memory for it",
+                "published; the next save with this StorageWriter leaves it from its beginning, as far as "
+                "arena_limit_bytes allows; use_worker=False needs no memory for it",
                 nbytes=nbytes,
                 limit=self.process.config.arena_limit_bytes,
             ) from error

@@ -46,8 +46,8 @@ class StorageWriter(TorchStorageWriter, Stager):
     machine has left, segments pass through less. Where not every rank has a worker, and none was named, the ranks write
     by themselves, which is logged: with a buffer of 16 MiB for each of three threads, and a trainer that is killed
     takes the save along. The files of one that failed elsewhere go then when the coordinator's writer is reset, used
-    again or let go. One save at a time: a second one, in another thread, raises `ReentrantCallError`, and the first
-    goes on.
+    again or let go. One save at a time: what another thread begins while one is being staged or committed raises
+    `ReentrantCallError`, and the first goes on; between these, it takes the writer, and the first ends by that error.
 
     Args:
         path: The checkpoint's directory; `checkpoint_id` of `dcp.save` takes its place.

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
 from asyncckpt.staging import deferred
-from benchmarks import gpu, kept, overlap, pace, quiet, ring, save_load, states, training
+from benchmarks import gpu, kept, overlap, pace, quiet, ring, save_load, states, stock_saves, training
 from benchmarks.gpu_training import Loop
 
 HEAD = {"rounds_asked": 2, "budget_s": 600.0, "saves": 1}
@@ -60,6 +60,20 @@ def test_what_is_measured_on_a_gpu_runs_and_every_figure_is_kept(
     names = ("stall_overlap_s", "stall_device_s", "d2h_over_pinned", "step_ratio", "dcp_async_stall_s")
     assert all(len(found["figures"][name]["values"]) == 2 for name in names)
     assert min(found["figures"]["d2h_over_pinned"]["values"]) > 0 and min(found["figures"]["step_ratio"]["values"]) > 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")  # what `async_save` says of one process
+def test_every_writer_of_stock_saves_saves_and_is_reported(
+    checkpoints: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = stock_saves.STATES["tiny"]()
+    row = {name: stock_saves.save_with(name, state, checkpoints) for name in stock_saves.WRITERS}
+    for found in row.values():
+        assert [len(values) for values in found.values()] == [stock_saves.SAVES] * 3
+        assert all(a <= b for a, b in zip(found["async_call_s"], found["async_written_s"], strict=True))
+    stock_saves.report({"nbytes": states.nbytes(state), "rounds": [{"writers": row}]})
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("stock, 2 threads", "ours, in process"))
 
 
 def test_states_go_through_rings_smaller_than_a_quarter_and_than_their_largest_tensor(

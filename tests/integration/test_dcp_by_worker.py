@@ -135,7 +135,7 @@ def test_a_machine_without_memory_for_all_of_it_gets_segments(
 def test_a_request_that_is_longer_than_its_room_gets_another_slot(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged_part._Part, "_room", lambda part, nbytes: 4096)
+    monkeypatch.setattr(staged_part._Part, "_rooms", lambda part, nbytes: (4096, 4096))
     moved = []
     move = unsealed.Unsealed._move
     monkeypatch.setattr(unsealed.Unsealed, "_move", lambda one, nbytes: (moved.append(nbytes), move(one, nbytes)))
@@ -150,7 +150,7 @@ def test_a_request_that_is_too_long_for_a_slot_that_is_being_written_is_said(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
-    monkeypatch.setattr(staged_part._Part, "_room", lambda part, nbytes: 8192)
+    monkeypatch.setattr(staged_part._Part, "_rooms", lambda part, nbytes: (8192, 8192))
     error = failure_of(lambda: dcp_calls.save({**state(), "text": "x" * 50_000}, writer))
     assert isinstance(error, SaveFailedError) and error.code == "request"
     gone(tmp_path / "c")
@@ -488,6 +488,25 @@ def test_ctrl_c_in_the_middle_of_the_handover_waits_for_its_end(
     real_worker.wait_until(lambda: all(slot.free for slot in slots_of(writer)), "no slot is in use")
     for number in (1, 2):  # it was handed over
         assert_saved(tmp_path / str(number), state(number, rows))
+
+
+def test_a_save_waits_for_an_earlier_one_to_the_same_path_whose_handover_ctrl_c_met(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = SlotPool.staged
+
+    def interrupted(pool: SlotPool, slot: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        staged(pool, slot)
+
+    for number in range(3):
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotPool, "staged", interrupted)
+            error = failure_of(lambda n=number: dcp_calls.save(state(n, 100_000), writer))
+        assert isinstance(error, KeyboardInterrupt)
+        later = state(number + 10)
+        dcp_calls.save(later, writer)
+        assert_saved(tmp_path / "c", later)
 
 
 def test_a_save_waits_for_an_earlier_one_to_the_same_path_that_ctrl_c_kept_from_being_waited_for(

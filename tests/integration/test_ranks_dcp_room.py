@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 import asyncckpt
 from asyncckpt.dcp import StorageWriter
@@ -91,3 +93,76 @@ def test_a_rank_that_cannot_join_its_worker_ends_the_save_on_all_ranks(
 ) -> None:
     results = rank_processes.run(3, save_where_one_cannot_join, str(tmp_path / "c"), shared_worker.endpoint)
     assert results == [("WorkerUnavailableError", True)] * 3
+
+
+def save_texts(rank: int, path: str, endpoint: str, lengths: list[dict[int, int]]) -> list[Any]:
+    writer = StorageWriter(path, endpoint=endpoint, arena_limit_bytes=60_000_000)
+    ends = []
+    for texts in lengths:
+        state = {f"w{rank}": torch.full((1000,), float(rank))} | ({"text": "x" * texts[rank]} if rank in texts else {})
+        try:
+            dcp.save(state, storage_writer=writer)
+            ends.append(None)
+        except CheckpointException as error:
+            ends.append(type(error.failures[0][0]).__name__)
+    writer.close()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("world_size", "lengths", "expected"),
+    [
+        (2, [{1: 80_000_000}, {1: 10}, {1: 3_000_000}], ["InsufficientMemoryError", None, None]),
+        (3, [{0: 20_000_000}, {0: 20_000_000}], [None, None]),
+        (3, [{0: 20_000_000}, {0: 10}, {0: 20_000_000}], [None, None, None]),
+    ],
+)
+def test_room_that_is_only_likely_to_be_wanted_fails_no_save(
+    tmp_path: Path,
+    shared_worker: real_worker.RealWorker,
+    world_size: int,
+    lengths: list[dict[int, int]],
+    expected: list[str | None],
+) -> None:
+    path = str(tmp_path / "c")
+    for ends in rank_processes.run(world_size, save_texts, path, shared_worker.endpoint, lengths):
+        assert ends == expected
+    ((_, length),) = lengths[-1].items()
+    assert asyncckpt.load(path)["text"] == "x" * length
+
+
+class FailingBeforeTheWrite(DefaultSavePlanner):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise ValueError("between the plan and the write")
+
+
+def save_where_the_coordinator_fails(rank: int, path: str, endpoint: str, same: bool) -> list[Any]:
+    writer = StorageWriter(path + "/c", endpoint=endpoint, slot_timeout_s=8.0)
+    found = []
+    for number in range(5):
+        planner = FailingBeforeTheWrite() if rank == 0 and number in (1, 2) else DefaultSavePlanner()
+        state = {f"w{rank}": torch.full((1000,), float(number))}
+        try:
+            dcp.save(state, checkpoint_id=path + f"/{0 if same else number}", storage_writer=writer, planner=planner)
+            found.append("saved")
+        except CheckpointException as error:
+            found.append({number: type(failure[0]).__name__ for number, failure in error.failures.items()})
+    pool = writer._by_worker._desk._process.pool
+    deadline = time.monotonic() + 30
+    while not (freed := all(slot.free for slot in pool.held())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    writer.close()
+    return [*found, freed]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_coordinator_that_fails_between_plan_and_write_ends_the_save_on_all_ranks(
+    tmp_path: Path, shared_worker: real_worker.RealWorker, same: bool
+) -> None:
+    failed = {0: "ValueError"}
+    args = str(tmp_path), shared_worker.endpoint, same
+    assert (
+        rank_processes.run(2, save_where_the_coordinator_fails, *args)
+        == [["saved", failed, failed, "saved", "saved", True]] * 2
+    )
+    assert torch.equal(asyncckpt.load(tmp_path / ("0" if same else "4"))["w1"], torch.full((1000,), 4.0))
