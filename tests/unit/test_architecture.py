@@ -15,7 +15,6 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 ROOTS = {"asyncckpt": "asyncckpt", "worker": "asyncckpt_worker", "examples": "asyncckpt.examples"}
 
-MAX_LINES = 300
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "core"}
 EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
@@ -249,10 +248,9 @@ def test_torch_distributed_is_asked_by_few_modules() -> None:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_module_is_short_and_says_what_it_is(name: str) -> None:
+def test_module_says_what_it_is(name: str) -> None:
     path = modules()[name]
     source = path.read_text()
-    assert len(source.splitlines()) <= MAX_LINES, f"{path} has more than {MAX_LINES} lines: split it"
     assert not FORBIDDEN_NAMES & {part.lstrip("_") for part in name.split(".")}
     assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
 
