@@ -33,6 +33,11 @@ def main(target: pathlib.Path) -> int:
             wrong.append(f"a top-level {name!r} is importable")
     wrong += [f"{name} is missing" for name in DATA if not (target / name).is_file()]
     (dist,) = importlib.metadata.distributions(name="asyncckpt", path=[str(target)])
+    licence = dist.metadata.get("License-Expression"), dist.metadata.get_all("License-File")
+    if licence != ("Apache-2.0", ["LICENSE"]):
+        wrong.append(f"the metadata names the licence {licence}")
+    if not any(str(file).endswith("licenses/LICENSE") for file in dist.files or ()):
+        wrong.append("the text of the licence is missing")
     found = {e.name: e.value for e in dist.entry_points if e.group == "console_scripts"}
     if found != SCRIPTS:
         wrong.append(f"console scripts are {found}")

@@ -12,6 +12,7 @@ import pytest
 from asyncckpt import errors
 from asyncckpt.errors import ERRORS_BY_CODE, AsyncCkptError, from_wire, to_wire
 
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CLASSES = sorted(
     (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AsyncCkptError)),
     key=lambda c: c.__name__,
@@ -119,3 +120,8 @@ def test_long_list_is_cut_and_its_items_are_plain_when_it_travels(keys: list[obj
 )
 def test_any_map_becomes_an_error(wire: dict[str, object]) -> None:
     assert isinstance(from_wire(wire), AsyncCkptError)
+
+
+def test_troubleshooting_has_one_row_for_each_error_class() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", (REPOSITORY / "docs/troubleshooting.md").read_text(), re.M)
+    assert sorted(rows) == [cls.__name__ for cls in CLASSES]
