@@ -125,7 +125,8 @@ class AsyncCheckpointer(Overlapping):
             state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
                 (modules, optimizers): what it returns is stored in their place, of a module the bare model's.
             path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
-            step: Default: the top-level int leaf `step`, else the number of this save.
+            step: An int, of Python or numpy, from 0. Default: the top-level leaf `step` if it is such an int or a 0-d
+                integer tensor in host memory, else the number of this save.
             metadata: JSON kept in the manifest.
             **kw: Reaches own stagers and processes, and the commit hook.
 

@@ -36,9 +36,8 @@ from asyncckpt.protocol.request import check_metadata
 from asyncckpt.recall.newest import Offer, can_load, offers_of_both
 from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
 from asyncckpt.same_checkpoint import RESTORE
+from asyncckpt.steps import checked_step, step_in
 from asyncckpt.storage.candidates import Candidate
-
-MAX_STEP = (1 << 63) - 1
 
 
 def refuse_unknown(kw: Mapping[str, Any]) -> None:
@@ -277,10 +276,10 @@ class Checkpointer(ABC):
     ) -> dict[str, Any]:
         """Check what `save` was given; returns the keywords that every part receives."""
         if step is None:
-            found = state_dict.get("step") if isinstance(state_dict, Mapping) else None
-            step = found if type(found) is int else save_id.sequence
-        if type(step) is not int or abs(step) > MAX_STEP:
-            raise ConfigError(f"step={step!r}: expected an int of 63 bits", field="step", value=repr(step)[:80])
+            found = step_in(state_dict)
+            step = save_id.sequence if found is None else found
+        else:
+            step = checked_step(step)
         try:
             text = json.dumps(dict(metadata or {}), allow_nan=False)
             check_metadata(text)

@@ -19,11 +19,12 @@ from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.objects import decode_value, encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import Node
 from asyncckpt.planning.keys import check_keys
 from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.steps import step_in
 from asyncckpt.storage import commit
 from asyncckpt.storage.contents import read_named_file
 from asyncckpt.storage.files import Files
@@ -75,11 +76,11 @@ def ending_of(saved: Saved, metadata: Metadata, results: Sequence[Sequence[Write
             if isinstance(result.storage_data, StoredLeaf):
                 raws.setdefault(result.index.fqn, result.storage_data.raw)
     structure, objects = _whole(saved, metadata, raws)
-    step = raws.get("step")
+    step = step_in({"step": decode_value(raws.get("step"))})
     return Ending(
         structure=structure,
         objects=objects,
-        step=step if type(step) is int else 0,
+        step=0 if step is None else step,
         metadata=json.dumps({PLANNER_KEY: {"planner_data": kept_planner_data(metadata)}}),
         ranks=ranks,
     )

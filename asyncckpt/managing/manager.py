@@ -26,6 +26,7 @@ from asyncckpt.managing.time_plan import TimePlan
 from asyncckpt.retention.ancestry import told
 from asyncckpt.retention.policy import RetentionPolicy
 from asyncckpt.retention.pruning import Score
+from asyncckpt.steps import checked_step
 
 _NUMBERS = itertools.count()
 """Of the managers of several ranks in this process; all ranks make them in the same order."""
@@ -140,9 +141,11 @@ class CheckpointManager(Resuming):
         that was saved or restored last is not saved again.
 
         Raises:
+            ConfigError: `step` is no step.
             PlanTimeoutError: As `reached_preemption`.
             CheckpointerClosedError: The manager was closed.
         """
+        step = checked_step(step)
         stops = self.reached_preemption(step)
         due = self._policy.at(step)
         return (stops or due) and step != self._last_step
@@ -178,6 +181,7 @@ class CheckpointManager(Resuming):
             commits have made superfluous, so that the disk does not fill up.
         """
         self._check_usable()
+        step = checked_step(step)
         more = told(self._ancestry, metrics)
         config = self.checkpointer.config
         if not self._has_looked:
@@ -220,6 +224,7 @@ class CheckpointManager(Resuming):
         Ask on every rank, at the same steps, in ascending order. It costs nothing until a rank was told to stop.
 
         Raises:
+            ConfigError: `step` is no step.
             PlanTimeoutError: A rank was told to stop, and others do not say how far they are.
             CheckpointerClosedError: The manager was closed.
 
@@ -227,6 +232,7 @@ class CheckpointManager(Resuming):
         """
         if self._closed:
             raise CheckpointerClosedError("the manager is closed")
+        step = checked_step(step)
         self._together.start()
         return self._preemption.at(step)
 

@@ -63,6 +63,7 @@ class Resuming(Shelf):
             What was loaded; None: there is no checkpoint yet.
 
         Raises:
+            ConfigError: `step` is no step.
             CheckpointNotFoundError: There is none of `step`.
             NoSoundCheckpointError: None verifies.
             AsyncCkptError, OSError: As `restore_latest`.

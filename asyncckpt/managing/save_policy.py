@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from asyncckpt.errors import ConfigError
+from asyncckpt.steps import checked_step
 
 
 class LocalClock:
@@ -51,16 +52,18 @@ class SavePolicy:
         when: Callable[[int], bool] | None,
         clock: Any | None,
     ) -> None:
-        if interval_steps is not None and (type(interval_steps) is not int or interval_steps < 1):
-            raise ConfigError(
-                f"save_interval_steps={interval_steps!r}: expected None or an int from 1",
-                field="save_interval_steps",
-                value=repr(interval_steps),
-            )
+        if interval_steps is not None:
+            interval_steps = checked_step(interval_steps, "save_interval_steps")
+            if interval_steps == 0:
+                raise ConfigError(
+                    "save_interval_steps=0: expected None or an int from 1", field="save_interval_steps", value="0"
+                )
         if when is not None and not callable(when):
             raise ConfigError(f"save_when={when!r}: expected a function of the step", field="save_when")
         self._interval_steps, self._when, self._clock = interval_steps, when, clock
-        self._on_steps = None if on_steps is None else frozenset(on_steps)
+        self._on_steps = (
+            None if on_steps is None else frozenset(checked_step(step, "save_on_steps") for step in on_steps)
+        )
         self._is_free = interval_steps is None and on_steps is None and when is None and clock is None
 
     def at(self, step: int) -> bool:

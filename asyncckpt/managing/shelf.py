@@ -46,6 +46,7 @@ class Shelf:
         """Keep the committed checkpoint of `step` for ever, over restarts too.
 
         Raises:
+            ConfigError: `step` is no step.
             CheckpointNotFoundError, CheckpointNotCommittedError: There is none.
             OSError: It may be pinned or not.
         """
@@ -55,6 +56,7 @@ class Shelf:
         """Take the pin of `step` off. Returns whether there was one.
 
         Raises:
+            ConfigError: `step` is no step.
             OSError: A call failed.
         """
         return self._house.unpin(self._names.path(step))

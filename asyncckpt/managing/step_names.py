@@ -7,6 +7,7 @@ import os
 from asyncckpt.errors import ConfigError
 from asyncckpt.format.names import is_quarantined
 from asyncckpt.paths import absolute_path
+from asyncckpt.steps import checked_step
 
 
 class StepNames:
@@ -45,5 +46,9 @@ class StepNames:
         return self._format.format(step=step)
 
     def path(self, step: int) -> str:
-        """Return its absolute path."""
-        return absolute_path(os.path.join(self._root, self.name(step)))
+        """Return its absolute path.
+
+        Raises:
+            ConfigError: `step` is no step.
+        """
+        return absolute_path(os.path.join(self._root, self.name(checked_step(step))))

@@ -184,7 +184,7 @@ def test_step_is_the_state_s_own_else_the_number_of_the_save(
             [{"step": 70}, {"a": 1}, {"step": True}, {"step": torch.tensor(5)}, {"a": {"step": 9}}]
         )
     ]
-    assert steps == [70, 1, 2, 3, 4]
+    assert steps == [70, 1, 2, 5, 4]
     checkpointer.wait(DEADLINE_S)
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "4"), "newest by lineage, not by step"
 
