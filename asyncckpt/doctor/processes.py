@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
 import resource
-import stat
 import subprocess
 import sys
 import time
@@ -18,7 +18,7 @@ from asyncckpt.doctor.findings import Finding, fail, ok, reason, warn
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
-from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+from asyncckpt.protocol.endpoint import check_directory, default_endpoint, places, socket_path
 from asyncckpt.sizes import human
 
 PROBE_NBYTES = 1 << 20
@@ -153,27 +153,35 @@ def _file_size(state_nbytes: int | None) -> Finding:
 
 
 def _endpoint(environ: Mapping[str, str]) -> Finding:
+    """Look at the directory of the endpoint that a training with this environment takes."""
     named = environ.get("ASYNCCKPT_ENDPOINT")
+    if not named:
+        return _default_place(environ)
+    advice = "choose another: ASYNCCKPT_ENDPOINT=ipc:///a/short/directory/of/yours/name.sock"
+    facts = {"endpoint": named}
     try:
-        endpoint = named or default_endpoint(environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
-        directory = os.path.dirname(socket_path(endpoint))
+        check_directory(named)
+        directory = os.path.dirname(socket_path(named))
     except AsyncCkptError as error:
-        return fail("endpoint", str(error), "set ASYNCCKPT_ENDPOINT=ipc:///a/short/directory/name.sock")
-    advice = "choose another: ASYNCCKPT_ENDPOINT=ipc:///a/directory/of/yours/name.sock"
-    facts = {"endpoint": endpoint}
-    try:
-        found = os.lstat(directory)
-    except FileNotFoundError:
+        return fail("endpoint", str(error), advice, **facts)
+    if not os.path.lexists(directory):
         return _new_endpoint(directory, advice, facts)
-    except OSError as error:
-        return fail("endpoint", f"{directory} cannot be looked at: {reason(error)}", advice, **facts)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        text = (
-            f"{directory} must be a directory of this user with mode 0700; it has uid {found.st_uid}, mode {mode:04o}"
-        )
-        return fail("endpoint", text, f"chmod 700 it if it is yours, or {advice}", **facts)
     return ok("endpoint", f"trainer and worker meet in {directory}, which is this user's alone", **facts)
+
+
+def _default_place(environ: Mapping[str, str]) -> Finding:
+    found = places(environ, os.geteuid())
+    taken = next((place.directory for place in found if not place.refusal), None)
+    refusals = list(itertools.takewhile(bool, (place.refusal for place in found)))
+    if taken is None:
+        text = f"no directory is fit for the worker's socket: {'; '.join(place.refusal for place in found)}"
+        return fail("endpoint", text, "set ASYNCCKPT_ENDPOINT=ipc:///a/short/directory/of/yours/name.sock")
+    endpoint = default_endpoint(environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
+    there = "which is this user's alone" if os.path.isdir(taken) else "which will be made"
+    text = f"trainer and worker meet in {taken}, {there}"
+    if refusals:
+        text += f"; passed over: {'; '.join(refusals)}"
+    return ok("endpoint", text, endpoint=endpoint, passed_over=refusals)
 
 
 def _new_endpoint(directory: str, advice: str, facts: Mapping[str, str]) -> Finding:

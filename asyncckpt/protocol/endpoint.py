@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
+import logging
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from asyncckpt.errors import ConfigError, EndpointError
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
@@ -21,7 +23,15 @@ _LOCK_ATTEMPTS = 10
 """A lock that is taken, and whose file is gone each time: whoever does that is a living worker. Chosen."""
 
 _RUNTIME_NAME = "asyncckpt"
+_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where sockets lie if no variable names a fit place: the next, where another user has taken the name in one."""
+
+_NAME_NBYTES = len("0" * 16 + ".sock")
+"""Of the longest name that is made up here: `run-` and 12 letters are as long."""
+
 JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+_log = logging.getLogger("asyncckpt")
+_said = set[str]()
 
 
 def socket_path(endpoint: str) -> str:
@@ -44,8 +54,23 @@ def socket_path(endpoint: str) -> str:
     return path
 
 
+class Place(NamedTuple):
+    """A directory that this user's sockets may lie in.
+
+    Attributes:
+        directory: Its path. It may be missing: then it can be made.
+        refusal: Why it is passed over; "" where it is fit.
+    """
+
+    directory: str
+    refusal: str
+
+
 def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, interpreter: str) -> str:
     """Return the endpoint that trainers and workers of one job, version and interpreter meet at.
+
+    It lies in the first fit place of `places`; what was passed over is logged once. Where none is fit, using the
+    endpoint fails with EndpointError.
 
     Args:
         environ: For `XDG_RUNTIME_DIR`, `TMPDIR` and the job's name (`JOB_VARIABLES`, first one set).
@@ -73,10 +98,7 @@ def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str
 
 def users_directory(environ: Mapping[str, str], uid: int) -> str | None:
     """Return where this user's own files of the moment lie, whatever the job; it need not be there. None: nowhere."""
-    try:
-        return os.path.dirname(socket_path(_in_users_directory("0" * 16, environ, uid)))
-    except EndpointError:
-        return None
+    return next((place.directory for place in places(environ, uid) if not place.refusal), None)
 
 
 def is_users_directory(directory: str, uid: int) -> bool:
@@ -88,18 +110,91 @@ def _temporary_name(uid: int) -> str:
     return f"asyncckpt-{uid}"
 
 
+def places(environ: Mapping[str, str], uid: int) -> list[Place]:
+    """Return where this user's sockets may lie, the preferred place first.
+
+    All processes of a user find the same one, however odd their environment is, as long as it is the same: what decides
+    is the environment, and whom the directories belong to.
+
+    Args:
+        environ: For `XDG_RUNTIME_DIR` and `TMPDIR`. One that is not set names no place.
+        uid: Whose directories are fit.
+    """
+    found, seen = [], set()
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        found.append(_place("XDG_RUNTIME_DIR", runtime, _RUNTIME_NAME, uid, owned=True))
+    for origin, base in (("TMPDIR", environ.get("TMPDIR")), *(("", base) for base in _TEMPORARY)):
+        if base and base.rstrip("/") not in seen:
+            seen.add(base.rstrip("/"))
+            found.append(_place(origin, base, _temporary_name(uid), uid, owned=False))
+    return found
+
+
+def _place(origin: str, base: str, name: str, uid: int, *, owned: bool) -> Place:
+    """Look at one place.
+
+    Args:
+        origin: The variable that names `base`, or "".
+        base: A directory.
+        name: Of the directory in it.
+        uid: Whose it must be.
+        owned: `base` must be this user's too. IMPORTANT: `sudo -E` and `su` keep the variable of another user: a
+            directory that root makes there shuts that user out for good.
+    """
+    said, directory = f"{origin}={base}" if origin else base, os.path.join(base, name)
+    return Place(directory, _refusal(said, base, directory, uid, owned=owned))
+
+
+def _refusal(said: str, base: str, directory: str, uid: int, *, owned: bool) -> str:
+    if not base.startswith("/") or "\0" in base:
+        return f"{said} is no absolute path"
+    nbytes = len(os.fsencode(directory)) + 1 + _NAME_NBYTES
+    if nbytes > MAX_SOCKET_PATH_BYTES:
+        return (
+            f"{said} is too long for a socket: a path of {nbytes} bytes, at most {MAX_SOCKET_PATH_BYTES} are possible"
+        )
+    try:
+        above = os.stat(base)
+    except OSError as error:
+        return f"{said} cannot be used: {error.strerror}"
+    if not stat.S_ISDIR(above.st_mode):
+        return f"{said} is no directory"
+    if owned and above.st_uid != uid:
+        return f"{said} belongs to uid {above.st_uid}, and this process has uid {uid}"
+    try:
+        there: os.stat_result | None = os.lstat(directory)
+    except FileNotFoundError:
+        there = None
+    except OSError as error:
+        return f"{directory} cannot be looked at: {error.strerror}"
+    if there is None:
+        return "" if _is_writable(base) else f"{said} is not writable for this user"
+    if not _is_private(there, uid):
+        return f"{directory} {_found(there)}"
+    return "" if _is_writable(directory) else f"{directory} is not writable for this user"
+
+
+def _is_writable(directory: str) -> bool:
+    return os.access(directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
 def _in_users_directory(name: str, environ: Mapping[str, str], uid: int) -> str:
-    candidates = [environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
-    for base in candidates:
-        if not base.startswith("/"):
-            continue
-        directory = _RUNTIME_NAME if base == environ.get("XDG_RUNTIME_DIR") else _temporary_name(uid)
-        path = os.path.join(base, directory, f"{name}.sock")
-        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES and os.path.isdir(base):
-            return SCHEME + path
-    raise EndpointError(
-        "no directory is fit for the worker's socket; set ASYNCCKPT_ENDPOINT=ipc:///short/dir/name.sock"
-    )
+    found = places(environ, uid)
+    refusals = list(itertools.takewhile(bool, (place.refusal for place in found)))
+    if len(refusals) < len(found):
+        directory = found[len(refusals)].directory
+    else:
+        directory = os.path.join(_TEMPORARY[0], _temporary_name(uid))
+    if refusals:
+        _say_once(f"{'; '.join(refusals)}: the socket of the worker lies in {directory}")
+    return f"{SCHEME}{directory}/{name}.sock"
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)
 
 
 def make_directory(endpoint: str) -> str:
@@ -146,13 +241,17 @@ def check_directory(endpoint: str) -> None:
 
 
 def _refuse_open(endpoint: str, directory: str, found: os.stat_result) -> None:
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise EndpointError(
-            f"{directory} must be a directory of this user with mode 0700 (found uid {found.st_uid}, "
-            f"mode {stat.S_IMODE(found.st_mode):04o}); choose another endpoint",
-            endpoint=endpoint,
-            path=directory,
-        )
+    if not _is_private(found, os.geteuid()):
+        raise EndpointError(f"{directory} {_found(found)}; choose another endpoint", endpoint=endpoint, path=directory)
+
+
+def _is_private(found: os.stat_result, uid: int) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o077
+
+
+def _found(found: os.stat_result) -> str:
+    mode = stat.S_IMODE(found.st_mode)
+    return f"must be a directory of this user with mode 0700 (found uid {found.st_uid}, mode {mode:04o})"
 
 
 def _make_parents(directory: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -40,16 +42,180 @@ def test_path_of_an_endpoint_is_its_socket() -> None:
 
 
 def _default(**environ: str) -> str:
-    return default_endpoint(environ, uid=1000, package="0.1.0", interpreter="/usr/bin/python3")
+    return default_endpoint(environ, uid=os.geteuid(), package="0.1.0", interpreter="/usr/bin/python3")
 
 
-def test_default_endpoint_lies_in_the_runtime_directory(short_path: pathlib.Path) -> None:
-    run = short_path / "r"
-    run.mkdir()
-    short = "/tmp" if len(str(run)) > 60 else str(run)
-    assert _default(XDG_RUNTIME_DIR=short).startswith(f"ipc://{short}/asyncckpt/")
-    assert _default(XDG_RUNTIME_DIR="/does/not/exist", TMPDIR="/tmp").startswith("ipc:///tmp/asyncckpt-1000/")
-    assert _default(XDG_RUNTIME_DIR="relative", TMPDIR="/tmp").startswith("ipc:///tmp/asyncckpt-1000/")
+TEMPORARY = f"asyncckpt-{os.geteuid()}"
+
+
+def _directory(**environ: str) -> str:
+    return os.path.dirname(socket_path(_default(**environ)))
+
+
+def test_default_endpoint_lies_in_the_runtime_directory_else_in_the_temporary_one(short_path: pathlib.Path) -> None:
+    runtime, temporary = short_path / "r", short_path / "t"
+    runtime.mkdir(mode=0o700)
+    temporary.mkdir()
+    assert _directory(XDG_RUNTIME_DIR=str(runtime), TMPDIR=str(temporary)) == f"{runtime}/asyncckpt"
+    assert _directory(TMPDIR=str(temporary)) == f"{temporary}/{TEMPORARY}"
+    assert _directory(XDG_RUNTIME_DIR="", TMPDIR=f"{temporary}/") == f"{temporary}/{TEMPORARY}"
+    assert not list(runtime.iterdir()) and not list(temporary.iterdir()), "asking makes nothing"
+
+
+def _odd(where: pathlib.Path, how: str, name: str) -> str:
+    """Make something in the place of a directory, and return the text for the variable."""
+    path = where / "odd"
+    if how == "relative":
+        return "relative"
+    if how == "a NUL byte":
+        return f"{where}\0"
+    if how == "too long":
+        path = where / ("x" * 90)
+        path.mkdir(mode=0o700)
+    elif how == "a file":
+        path.touch()
+    elif how == "a dangling link":
+        path.symlink_to("nowhere")
+    elif how == "a link to itself":
+        path.symlink_to("odd")
+    elif how != "missing":
+        path.mkdir(mode=0o700)
+        ours = path / name
+        if how == "ours is a file":
+            ours.touch()
+        elif how == "ours is a link":
+            (path / "elsewhere").mkdir(mode=0o700)
+            ours.symlink_to("elsewhere")
+        elif how == "ours is a dangling link":
+            ours.symlink_to("nowhere")
+        elif how == "ours is open to others":
+            ours.mkdir()
+            ours.chmod(0o755)
+        elif how == "ours is of another user":
+            ours.mkdir(mode=0o700)
+            os.chown(ours, 12345, 12345)
+        elif how == "of another user":
+            os.chown(path, 12345, 12345)
+    return str(path)
+
+
+ODD = [
+    *("relative", "a NUL byte", "too long", "a file", "a dangling link", "a link to itself", "missing"),
+    *("ours is a file", "ours is a link", "ours is a dangling link", "ours is open to others"),
+    *(pytest.param(how, marks=pytest.mark.root) for how in ("ours is of another user", "of another user")),
+]
+
+
+@pytest.mark.parametrize("how", ODD)
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+def test_a_place_that_is_not_fit_gives_way_to_the_next_which_is_said_once(
+    short_path: pathlib.Path,
+    variable: str,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if os.geteuid() and "another user" in how:
+        pytest.skip("only root can give a directory away")
+    for base in ("t", "tmp"):
+        (short_path / base).mkdir()
+    monkeypatch.setattr(endpoints, "_TEMPORARY", (f"{short_path}/tmp",))
+    name = "asyncckpt" if variable == "XDG_RUNTIME_DIR" else TEMPORARY
+    environ = {"TMPDIR": str(short_path / "t"), variable: _odd(short_path, how, name)}
+    if (variable, how) == ("TMPDIR", "of another user"):  # /tmp is one as well
+        assert _directory(**environ) == f"{short_path}/odd/{TEMPORARY}"
+        return
+    found = [_directory(**environ) for _ in range(3)]
+    wanted = f"{short_path}/t/{TEMPORARY}" if variable == "XDG_RUNTIME_DIR" else f"{short_path}/tmp/{TEMPORARY}"
+    assert found == [wanted] * 3
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert (variable in said or "ours" in how) and wanted in said
+    make_directory(_default(**environ))  # both sides agree that it is fit
+
+
+def test_a_usual_place_is_not_talked_about(short_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    _default(), _default(XDG_RUNTIME_DIR=str(short_path)), _default(TMPDIR=str(short_path), XDG_RUNTIME_DIR="")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_name_that_somebody_else_took_in_the_temporary_directory_is_left_for_the_next_directory(
+    short_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    bases = [short_path / name for name in "abc"]
+    for number, base in enumerate(bases):
+        base.mkdir()
+        if number < taken:
+            (base / TEMPORARY).mkdir(mode=0o777)
+    monkeypatch.setattr(endpoints, "_TEMPORARY", tuple(map(str, bases)))
+    assert _directory() == f"{bases[taken]}/{TEMPORARY}"
+
+
+def test_without_any_fit_place_it_is_using_the_endpoint_that_fails(
+    short_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (short_path / TEMPORARY).touch()
+    monkeypatch.setattr(endpoints, "_TEMPORARY", (str(short_path),))
+    endpoint = _default(TMPDIR="/does/not/exist")
+    assert "/does/not/exist" in caplog.text and TEMPORARY in caplog.text
+    assert endpoints.users_directory({"TMPDIR": "/does/not/exist"}, os.geteuid()) is None
+    with pytest.raises(EndpointError, match="directory of this user"):
+        make_directory(endpoint)
+
+
+OTHER_USER = """
+import os, sys, time
+
+from asyncckpt import launcher
+from asyncckpt.cli.worker import default_of_this_user, status_of
+from asyncckpt.protocol.endpoint import make_directory, users_directory
+from asyncckpt_worker import cli, daemon, inheritance, logs
+
+os.setgroups([]), os.setgid(12345), os.setuid(12345)
+endpoint = default_of_this_user()
+worker = os.fork()
+if not worker:
+    sys.exit(cli.main(["--endpoint", endpoint]))
+try:
+    while True:
+        try:
+            print(users_directory(os.environ, os.geteuid()), status_of(endpoint)["pid"] == worker)
+            break
+        except OSError:  # not yet
+            assert not os.waitpid(worker, os.WNOHANG)[0], "the worker has ended"
+            time.sleep(0.01)
+finally:
+    os.kill(worker, 15)
+    os.waitpid(worker, 0)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_run_as_root_with_the_runtime_directory_of_a_user_leaves_it_to_that_user(short_path: pathlib.Path) -> None:
+    short_path.chmod(0o755)
+    runtime = short_path / "r"
+    runtime.mkdir(mode=0o700)
+    os.chown(runtime, 12345, 12345)
+    (short_path / "t").mkdir()
+    (short_path / "t").chmod(0o1777)
+    ours = {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": f"{short_path}/t"}
+    assert os.path.dirname(make_directory(_default(**ours))) == f"{short_path}/t/asyncckpt-0"  # as `sudo -E` does
+    assert not list(runtime.iterdir())
+
+    def found_by_the_user() -> list[str]:
+        command = [sys.executable, "-c", OTHER_USER]
+        environ = {**os.environ, **ours, "HOME": "/"}
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+        assert not ran.returncode, ran.stderr
+        return ran.stdout.split()
+
+    assert found_by_the_user() == [f"{runtime}/asyncckpt", "True"]
+    assert (runtime / "asyncckpt").stat().st_uid == 12345
+
+    (runtime / "asyncckpt").chmod(0o700)  # and one that an earlier version let root make is passed over
+    os.chown(runtime / "asyncckpt", 0, 0)
+    assert found_by_the_user() == [f"{short_path}/t/asyncckpt-12345", "True"]
 
 
 def test_default_endpoint_differs_by_job_version_and_interpreter() -> None:
@@ -58,18 +224,12 @@ def test_default_endpoint_differs_by_job_version_and_interpreter() -> None:
         _default(ASYNCCKPT_JOB="a"),
         _default(TORCHELASTIC_RUN_ID="b"),
         _default(SLURM_JOB_ID="c"),
-        default_endpoint({}, uid=1000, package="0.2.0", interpreter="/usr/bin/python3"),
-        default_endpoint({}, uid=1000, package="0.1.0", interpreter="/usr/bin/python3.12"),
+        default_endpoint({}, uid=os.geteuid(), package="0.2.0", interpreter="/usr/bin/python3"),
+        default_endpoint({}, uid=os.geteuid(), package="0.1.0", interpreter="/usr/bin/python3.12"),
     }
     assert len(found) == 6
     assert _default(ASYNCCKPT_JOB="a", SLURM_JOB_ID="c") == _default(ASYNCCKPT_JOB="a")
     assert _default() == _default()
-
-
-def test_directory_too_long_for_a_socket_gives_way_to_a_short_one(tmp_path: pathlib.Path) -> None:
-    deep = tmp_path / ("x" * 100)
-    deep.mkdir()
-    assert len(socket_path(_default(TMPDIR=str(deep)))) <= endpoints.MAX_SOCKET_PATH_BYTES
 
 
 def test_directory_is_made_for_its_user_only(endpoint_dir: pathlib.Path) -> None:
