@@ -113,7 +113,7 @@ class Checkpointer(ABC):
         state_dict: Any = None,
         *,
         default_map_location: Any = None,
-        strict: bool = False,
+        strict: bool = True,
         **kw: Any,
     ) -> Any:
         """Load the checkpoint at `path`; as `asyncckpt.load`, through this checkpointer's reader.
@@ -122,7 +122,7 @@ class Checkpointer(ABC):
             path: The checkpoint's directory.
             state_dict: Filled in place and returned; None returns a new dict.
             default_map_location: Where new tensors go: device, string, dict or callable as in `torch.load`.
-            strict: Raise when keys of `state_dict` are missing.
+            strict: Raise when the checkpoint lacks keys of `state_dict`; False logs them.
             **kw: Reaches the reader.
 
         Raises:
@@ -190,6 +190,7 @@ class Checkpointer(ABC):
         root: str | os.PathLike[str],
         state_dict: MutableMapping[Any, Any] | None = None,
         *,
+        strict: bool = True,
         quarantine: bool = False,
         timeout_s: float = 60.0,
         **options: Any,
@@ -199,13 +200,15 @@ class Checkpointer(ABC):
         To go on after a crash: saves to `root` that the worker still writes for a run that has died are waited for.
 
         Args:
-            root, state_dict, quarantine, **options: As there; by the package's own reader.
+            root, state_dict, strict, quarantine, **options: As there; by the package's own reader.
             timeout_s: How long to wait for such saves, and for the other ranks.
 
         Raises:
             CheckpointNotFoundError, NoSoundCheckpointError, ...: As there.
         """
-        return self.restore_first(look, root, state_dict, quarantine=quarantine, timeout_s=timeout_s, **options)
+        return self.restore_first(
+            look, root, state_dict, strict=strict, quarantine=quarantine, timeout_s=timeout_s, **options
+        )
 
     def restore_first(
         self,

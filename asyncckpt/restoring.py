@@ -76,6 +76,7 @@ def restore_latest(
     root: str | os.PathLike[str],
     state_dict: MutableMapping[Any, Any] | None = None,
     *,
+    strict: bool = True,
     quarantine: bool = False,
     rank_info: RankInfo | None = None,
     **options: Any,
@@ -98,6 +99,7 @@ def restore_latest(
     Args:
         root: The directory whose children are checkpoints.
         state_dict: A target, as for `load`; None: a new one is made.
+        strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them.
         quarantine: Rename broken ones to `<name>.broken-<n>`, which nobody takes for a checkpoint any more: only when
             another one has been loaded, and only directories that are ours.
         rank_info: RankInfo(0, 1) restores in this process alone, whatever others do; None takes torch.distributed's
@@ -111,7 +113,7 @@ def restore_latest(
     Raises:
         CheckpointNotFoundError: No checkpoint was ever committed there.
         NoSoundCheckpointError: Not one verifies; lists them. A target holds parts of them.
-        MissingKeysError: The checkpoint that would be used lacks what a broken one has filled; or as `load`.
+        MissingKeysError: The checkpoint lacks what the target has, or what a broken one has filled; as `load`.
         SharedLoadError: Another rank failed.
         PlanTimeoutError: Some ranks do not restore.
         RanksDisagreeError: They restore from different directories; or the checkpoint was overwritten meanwhile.
@@ -124,6 +126,7 @@ def restore_latest(
         look,
         root,
         state_dict,
+        strict=strict,
         quarantine=quarantine,
         rank_info=rank_info,
         timeout_s=ARRIVE_TIMEOUT_S,

@@ -17,12 +17,12 @@ def load(
     *,
     keys: str | Iterable[str] | None = None,
     default_map_location: MapLocation = None,
-    strict: bool = False,
+    strict: bool = True,
     verify: bool = True,
     source: str = "auto",
     threads: int | None = None,
     low_memory: bool = True,
-    redundant_reads: str = "none",
+    redundant_reads: str = "each",
     key_map: KeyMap | None = None,
     allow_pickle: bool = False,
 ) -> Any:
@@ -52,7 +52,8 @@ def load(
             not one selects anything are an error, `strict` or not.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
-        strict: Whether missing keys are an error; otherwise they are logged and stay as they are.
+        strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them, and they stay
+            as they are.
         verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
             checksum. What is read is at most 1.1 times what is needed, counted in whole pages of 4 KiB: of rows that
             are shorter than a page, the pages that they lie in.
@@ -65,8 +66,9 @@ def load(
         low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
             into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
             and an error in the data is found before any target changes.
-        redundant_reads: "broadcast": what several ranks of the default process group want is read by one of them and
-            passed on, over gloo. Every rank must call it, whatever it wants; one that fails ends it on all.
+        redundant_reads: "each": every rank reads what it wants. "broadcast": what several ranks of the default process
+            group want is read by one of them and passed on, over gloo. Every rank must call it, whatever it wants; one
+            that fails ends it on all.
         key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
             takes its state whole, its own FQN is looked up.
         allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the

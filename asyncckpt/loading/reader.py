@@ -86,12 +86,12 @@ class DefaultReader(CheckpointReader):
         *,
         map_location: MapLocation = None,
         keys: str | Iterable[str] | None = None,
-        strict: bool = False,
+        strict: bool = True,
         verify: bool = True,
         source: str = "auto",
         threads: int | None = None,
         low_memory: bool = True,
-        redundant_reads: str = "none",
+        redundant_reads: str = "each",
         key_map: KeyMap | None = None,
         allow_pickle: bool | None = None,
         **kw: Any,
@@ -140,12 +140,12 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:
-    if redundant_reads == "none":
+    if redundant_reads == "each":
         return contextlib.nullcontext()
     if redundant_reads == "broadcast":
         return SharedReads(reader)
     wrong = ConfigError(
-        f"redundant_reads={redundant_reads!r}: 'none' or 'broadcast' is wanted", field="redundant_reads"
+        f"redundant_reads={redundant_reads!r}: 'each' or 'broadcast' is wanted", field="redundant_reads"
     )
     with contextlib.suppress(ConfigError, SharedLoadError), SharedReads(reader):  # where the others may wait
         raise wrong

@@ -43,7 +43,12 @@ class Resuming(Shelf):
         self._closed = False
 
     def restore(
-        self, state: MutableMapping[Any, Any] | None = None, step: int | None = None, **options: Any
+        self,
+        state: MutableMapping[Any, Any] | None = None,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        **options: Any,
     ) -> RestoredCheckpoint | None:
         """Load the newest checkpoint that verifies, from memory if it is there, into `state`; on all ranks the same.
 
@@ -57,6 +62,7 @@ class Resuming(Shelf):
         Args:
             state: Filled in place: as given to `save`. None: a new dict is made.
             step: Which one; None: the newest.
+            strict: Whether keys that `state` has and the checkpoint lacks are an error; False logs them.
             **options: As of `restore_latest`.
 
         Returns:
@@ -66,6 +72,7 @@ class Resuming(Shelf):
             ConfigError: `step` is no step.
             CheckpointNotFoundError: There is none of `step`.
             NoSoundCheckpointError: None verifies.
+            MissingKeysError: The checkpoint lacks what `state` has.
             AsyncCkptError, OSError: As `restore_latest`.
 
         Blocks: as `restore_latest`.
@@ -76,7 +83,9 @@ class Resuming(Shelf):
         masters = MasterParams(state.values() if state is not None else ())
         path = self.root if step is None else self._names.path(step)
         try:
-            found = self.checkpointer.restore_first(self._house.candidates, path, state, below=self.root, **options)
+            found = self.checkpointer.restore_first(
+                self._house.candidates, path, state, below=self.root, strict=strict, **options
+            )
         except CheckpointNotFoundError:
             if step is not None:
                 raise

@@ -167,7 +167,7 @@ def rounds(rank: int, root: str, seed: str, n_rounds: int) -> list[str]:
                 one.name: made(torch.zeros_like(one.whole(0)), how, meshes)
                 for one, how in zip(all_of_it, others, strict=True)
             }
-            reads = rng.choice(["none", "broadcast"])
+            reads = rng.choice(["each", "broadcast"])
             asyncckpt.load(path, target, strict=True, verify=rng.random() < 0.5, redundant_reads=reads)
             found = asyncckpt.load(path) if rank == 0 else {}
             for one, how, other in zip(all_of_it, cuts, others, strict=True):

@@ -151,6 +151,7 @@ FACTORY = {
     "test_hooks_of_all_ranks_are_asked_and_one_veto_ends_the_save_on_all",
 }
 RESTORE = {
+    "strict": "unit/test_restoring.py::test_missing_keys_are_raised_unless_told_otherwise",
     "root": "unit/test_restoring.py::test_the_newest_is_taken_and_nothing_is_said",
     "state_dict": "unit/test_restoring.py::test_a_damaged_one_is_passed_over_and_that_is_said",
     "quarantine": "unit/test_restoring.py::test_on_request_broken_ones_are_put_aside_and_offered_no_more",
@@ -222,7 +223,7 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
     (
         SyncCheckpointer.restore_latest,
         {
-            **{name: RESTORE[name] for name in ("root", "state_dict", "quarantine", "options")},
+            **{name: RESTORE[name] for name in ("root", "state_dict", "strict", "quarantine", "options")},
             "timeout_s": "integration/test_ranks_restoring.py::"
             "test_a_rank_that_does_not_come_is_named_in_time_and_the_next_call_works",
         },
@@ -361,6 +362,7 @@ SURFACE += [
     (
         asyncckpt.CheckpointManager.restore,
         {
+            "strict": RESTORE["strict"],
             "state": f"{M}test_a_training_goes_on_bit_for_bit_with_all_that_it_has",
             "step": f"{M}test_a_step_is_restored_or_nothing",
             "options": f"{M}test_a_broken_one_is_passed_over_and_that_is_said",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,39 @@ def test_a_shape_that_does_not_fit_is_raised(root: Path) -> None:
         asyncckpt.restore_latest(root, target())
 
 
-def test_missing_keys_are_raised_if_strict(root: Path) -> None:
-    with pytest.raises(MissingKeysError):
-        asyncckpt.restore_latest(root, target("more"), strict=True)
+def _with_checkpointer(root: Path, state: Any, method: str = "restore_latest", **options: Any) -> Any:
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        return getattr(checkpointer, method)(root, state, **options)
+
+
+def _with_manager(root: Path, state: Any, **options: Any) -> Any:
+    checkpointer = asyncckpt.SyncCheckpointer()
+    with (
+        checkpointer,
+        asyncckpt.CheckpointManager(
+            root, checkpointer=checkpointer, step_format="s{step}", preemption_signal=None
+        ) as manager,
+    ):
+        return manager.restore(state, **options)
+
+
+RESTORERS: dict[str, Callable[..., Any]] = {
+    "restore_latest": asyncckpt.restore_latest,
+    "checkpointer": _with_checkpointer,
+    "manager": _with_manager,
+    "load": lambda root, state, **options: asyncckpt.load(root / "s30", state, **options),
+    "checkpointer.load": lambda root, state, **options: _with_checkpointer(root / "s30", state, "load", **options),
+}
+
+
+@pytest.mark.parametrize("how", RESTORERS)
+def test_missing_keys_are_raised_unless_told_otherwise(root: Path, how: str) -> None:
+    state = target("more")
+    with pytest.raises(MissingKeysError) as caught:
+        RESTORERS[how](root, state)
+    assert caught.value.keys == ["more"] and not state["w"].any() and state["step"] == -1
+    RESTORERS[how](root, state, strict=False)
+    assert state["step"] == 30 and not state["more"].any()
 
 
 def test_one_of_a_newer_version_is_raised(root: Path) -> None:

@@ -399,7 +399,7 @@ def test_extra_state_of_another_structure_is_given_to_the_module(tmp_path: Path)
 
 def test_extra_state_that_was_not_saved_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, fresh = save(tmp_path / "a", {"m": {"weight": torch.ones(2)}}), Extra(["mine"])
-    asyncckpt.load(path, {"m": fresh})
+    asyncckpt.load(path, {"m": fresh}, strict=False)
     assert fresh.words == ["mine"] and fresh.weight.tolist() == [1, 1]
     assert "m._extra_state" in caplog.text
 
@@ -459,7 +459,7 @@ def test_what_a_module_has_and_the_checkpoint_lacks_is_missing(tmp_path: Path) -
         asyncckpt.load(path, {"m": model, "o": Counter(), "c": {"d": Counter()}}, strict=True)
     assert caught.value.keys == ["m.bias", "o", "c.d"]
     bias = model.bias.clone()
-    asyncckpt.load(path, {"m": model, "o": Counter(5)})
+    asyncckpt.load(path, {"m": model}, strict=False)
     assert torch.equal(model.bias, bias)
 
 
