@@ -75,7 +75,11 @@ def identity_of(found: Sharded, value: object) -> object:
 
 
 def place_of(tensor: torch.Tensor | None) -> object:
-    """Return where a tensor lies: its address, or of an empty one its storage and where in it."""
+    """Return where a tensor lies, its address, or of an empty one its storage and where in it; and what it makes of it.
+
+    A conjugated or negated view lies where the tensor does, and has other values.
+    """
     if tensor is None:
         return None
-    return tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    place = tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    return place, tensor.is_conj(), tensor.is_neg()

@@ -61,7 +61,7 @@ def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = 
 class _Walk:
     """One pass over a state dict; `keys` is the path to where it stands."""
 
-    __slots__ = ("_allow_pickle", "_open", "_per_rank", "_seen", "_shards", "keys", "objects", "tensors")
+    __slots__ = ("_allow_pickle", "_lazy", "_open", "_per_rank", "_seen", "_shards", "keys", "objects", "tensors")
 
     def __init__(self, open_: Open, allow_pickle: bool) -> None:
         self._open, self._allow_pickle = open_, allow_pickle
@@ -70,6 +70,7 @@ class _Walk:
         self.objects: list[Any] = []
         self.keys: list[Any] = []
         self._seen: dict[Any, int] = {}
+        self._lazy: list[torch.Tensor] = []
         self._shards: dict[int, tuple[Sharded, list[torch.Tensor]]] = {}
 
     def mapping(self, value: Mapping[Any, Any]) -> Node:
@@ -208,6 +209,9 @@ class _Walk:
             if not is_whole(value):
                 raise self._refused(value, SHRUNK)
             if value.is_conj() or value.is_neg():
+                # IMPORTANT: kept until the walk ends. The original may be a temporary of `to_shards` or of a mapping,
+                # and the next one at its address would be taken for the same tensor.
+                self._lazy.append(value)
                 value = value.resolve_conj().resolve_neg()
             self.tensors.append(value)
         return ("T", number)
