@@ -194,7 +194,7 @@ class Checkpointer(ABC):
         quarantine: bool = False,
         timeout_s: float = 60.0,
         **options: Any,
-    ) -> RestoredCheckpoint:
+    ) -> RestoredCheckpoint | None:
         """Load the newest checkpoint below `root` that verifies, as `asyncckpt.restore_latest`.
 
         To go on after a crash: saves to `root` that the worker still writes for a run that has died are waited for.
@@ -203,8 +203,11 @@ class Checkpointer(ABC):
             root, state_dict, strict, quarantine, **options: As there; by the package's own reader.
             timeout_s: How long to wait for such saves, and for the other ranks.
 
+        Returns:
+            As there; None: there is nothing to go on from.
+
         Raises:
-            CheckpointNotFoundError, NoSoundCheckpointError, ...: As there.
+            NoSoundCheckpointError, ...: As there.
         """
         return self.restore_first(
             look, root, state_dict, strict=strict, quarantine=quarantine, timeout_s=timeout_s, **options
@@ -220,7 +223,7 @@ class Checkpointer(ABC):
         quarantine: bool = False,
         timeout_s: float = 60.0,
         **options: Any,
-    ) -> RestoredCheckpoint:
+    ) -> RestoredCheckpoint | None:
         """As `restore_latest`, for who has an own idea of what is to be tried, and in which order.
 
         Args:
@@ -228,8 +231,11 @@ class Checkpointer(ABC):
             root, state_dict, quarantine, timeout_s, **options: As there.
             below: Saves to this directory are waited for; None: to `root`.
 
+        Returns:
+            As there; None: there is nothing to go on from.
+
         Raises:
-            CheckpointNotFoundError, NoSoundCheckpointError, ...: As there.
+            NoSoundCheckpointError, ...: As there.
         """
         self._check_usable()
 

@@ -8,6 +8,7 @@ target changes, for a second copy of the state in memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import CheckpointNotFoundError, ConfigError, NoSoundCheckpointError
+from asyncckpt.errors import ConfigError, NoSoundCheckpointError
 from asyncckpt.exchange import Meeting
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.reader import DefaultReader
@@ -80,7 +81,7 @@ def restore_latest(
     quarantine: bool = False,
     rank_info: RankInfo | None = None,
     **options: Any,
-) -> RestoredCheckpoint:
+) -> RestoredCheckpoint | None:
     """Load the newest checkpoint of a directory that verifies; one that is broken is passed over, and that is said.
 
     Newest by lineage, as `latest_checkpoint` has it. What all ranks had staged and is in the worker's memory only, for
@@ -108,11 +109,12 @@ def restore_latest(
             those on disk, those in memory, or both.
 
     Returns:
-        What was loaded, and what was passed over.
+        What was loaded, and what was passed over. None, on all ranks: there is nothing to go on from, neither on disk
+        (no directory, or nothing committed in it) nor in memory; the target is as it was. So a first run needs no
+        look before it, and a look at the disk alone would hide what is in memory only.
 
     Raises:
-        CheckpointNotFoundError: No checkpoint was ever committed there.
-        NoSoundCheckpointError: Not one verifies; lists them. A target holds parts of them.
+        NoSoundCheckpointError: There are some, and not one verifies; lists them. A target holds parts of them.
         MissingKeysError: The checkpoint lacks what the target has, or what a broken one has filled; as `load`.
         SharedLoadError: Another rank failed.
         PlanTimeoutError: Some ranks do not restore.
@@ -157,7 +159,7 @@ def restore_first(
     meet: Callable[[], Meeting | None] = lambda: None,
     endpoint: str | None = None,
     **options: Any,
-) -> RestoredCheckpoint:
+) -> RestoredCheckpoint | None:
     """Load the first of several checkpoints that verifies; arguments and errors as `restore_latest` has them.
 
     Args:
@@ -190,6 +192,9 @@ def restore_first(
                 return _restored(candidate.path, attempts, loaded, skipped, moved)
             _log.warning("%s is broken and passed over: %s", candidate.path, broken.error)
             skipped.append((candidate, broken))
+    if not skipped:
+        _say_none(directory, is_first=rank.rank == 0)
+        return None
     raise _none_left(directory, skipped, is_touched=bool(attempts.touched))
 
 
@@ -258,9 +263,25 @@ def _restored(
     )
 
 
+def _say_none(root: str, *, is_first: bool) -> None:
+    """Say it louder where other things lie: the directory may be the wrong one."""
+    names = []
+    if is_first:
+        with contextlib.suppress(OSError), os.scandir(root) as entries:
+            names = [one.name for one in entries if one.is_dir() and not one.name.startswith(".")]
+    if names:
+        _log.warning(
+            "nothing to restore: no checkpoint is committed in %s, nor in memory; the %d directories in it, %s among "
+            "them, are none",
+            root,
+            len(names),
+            min(names),
+        )
+    else:
+        _log.info("nothing to restore: no checkpoint is committed in %s, nor in memory", root)
+
+
 def _none_left(root: str, skipped: Sequence[tuple[Candidate, Broken]], *, is_touched: bool) -> Exception:
-    if not skipped:
-        return CheckpointNotFoundError(f"no checkpoint has been committed in {root}", path=root)
     texts = [f"{candidate.path}: {broken.error}" for candidate, broken in skipped]
     target = "; the target holds parts of them and must not be used" if is_touched else ""
     listed = "".join(f"\n  {text}" for text in texts)

@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     state = {"model": model, "optim": optimizer, "step": 0}  # <-
-    newest = asyncckpt.latest_checkpoint(args.dir)  # <-
-    if newest is not None:  # <-
-        asyncckpt.load(newest, state)  # <-
+    asyncckpt.restore_latest(args.dir, state)  # <- in place; None, and nothing changes, before the first save
 
     losses = []
     with asyncckpt.AsyncCheckpointer() as checkpointer:  # <-

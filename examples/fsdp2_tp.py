@@ -43,16 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     fully_shard(model, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    first = 0
-    newest = asyncckpt.latest_checkpoint(args.dir)  # <-
-    if newest is not None:  # <-
-        state = state_of(model, optimizer, 0)  # <-
-        asyncckpt.load(newest, state)  # <-
-        set_optimizer_state_dict(model, optimizer, state["optim"])  # <-
-        first = state["step"]
-
     losses = []
     with asyncckpt.AsyncCheckpointer() as checkpointer:  # <-
+        first = 0
+        if checkpointer.latest_checkpoint(args.dir) is not None:  # <- on disk or in memory, the same on all ranks
+            state = state_of(model, optimizer, 0)  # <- gives a new optimizer a state, which a fresh start must not have
+            checkpointer.restore_latest(args.dir, state)  # <-
+            set_optimizer_state_dict(model, optimizer, state["optim"])  # <-
+            first = state["step"]
         for step in range(first, args.steps):
             generator = torch.Generator().manual_seed(step)
             batch = torch.randn(BATCH, WIDTH, generator=generator)[data.get_local_rank() :: data.size()]

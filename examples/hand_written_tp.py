@@ -75,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         "momentum": layer.described(*momenta),  # <-
         "step": 0,  # <-
     }
-    newest = asyncckpt.latest_checkpoint(args.dir)  # <-
-    if newest is not None:  # <-
-        asyncckpt.load(newest, state)  # <-
+    asyncckpt.restore_latest(args.dir, state)  # <- in place; None, and nothing changes, before the first save
 
     losses = []
     with asyncckpt.AsyncCheckpointer() as checkpointer:  # <-

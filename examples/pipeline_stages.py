@@ -80,16 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     stage = Stage()
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
 
-    first = 0
-    newest = asyncckpt.latest_checkpoint(args.dir)  # <-
-    if newest is not None:  # <-
-        state = state_of(stage, optimizer, 0)  # <-
-        asyncckpt.load(newest, state)  # <-
-        set_optimizer_state_dict(stage, optimizer, state["optim"], options=BY_NAME)  # <-
-        first = state["step"]
-
     losses = []
     with asyncckpt.AsyncCheckpointer() as checkpointer:  # <-
+        first = 0
+        if checkpointer.latest_checkpoint(args.dir) is not None:  # <- on disk or in memory, the same on all ranks
+            state = state_of(stage, optimizer, 0)  # <- gives a new optimizer a state, which a fresh start must not have
+            checkpointer.restore_latest(args.dir, state)  # <-
+            set_optimizer_state_dict(stage, optimizer, state["optim"], options=BY_NAME)  # <-
+            first = state["step"]
         for step in range(first, args.steps):
             batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
             losses.append(float(stage.train_on(batch)))

@@ -98,17 +98,14 @@ def train(args: argparse.Namespace, checkpointer: asyncckpt.AsyncCheckpointer) -
     torch.manual_seed(1 + rank)
     step, position = 0, len(data) // world_size * rank
 
-    newest = checkpointer.latest_checkpoint(args.dir)  # <- the same on all ranks
-    if newest is not None:  # <-
-        state = asyncckpt.load(newest, keys=["model", "optim", "step"])  # <-
-        model.load_state_dict(state["model"])  # <-
-        optimizer.load_state_dict(state["optim"])  # <-
-        step = state["step"]  # <-
-        if asyncckpt.open_checkpoint(newest).world_size == world_size:  # <- else every rank starts its data anew
-            own = asyncckpt.load(newest, keys=["position", "rng"])  # <-
+    restored = checkpointer.restore_latest(args.dir, {"model": model, "optim": optimizer})  # <- the same on all ranks
+    if restored is not None:  # <-
+        step = restored.step  # <-
+        if asyncckpt.open_checkpoint(restored.path).world_size == world_size:  # <- else all start their data anew
+            own = asyncckpt.load(restored.path, keys=["position", "rng"])  # <-
             position = own["position"]  # <-
             torch.set_rng_state(own["rng"])  # <-
-        say(f"rank {rank}: resumed from {newest} at step {step}")
+        say(f"rank {rank}: resumed from {restored.path} at step {step}")
 
     network = DistributedDataParallel(model) if dist.is_initialized() else model
     while step < args.steps:

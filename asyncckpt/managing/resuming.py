@@ -66,7 +66,7 @@ class Resuming(Shelf):
             **options: As of `restore_latest`.
 
         Returns:
-            What was loaded; None: there is no checkpoint yet.
+            What was loaded; None, on all ranks: there is no checkpoint yet, neither on disk nor in memory.
 
         Raises:
             ConfigError: `step` is no step.
@@ -82,14 +82,15 @@ class Resuming(Shelf):
         options.setdefault("quarantine", self._quarantine)
         masters = MasterParams(state.values() if state is not None else ())
         path = self.root if step is None else self._names.path(step)
-        try:
-            found = self.checkpointer.restore_first(
-                self._house.candidates, path, state, below=self.root, strict=strict, **options
+        found = self.checkpointer.restore_first(
+            self._house.candidates, path, state, below=self.root, strict=strict, **options
+        )
+        if found is None:
+            if step is None:
+                return None
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint of step {step}: none is committed at {path}, nor in memory", path=path
             )
-        except CheckpointNotFoundError:
-            if step is not None:
-                raise
-            return None
         count = masters.refresh()
         if count:
             _log.info("%d master parameters were not in the checkpoint; they were set from the weights", count)

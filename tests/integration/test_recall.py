@@ -284,6 +284,23 @@ def test_restoring_passes_over_a_snapshot_that_is_gone_from_memory_meanwhile(
         saver.restore_latest(tmp_path, source="memory")
 
 
+@pytest.mark.parametrize("by", ["asyncckpt.restore_latest", "a checkpointer", "a manager"])
+def test_what_is_in_memory_only_is_restored_where_a_look_at_the_disk_finds_nothing(
+    saver: AsyncCheckpointer, here: Here, tmp_path: pathlib.Path, by: str
+) -> None:
+    here.storage.broken = True
+    with contextlib.suppress(SaveFailedError):
+        written(saver.save(state_of(1), tmp_path / "step-00000001"))
+    assert asyncckpt.latest_checkpoint(tmp_path) is None
+    target = state_of(0)
+    if by == "a manager":
+        with asyncckpt.CheckpointManager(tmp_path, checkpointer=saver, preemption_signal=()) as managed:
+            found = managed.restore(target)
+    else:
+        found = (asyncckpt if by == "asyncckpt.restore_latest" else saver).restore_latest(tmp_path, target)
+    assert found is not None and found.step == 1 and is_state(target, 1)
+
+
 def test_checkpoint_that_was_committed_and_removed_is_not_the_newest_again(
     saver: AsyncCheckpointer, tmp_path: pathlib.Path
 ) -> None:
@@ -316,8 +333,7 @@ def test_snapshot_whose_directory_was_removed_since_is_not_resumed_from_unless_a
         doomed.mkdir()
     assert saver.latest_checkpoint(root) is None
     assert f"a snapshot of step 1 of {root / '1'}, which is passed over" in caplog.text
-    with pytest.raises(CheckpointNotFoundError):
-        saver.restore_latest(root)
+    assert saver.restore_latest(root) is None
     assert saver.latest_checkpoint(root, source="memory") == str(root / "1")
     assert saver.restore_latest(root, source="memory").step == 1
     assert is_state(saver.load(root / "1"), 1), "by its own name it is asked for"

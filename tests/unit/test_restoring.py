@@ -18,7 +18,6 @@ from storage_samples import flip_byte, shard_paths  # noqa: E402
 import asyncckpt  # noqa: E402
 from asyncckpt.config import RankInfo  # noqa: E402
 from asyncckpt.errors import (  # noqa: E402
-    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     MissingKeysError,
@@ -150,7 +149,10 @@ def test_none_that_verifies_is_an_error_that_lists_all_and_warns_of_the_target(r
 
 
 @pytest.mark.parametrize("what", ["nothing", "other things", "never committed"])
-def test_no_checkpoint_at_all_is_not_found(tmp_path: Path, what: str) -> None:
+def test_no_checkpoint_at_all_is_none_and_the_target_stays(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="asyncckpt")
     if what == "other things":
         (tmp_path / "logs").mkdir()
         (tmp_path / "web").mkdir()
@@ -158,8 +160,20 @@ def test_no_checkpoint_at_all_is_not_found(tmp_path: Path, what: str) -> None:
     if what == "never committed":
         save(tmp_path, state(10))
         (tmp_path / "s10" / "manifest.json").unlink()
-    with pytest.raises(CheckpointNotFoundError):
-        asyncckpt.restore_latest(tmp_path / "none" if what == "nothing" else tmp_path)
+    root = tmp_path / "none" if what == "nothing" else tmp_path
+    target = state(77)
+    assert asyncckpt.restore_latest(root, target) is None is asyncckpt.restore_latest(root)
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        assert checkpointer.restore_latest(root) is None
+    assert target["step"] == 77 and torch.equal(target["w"], state(77)["w"])
+    said = [one for one in caplog.records if "nothing to restore" in one.message]
+    assert len(said) == 3 and {one.levelname for one in said} == {"INFO" if what == "nothing" else "WARNING"}
+
+
+def test_a_root_that_cannot_be_read_is_an_error_and_not_none(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        asyncckpt.restore_latest(tmp_path / "loop")
 
 
 def test_one_that_was_never_committed_is_no_candidate(root: Path) -> None:
