@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
+from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.endpoint import check_directory, socket_path
 from asyncckpt.protocol.identity import start_ticks
@@ -86,19 +86,20 @@ class Session(SessionThread):
                 while not self._welcome.done() and time.monotonic() < deadline:
                     start()
                     self._await_welcome(min(time.monotonic() + START_AGAIN_S, deadline))
-            self._welcome.result(max(0.0, deadline - time.monotonic()))
-            # IMPORTANT: again, as it may have been made meanwhile: what comes next is the training state.
-            check_directory(self.endpoint)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, concurrent.futures.TimeoutError) and not isinstance(error, AsyncCkptError):
+            self._await_welcome(deadline)
+            if not self._welcome.done():
                 started = " although one was started; see the log file beside its socket" if start else ""
                 raise WorkerUnavailableError(
                     f"no worker answers at {self.endpoint}{started}. Start one with: asyncckpt-worker --endpoint "
                     f"{self.endpoint}",
                     endpoint=self.endpoint,
                     detail="no answer to hello",
-                ) from None
+                )
+            self._welcome.result(0)
+            # IMPORTANT: again, as it may have been made meanwhile: what comes next is the training state.
+            check_directory(self.endpoint)
+        except BaseException:
+            self.close()
             raise
 
     def _start(self) -> None:
@@ -109,8 +110,10 @@ class Session(SessionThread):
             raise WorkerUnavailableError(text, endpoint=self.endpoint, detail="thread") from error
 
     def _await_welcome(self, until: float) -> None:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self._welcome.result(max(0.0, until - time.monotonic()))
+        # IMPORTANT: `wait`, here and below: an error of the future may be a TimeoutError itself.
+        concurrent.futures.wait([self._welcome], max(0.0, until - time.monotonic()))
+        if self._welcome.done():
+            self._welcome.result(0)
 
     def request(self, build: Callable[[int], messages.Message], timeout_s: float) -> Future[messages.Message]:
         """Send a request; it is repeated until it is answered.
@@ -143,17 +146,15 @@ class Session(SessionThread):
             WorkerUnavailableError: No answer in time, or the worker is lost.
             AsyncCkptError: What the worker refused with.
         """
-        try:
-            # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
-            return self.request(build, timeout_s).result(timeout_s + late_s)
-        except concurrent.futures.TimeoutError as error:
-            if isinstance(error, AsyncCkptError):
-                raise
+        future = self.request(build, timeout_s)
+        # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
+        if not concurrent.futures.wait([future], timeout_s + late_s).done:
             raise WorkerUnavailableError(
                 f"the worker at {self.endpoint} did not answer in time",
                 endpoint=self.endpoint,
                 detail="request timeout",
-            ) from None
+            )
+        return future.result(0)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until every request has been answered, at most `timeout_s`."""

@@ -195,13 +195,10 @@ class ByWorker:
             self.abandon(f"its coordinator failed: {error!r}")
             raise
         timeout_s = self._config.commit_timeout_s + VERDICT_S
-        try:
-            future.result(timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            if isinstance(error, AsyncCkptError):
-                raise
+        if not concurrent.futures.wait([future], timeout_s).done:
             text = f"save {self._save_id} was not committed within {timeout_s:g} s; the worker goes on with it"
-            raise CommitTimeoutError(text, timeout_s=timeout_s, save_id=str(self._save_id)) from None
+            raise CommitTimeoutError(text, timeout_s=timeout_s, save_id=str(self._save_id))
+        future.result(0)
 
     def _await_earlier(self, path: str) -> None:
         if self._handed_over is not None and self._handed_over[1] == path and self._desk is not None:

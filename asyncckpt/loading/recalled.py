@@ -15,6 +15,7 @@ from typing import TypeVar
 from asyncckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
+    PlanTimeoutError,
     SnapshotUnavailableError,
 )
 from asyncckpt.foreign.kinds import read_any
@@ -115,6 +116,8 @@ def _committed(path: str, save_id: str, endpoint: str | None, files: Files, use:
                     raise NotHere(f"{path} was overwritten meanwhile")
                 with mapped.reading():
                     result = use(Bytes(contents, overlaid))
+        except PlanTimeoutError:  # an OSError too, but it says nothing of the snapshot: another rank does not answer
+            raise
         except (*ABSENT, CorruptCheckpointError, SnapshotUnavailableError, OSError) as error:
             _logger.info("%s is read from disk: its snapshot in memory cannot be: %s", path, error)
             raise NotHere(str(error)) from error

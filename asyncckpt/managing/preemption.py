@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -125,14 +126,14 @@ class Preemption:
 
         Blocks: at most for what is left of `grace_s`.
         """
-        left_s = self.left_s or 0.0
-        try:
-            handle.staged.result(left_s)
-        except TimeoutError:
-            if not handle.staged.done():
-                self._say_late(handle.step)
-                return
-        except Exception as error:
+        # IMPORTANT: `done` says whether it has ended, and not the class of an error: what a save fails with may be a
+        # TimeoutError itself, and the one of Python 3.10's futures is another class.
+        concurrent.futures.wait([handle.staged], self.left_s or 0.0)
+        if not handle.staged.done():
+            self._say_late(handle.step)
+            return
+        error = handle.staged.exception(0)
+        if error is not None:
             _log.error("told to stop: step %d could not be staged, an earlier one stays: %s", handle.step, error)
             return
         _log.warning("told to stop: step %d is staged; the worker finishes it, also without this process", handle.step)

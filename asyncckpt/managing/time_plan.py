@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from asyncckpt.managing.noticeboard import Noticeboard
@@ -30,7 +31,7 @@ _log = logging.getLogger("asyncckpt")
 
 
 class TimePlan:
-    """See the module. `at` and `saved` in the training thread; `turn` in the watch's.
+    """See the module. `at` and `saved` in the training thread; `turn` in the watch's; what both use under `_changed`.
 
     Args:
         interval_s: Seconds from one save to the next.
@@ -58,13 +59,14 @@ class TimePlan:
         self._last = now()
         self._mark: tuple[int, float] | None = None
         self._ahead = 1
-        self._records: list[bytes] = []
+        self._unsaid: deque[bytes] = deque()
         self._next = 0
         self._gave_up = False
 
     def saved(self) -> None:
         """A save has begun, for whatever reason: the seconds count from here."""
-        self._last = self._now()
+        with self._changed:
+            self._last = self._now()
 
     def at(self, step: int) -> bool:
         """Whether it is time to save at `step`. Every rank asks at the same steps, in ascending order.
@@ -105,8 +107,9 @@ class TimePlan:
         if pace_s is not None and step + left_s / pace_s < fence:
             save = min(max(begin, step + math.ceil(left_s / pace_s)), fence - 1)
             self._last = now + max(0.0, (save - step) * pace_s)
-        self._records.append(json.dumps([fence, save]).encode())
-        self._take(self._records[-1])
+        record = json.dumps([fence, save]).encode()
+        self._unsaid.append(record)
+        self._take(record)
         self._wake()
 
     def _take(self, record: bytes) -> None:
@@ -121,16 +124,23 @@ class TimePlan:
         Raises:
             AsyncCkptError: The board cannot be reached.
         """
-        while True:
-            if self._is_leader:
-                if self._next == len(self._records):
-                    return
-                board.post(f"plan/{self._next}", self._records[self._next])
-                self._records[self._next] = b""
-            else:
-                record = board.heard(f"plan/{self._next}")
-                if record is None:
-                    return
-                with self._changed:
-                    self._take(record)
+        while self._post_next(board) if self._is_leader else self._hear_next(board):
             self._next += 1
+
+    def _post_next(self, board: Noticeboard) -> bool:
+        with self._changed:
+            record = self._unsaid[0] if self._unsaid else None
+        if record is None:
+            return False
+        board.post(f"plan/{self._next}", record)  # IMPORTANT: without the lock, for which the training would wait
+        with self._changed:
+            self._unsaid.popleft()  # only now: what could not be posted is tried again by the next turn
+        return True
+
+    def _hear_next(self, board: Noticeboard) -> bool:
+        record = board.heard(f"plan/{self._next}")
+        if record is None:
+            return False
+        with self._changed:
+            self._take(record)
+        return True

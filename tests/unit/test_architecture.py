@@ -255,6 +255,22 @@ def test_module_says_what_it_is(name: str) -> None:
     assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
 
 
+def test_whether_a_future_has_ended_is_asked_and_not_told_by_the_class_of_an_error() -> None:
+    """A future's own error may be a TimeoutError, and that of Python 3.10's futures is another class: see `handle`."""
+    bare = {"TimeoutError", "asyncio.TimeoutError", "concurrent.futures.TimeoutError", "futures.TimeoutError"}
+    found = [
+        f"{name}:{node.lineno}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.ExceptHandler, ast.Call))
+        for one in ast.walk(node.type or ast.Pass() if isinstance(node, ast.ExceptHandler) else node)
+        if (isinstance(node, ast.ExceptHandler) or ast.unparse(node.func) in ("isinstance", "contextlib.suppress"))
+        and isinstance(one, (ast.Name, ast.Attribute))
+        and ast.unparse(one) in bare
+    ]
+    assert not found
+
+
 def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
     declared = [
         name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -14,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,9 +26,15 @@ torch = pytest.importorskip("torch")
 
 from asyncckpt import RngState, optimal_interval, refresh_master_params  # noqa: E402
 from asyncckpt.config import CheckpointerConfig, RankInfo  # noqa: E402
-from asyncckpt.errors import ConfigError, PlanTimeoutError, SignalHandlerError  # noqa: E402
+from asyncckpt.errors import (  # noqa: E402
+    ConfigError,
+    PlanTimeoutError,
+    SaveFailedError,
+    SignalHandlerError,
+    SlotTimeoutError,
+)
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.handle import SaveHandle  # noqa: E402
+from asyncckpt.handle import SaveHandle, SaveReport  # noqa: E402
 from asyncckpt.managing import housekeeping, stopping, time_plan  # noqa: E402
 from asyncckpt.managing.advice import AFTER_SAVES, Advice  # noqa: E402
 from asyncckpt.managing.housekeeping import Hold, Housekeeping  # noqa: E402
@@ -478,6 +486,97 @@ def test_without_a_word_of_rank_0_training_goes_on_and_that_is_said(
     assert caplog.text.count("rank 0 has not said") == 1
 
 
+class OwnedBy(deque[Any]):
+    """A table that may be touched only by who holds `lock`."""
+
+    def __init__(self, lock: threading.Condition, *values: Any) -> None:
+        super().__init__(values)
+        self.lock, self.touched = lock, 0
+
+    def append(self, value: Any) -> None:
+        self.check()
+        super().append(value)
+
+    def popleft(self) -> Any:
+        self.check()
+        return super().popleft()
+
+    def check(self) -> None:
+        self.touched += 1
+        assert self.lock._is_owned(), "the table was touched without its lock"  # type: ignore[attr-defined]
+
+    def __getitem__(self, index: Any) -> Any:
+        self.check()
+        return super().__getitem__(index)
+
+    def __len__(self) -> int:
+        self.check()
+        return super().__len__()
+
+
+def test_what_rank_0_has_to_say_is_touched_by_the_holder_of_its_lock_only() -> None:
+    now = Clock()
+    ranks = [PlannedRank(Wall(2), rank, 30.0, now) for rank in range(2)]
+    plan = ranks[0].plan
+    table = plan._unsaid = OwnedBy(plan._changed)
+    for _ in range(500):
+        now.now += 0.5
+        assert ranks[0].train()
+        ranks[0].plan.turn(ranks[0].board)
+    assert table.touched > 100 and ranks[0].saved
+
+
+class SlowBoard(SimulatedBoard):
+    """Each post stays under way until the test lets it go; the first one fails."""
+
+    def __init__(self, wall: Wall) -> None:
+        super().__init__(wall, 0)
+        self.reached, self.go, self.posted = threading.Semaphore(0), threading.Semaphore(0), list[str]()
+
+    def post(self, name: str, data: bytes) -> None:
+        self.reached.release()
+        assert self.go.acquire(timeout=60)
+        self.posted.append(name)
+        if len(self.posted) == 1:
+            raise SaveFailedError("the store is away", code="exchange")
+        super().post(name, data)
+
+
+def test_training_goes_on_while_a_record_is_posted_and_every_record_arrives_in_order() -> None:
+    now, wall = Clock(), Wall(2)
+    leader, follower = PlannedRank(wall, 0, 5.0, now), PlannedRank(wall, 1, 5.0, now)
+    board = SlowBoard(wall)
+
+    def look() -> None:
+        with contextlib.suppress(SaveFailedError):
+            leader.plan.turn(board)
+
+    def train() -> None:
+        for _ in range(40):
+            now.now += 0.5
+            assert leader.train(), "without waiting for a post"
+
+    for _ in range(6):
+        train()
+        thread = threading.Thread(target=look)
+        thread.start()
+        assert board.reached.acquire(timeout=60), "a post is under way"
+        train()
+        for _ in range(100):
+            board.go.release()
+        thread.join(60)
+        assert not thread.is_alive()
+        while board.go.acquire(blocking=False) or board.reached.acquire(blocking=False):
+            pass
+    leader.plan.turn(leader.board)
+    numbers = [int(name.partition("/")[2]) for name in board.posted]
+    assert numbers == [0, *range(len(numbers) - 1)], "the one that failed is posted again; then each once"
+    follower.plan.turn(follower.board)
+    while follower.step < leader.step:
+        assert follower.train()
+    assert follower.saved == leader.saved != []
+
+
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
@@ -541,6 +640,36 @@ def test_the_end_of_the_grace_is_said_while_the_save_still_blocks(caplog: pytest
     with preemption.in_time(8):
         wait_until(lambda: "step 8 is not staged within 0.01 s" in caplog.text, "it is said")
     assert "step 7" not in caplog.text
+
+
+class OldTimeoutError(Exception):
+    """As `concurrent.futures.TimeoutError` of Python 3.10: no builtin."""
+
+
+@pytest.mark.parametrize("of_310", [False, True])
+@pytest.mark.parametrize("outcome", ["staged", "late", "SlotTimeoutError", "TimeoutError", "SaveFailedError"])
+def test_after_the_signal_what_is_said_of_the_last_save_is_what_became_of_it(
+    outcome: str, of_310: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if of_310:
+        monkeypatch.setattr(concurrent.futures._base, "TimeoutError", OldTimeoutError)
+        monkeypatch.setattr(concurrent.futures, "TimeoutError", OldTimeoutError)
+    handle = SaveHandle(step=8, path="/x", save_id=SaveId(0, 1, "aa" * 8))
+    errors = {
+        "SlotTimeoutError": SlotTimeoutError("no slot", save_id="x", step=8, path="/x", timeout_s=1.0),
+        "TimeoutError": TimeoutError("of a device"),
+        "SaveFailedError": SaveFailedError("full", code="disk"),
+    }
+    if outcome == "staged":
+        handle.staged.set_result(SaveReport(save_id="x", nbytes=1))
+    elif outcome in errors:
+        handle.fail(errors[outcome])
+    preemption = Preemption((), 0.05, 1, lambda: None)
+    preemption.tell()
+    preemption.see_staged(handle)
+    expected = {"staged": "step 8 is staged", "late": "step 8 is not staged within"}
+    assert expected.get(outcome, "step 8 could not be staged") in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_a_save_within_the_grace_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
