@@ -30,8 +30,10 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.in_flight import await_saves_below
 from asyncckpt.overlapping import Overlapping
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
+from asyncckpt.process_group import Membership
 from asyncckpt.save_events import SaveEvents
 from asyncckpt.staging.host_stager import HostStager
+from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
 from asyncckpt.wiring import reach_worker, refuse_misplaced
@@ -83,13 +85,11 @@ class AsyncCheckpointer(Overlapping):
             raise ConfigError(
                 "commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook"
             )
+        self._retired: list[WorkerProcess] = []
         if checkpoint_process is None:
-            named = endpoint or endpoint_from_environment()
-            self._process, self._coordination = process, ranks = reach_worker(
-                self.config, self._rank, named, HookRunner(commit_hook)
-            )
-            self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
-            self._stager = checkpoint_stager or SlotStager(process, ranks, self.config, package=__version__)
+            self._named, self._hooks = endpoint or endpoint_from_environment(), HookRunner(commit_hook)
+            self._own_stager = checkpoint_stager
+            self._reach_worker(self._member, at_once=True)
         else:
             self._process, self._stager = (
                 checkpoint_process,
@@ -98,9 +98,36 @@ class AsyncCheckpointer(Overlapping):
         own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
         self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
-        self._events = SaveEvents(self.config.events and self._rank.rank == 0, self._overlap)
+        self._events = SaveEvents(self.config.events, self._overlap)
         self._saving = threading.Lock()
         ends.remember(self)
+
+    def _reach_worker(self, member: Membership, *, at_once: bool, overlap: Overlap | None = None) -> None:
+        """Make the parts that depend on the rank."""
+        process, ranks = reach_worker(self.config, member, self._named, self._hooks, at_once=at_once)
+        stager = self._own_stager or SlotStager(process, ranks, self.config, package=__version__, overlap=overlap)
+        self._process, self._coordination, self._stager = process, ranks, stager
+        self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
+
+    def _follow_ranks(self) -> None:
+        if self._closed or self._in_callback() or not self._saving.acquire(blocking=False):
+            return  # the save that is under way, or the next call in the training thread, does it
+        try:
+            super()._follow_ranks()
+        finally:
+            self._saving.release()
+
+    def _take_ranks(self, member: Membership) -> None:
+        before = self._process
+        if isinstance(before, WorkerProcess):
+            self._reach_worker(member, at_once=False, overlap=self._overlap)
+            self._retired = [*(process for process in self._retired if not process.has_ended), before]
+            before.retire()  # its saves end as what they are
+        super()._take_ranks(member)
+
+    def _workers(self) -> list[WorkerProcess]:
+        """Return the worker as each rank saw it that this process has been, the last one at the end."""
+        return [*self._retired, *([self._process] if isinstance(self._process, WorkerProcess) else [])]
 
     def save(
         self,
@@ -139,6 +166,7 @@ class AsyncCheckpointer(Overlapping):
             CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
         """
         self._check_usable()
+        self._follow_ranks()
         save_id = self._next_save_id()  # every call takes one, whatever its end: all ranks count alike
         try:
             self._refuse_in_callback("save()")
@@ -149,7 +177,8 @@ class AsyncCheckpointer(Overlapping):
                 )
             try:
                 began = time.perf_counter()
-                return self._events.saved(self._save(state_dict, save_id, path, step, metadata, kw), began)
+                handle = self._save(state_dict, save_id, path, step, metadata, kw)
+                return self._events.saved(handle, began) if self._rank.rank == 0 else handle
             finally:
                 self._saving.release()
         except BaseException as error:
@@ -246,15 +275,20 @@ class AsyncCheckpointer(Overlapping):
         try:
             self._stager.close()
         finally:
+            for process in self._retired:
+                process.close()
             self._process.close()  # a WorkerProcess that was closed already has nothing left to do
             for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
             self._events.close()
 
     def _refuse_in_callback(self, call: str) -> None:
-        in_client_thread = isinstance(self._process, WorkerProcess) and self._process.in_client_thread()
-        if in_client_thread or (isinstance(self._stager, SlotStager) and self._stager.overlap.copier.in_thread()):
+        if self._in_callback():
             raise ReentrantCallError(f"{call} was called by a callback or hook, in the thread that completes saves")
+
+    def _in_callback(self) -> bool:
+        copies_here = isinstance(self._stager, SlotStager) and self._stager.overlap.copier.in_thread()
+        return copies_here or any(process.in_client_thread() for process in self._workers())
 
     def leave(self, timeout_s: float = EXIT_WAIT_S, *, at_exit: bool = False) -> None:
         """End without waiting for writes: by an exception, or at interpreter exit. What is staged is safe.
@@ -267,9 +301,9 @@ class AsyncCheckpointer(Overlapping):
         deadline = time.monotonic() + timeout_s
         if isinstance(self._stager, SlotStager):
             self._stager.overlap.leave(timeout_s * STAGED_SHARE, join_s=timeout_s * (1 - STAGED_SHARE) / 2)
-        if isinstance(self._process, WorkerProcess):
-            self._process.flush((deadline - time.monotonic()) / 2)
-            self._process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)
+        for process in reversed(self._workers()):
+            process.flush((deadline - time.monotonic()) / 2)
+            process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)
         if not (at_exit and isinstance(self._process, WorkerProcess)):
             self._close_parts()
 
@@ -289,8 +323,8 @@ class AsyncCheckpointer(Overlapping):
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""
-        if isinstance(self._process, WorkerProcess):
-            self._process.close_inherited_fds()
+        for process in self._workers():
+            process.close_inherited_fds()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:

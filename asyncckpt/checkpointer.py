@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import sys
@@ -31,13 +32,15 @@ from asyncckpt.loading.recalled import check_source
 from asyncckpt.one_answer import same_choice
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import find_rank_info
+from asyncckpt.process_group import Membership
 from asyncckpt.protocol.request import check_metadata
 from asyncckpt.recall.newest import Offer, can_load, offers_of_both
 from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
 from asyncckpt.same_checkpoint import RESTORE
 from asyncckpt.steps import checked_step, step_in
 from asyncckpt.storage.candidates import Candidate
+
+_log = logging.getLogger("asyncckpt")
 
 
 def refuse_unknown(kw: Mapping[str, Any]) -> None:
@@ -74,10 +77,9 @@ class Checkpointer(ABC):
         if not sys.platform.startswith("linux"):
             raise UnsupportedPlatformError(f"asyncckpt needs Linux (memfd, pidfd, O_DIRECT); this is {sys.platform}")
         self.config, self._endpoint = config, endpoint
-        self._rank = find_rank_info(config.rank_info)
-        self._reader = reader or DefaultReader(
-            rank_info=self._rank, allow_pickle=config.allow_pickle, endpoint=endpoint
-        )
+        self._member, self._rank_changes = Membership(config.rank_info), 0
+        self._own_reader = reader
+        self._reader = reader or self._default_reader()
         self._run_id = secrets.token_hex(6)
         self._coordination: Coordination | None = None
         self._await_saves_below: Callable[[str, float], None] = lambda root, deadline: None  # without a worker: none
@@ -86,13 +88,53 @@ class Checkpointer(ABC):
         self._closed = False
 
     @property
+    def _rank(self) -> RankInfo:
+        return self._member.rank
+
+    def _default_reader(self) -> DefaultReader:
+        return DefaultReader(rank_info=self._rank, allow_pickle=self.config.allow_pickle, endpoint=self._endpoint)
+
+    @property
     def rank_info(self) -> RankInfo:
-        """Which rank of how many this process is."""
+        """Which rank of how many this process is now.
+
+        Raises:
+            ConfigError: torchrun's environment has changed, and makes no sense.
+        """
+        self._follow_ranks()
         return self._rank
+
+    @property
+    def rank_changes(self) -> int:
+        """How often this process has become another rank, or got another process group, since this was made."""
+        self._follow_ranks()
+        return self._rank_changes
+
+    def _follow_ranks(self) -> None:
+        """Take the rank that this process has now: saves from here on are a run of their own if it is another one."""
+        if self._closed or os.getpid() != self._owner_pid:
+            return
+        now, before = self._member.now(), self._rank
+        if now is self._member:
+            return
+        _log.info(
+            "this process is rank %d of %d in a process group that the checkpointer had not seen; before it was rank "
+            "%d of %d. The ranks agree anew in the next save",
+            *now.rank,
+            *before,
+        )
+        self._take_ranks(now)
+
+    def _take_ranks(self, member: Membership) -> None:
+        """Make the parts anew that depend on the rank."""
+        self._member, self._rank_changes = member, self._rank_changes + 1
+        self._run_id, self._sequence = secrets.token_hex(6), 0
+        self._reader = self._own_reader or self._default_reader()
 
     @property
     def exchange(self) -> Callable[[], Exchange] | None:
         """Returns where the ranks meet; None: they do not, with own parts."""
+        self._follow_ranks()
         return None if self._coordination is None else self._coordination.find
 
     @abstractmethod
@@ -130,6 +172,7 @@ class Checkpointer(ABC):
                 `asyncckpt.load`.
         """
         self._check_usable()
+        self._follow_ranks()
         directory = absolute_path(path)
         found, missing = self._reader.read(
             directory, state_dict, map_location=default_map_location, strict=strict, **kw
@@ -166,6 +209,7 @@ class Checkpointer(ABC):
             OSError: `root` cannot be read.
         """
         self._check_usable()
+        self._follow_ranks()
         directory, deadline = absolute_path(root), time.monotonic() + timeout_s
         where = check_source(source)
 
@@ -238,6 +282,7 @@ class Checkpointer(ABC):
             NoSoundCheckpointError, ...: As there.
         """
         self._check_usable()
+        self._follow_ranks()
 
         def candidates(directory: str) -> list[Candidate]:
             self._await_saves_below(below or directory, time.monotonic() + timeout_s)

@@ -110,6 +110,7 @@ class WorkerProcess(Submitting):
             on_given_up=self._give_up,
         )
         self._last_instance, self._is_left = "", False
+        self._is_retired = False
         self._failed: deque[str] = deque(maxlen=MAX_FAILED)
         self._consents: dict[str, str | None] = {}
 
@@ -255,8 +256,18 @@ class WorkerProcess(Submitting):
         """As `close`, from a destructor: waits for nothing; the session's thread says goodbye and frees everything."""
         if self._takeover.afterwards(self.abandon):
             return
-        if self._connection.abandon(self._session_ended):
+        if self._connection.abandon(self._session_ended, after_saves=self._is_retired):
             self._end()
+
+    def retire(self) -> None:
+        """As `abandon`, once no save is pending any more: until then their futures complete as ever."""
+        self._is_retired = True
+        self.abandon()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed, or has ended after `abandon` or `retire`."""
+        return self._connection.is_closed
 
     def _session_ended(self) -> None:
         """Abandoned, and its session has said goodbye, or was lost: then another worker gets what it had."""

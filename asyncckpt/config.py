@@ -95,7 +95,7 @@ class CheckpointerConfig:
         worker_start_timeout_s: How long to look for, start and greet a worker.
         worker_shutdown_timeout_s: How long `close()` waits for pending saves.
         rank_info: `RankInfo(0, 1)` for code that saves on rank 0 only; None takes torch.distributed's, else
-            torchrun's environment, else 0 of 1.
+            torchrun's environment, else 0 of 1, anew at each save and load.
     """
 
     staging: str = "auto"

@@ -135,6 +135,9 @@ class Connection:
             raise
         finally:
             self._opening_session = None
+        if self._closed:  # meanwhile, and nobody has waited for this
+            session.abandon(lambda: None)
+            self._check_open()
         self.settled = False
         self.session, self._had_session, self._unreachable = session, True, False
         self._last_name = session.name
@@ -194,15 +197,26 @@ class Connection:
             self._connecting.join(left())
         return True
 
-    def abandon(self, on_end: Callable[[], None]) -> bool:
+    def abandon(self, on_end: Callable[[], None], *, after_saves: bool = False) -> bool:
         """Close without waiting: the session's thread says goodbye, and calls `on_end` at its end.
+
+        Args:
+            on_end, after_saves: As for `Session.abandon`.
 
         Returns:
             Whether the caller must do what `on_end` does: there is no living session.
         """
         session = self.session
-        return not self._closed and (session is None or not session.abandon(on_end))
+        return not self._closed and (session is None or not session.abandon(on_end, after_saves=after_saves))
 
     def shut(self) -> None:
-        """Let nobody connect any more."""
+        """Let nobody connect any more; a connection in the making is given up. Does not wait."""
         self._closed = True
+        opening = self._opening_session
+        if opening is not None:
+            opening.close(0.0)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can connect any more."""
+        return self._closed

@@ -28,9 +28,6 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.settling import settled_together
 from asyncckpt.taken_changes import TakenChanges, say_per_rank
 
-_NUMBERS = itertools.count()
-"""Of the checkpointers of several ranks in this process; all ranks make them in the same order."""
-
 BRIEF_S = 10.0
 """While the other ranks have not come to the last save, the next ones wait for them so long only: training goes on."""
 
@@ -47,6 +44,7 @@ class Coordination:
         config: For `plan_timeout_s` and `replicated`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
+        name: Of the checkpointer, the same on all ranks; see `process_group.Membership`.
         worker: Of this rank; None: there is none.
     """
 
@@ -57,6 +55,7 @@ class Coordination:
         find: Callable[[], Exchange],
         *,
         package: str,
+        name: str = "0",
         worker: Worker | None = None,
     ) -> None:
         self.rank, self._config, self.find, self._package = rank, config, find, package
@@ -64,7 +63,7 @@ class Coordination:
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self._first: Agreement | None = None
-        self._number = next(_NUMBERS) if rank.world_size > 1 else -1
+        self._name = name
         self._met: set[int] = set()
         self._met_last = -1
         self._doubted = self._waited_in_vain = False
@@ -252,7 +251,7 @@ class Coordination:
 
     def meet(self, name: str, call: str = SAVE) -> Meeting:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
-        return self.find().meet(f"{self._number}/{name}", call)
+        return self.find().meet(f"{self._name}/{name}", call)
 
     # ---- what comes later
 

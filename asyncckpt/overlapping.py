@@ -103,6 +103,7 @@ class Overlapping(Checkpointer):
             CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
         """
         self._check_usable()
+        self._follow_ranks()
         if not isinstance(self._stager, SlotStager):
             raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
         try:

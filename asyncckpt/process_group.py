@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +59,61 @@ def _detected(environ: Mapping[str, str]) -> RankInfo:
         return RankInfo(int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         raise ConfigError(f"RANK or WORLD_SIZE is no number: {error}", field="rank_info") from error
+
+
+_counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+_count_without_group = itertools.count()
+"""Checkpointers of several ranks: of each default process group, and of none."""
+
+
+class Membership:
+    """Which rank of how many this process is for a checkpointer, and in which default process group.
+
+    Args:
+        given: The user's rank; it stays, whatever process group there is.
+
+    Attributes:
+        rank: When this was made; `now` looks again.
+        name: Name of the checkpointer among those of its ranks; all ranks make them, or first use them with a new
+            process group, in the same order. "" with one rank.
+
+    Raises:
+        ConfigError: As `find_rank_info`.
+    """
+
+    def __init__(self, given: RankInfo | None) -> None:
+        self._given, self.rank = given, find_rank_info(given)
+        group = _default_group()
+        self._group = None if group is None else weakref.ref(group)
+        self.name = ""
+        if self.rank.world_size > 1 and group is None:
+            self.name = f"{next(_count_without_group)}"
+        elif self.rank.world_size > 1:
+            self.name = f"group-{next(_counts.setdefault(group, itertools.count()))}"
+
+    def now(self) -> Membership:
+        """Return this object, or another one if this process is another rank, or in another process group, by now.
+
+        A process group that was destroyed still counts until another one is made. One that is made for the ranks that
+        torchrun's environment has named is no change.
+
+        Raises:
+            ConfigError: As `find_rank_info`.
+        """
+        group = _default_group()
+        if group is None:
+            return self if self._group is not None or find_rank_info(self._given) == self.rank else Membership(None)
+        known = None if self._group is None else self._group()
+        if known is not group:
+            knew_group, is_other_rank = self._group is not None, find_rank_info(self._given) != self.rank
+            if is_other_rank or (knew_group and self.rank.world_size > 1):
+                return Membership(self._given)
+            self._group = weakref.ref(group)
+        return self
+
+
+def _default_group() -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def find_exchange(rank: RankInfo) -> GroupExchange | None:

@@ -162,8 +162,12 @@ class Session(SessionThread):
         while self._error is None and (self._queue or self._outstanding) and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def abandon(self, on_end: Callable[[], None]) -> bool:
+    def abandon(self, on_end: Callable[[], None], *, after_saves: bool = False) -> bool:
         """End without waiting: the thread says goodbye once everything is answered, and calls `on_end` at its end.
+
+        Args:
+            on_end: See above.
+            after_saves: It goes on until no save is pending.
 
         Returns:
             False when the thread has ended already; `on_end` will not be called.
@@ -172,7 +176,7 @@ class Session(SessionThread):
             # IMPORTANT: one that is just telling of its loss has not ended: what follows from that comes first.
             if self._has_ended or not self.thread.is_alive():
                 return False
-            self._on_end = on_end
+            self._on_end, self._ends_after_saves = on_end, after_saves
         self._ring()
         return True
 

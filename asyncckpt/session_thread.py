@@ -99,6 +99,7 @@ class SessionThread:
         self._ids = iter(range(1, 1 << 62))
         self._lock = threading.RLock()  # a signal handler may save or close in the middle of a request
         self._on_end: Callable[[], None] | None = None
+        self._ends_after_saves = False
         self._leaving_since: float | None = None
         self._turned = time.monotonic()
         self._error: WorkerUnavailableError | None = None
@@ -209,6 +210,8 @@ class SessionThread:
 
     def _may_leave(self, now: float) -> bool:
         """Abandoned: whether everything was answered, or waited for long enough."""
+        if self._ends_after_saves and self._pending():
+            return False
         self._leaving_since = now if self._leaving_since is None else self._leaving_since
         return not (self._queue or self._outstanding) or now - self._leaving_since > LEAVE_S
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
-from asyncckpt.config import CheckpointerConfig, refuse_positional
+from asyncckpt.config import CheckpointerConfig, RankInfo, refuse_positional
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import ConfigError
 from asyncckpt.exchange import Exchange
 from asyncckpt.handle import SaveReport
 from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointReader, CheckpointWriter
-from asyncckpt.process_group import find_exchange
+from asyncckpt.process_group import Membership, find_exchange
 from asyncckpt.sync_writer import SyncWriter
 
 _WORKER_FIELDS = frozenset(
@@ -69,24 +69,23 @@ class SyncCheckpointer(Checkpointer):
                 f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
             )
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
-        if writer is None:
-            self._coordination = Coordination(self._rank, self.config, self._exchange, package=__version__)
-            writer = SyncWriter(self.config, self._coordination, hooks=HookRunner(commit_hook))
-        elif commit_hook is not None:
+        if writer is not None and commit_hook is not None:
             raise ConfigError("commit_hook belongs to the default writer, which was replaced", field="commit_hook")
-        self._writer = writer
-        self._takes_extra = commit_hook is not None or not isinstance(writer, SyncWriter)
+        self._hooks = HookRunner(commit_hook)
+        self._writer = writer or self._default_writer(self._member)
+        self._takes_extra = commit_hook is not None or not isinstance(self._writer, SyncWriter)
 
-    def _exchange(self) -> Exchange:
-        found = find_exchange(self._rank)
-        if found is None:
-            raise ConfigError(
-                f"this is rank {self._rank.rank} of {self._rank.world_size}, and SyncCheckpointer needs an initialised "
-                "process group of these ranks; where only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
-                field="rank_info",
-                value=repr(self._rank),
-            )
-        return found
+    def _default_writer(self, member: Membership) -> SyncWriter:
+        self._coordination = ranks = Coordination(
+            member.rank, self.config, lambda: _exchange_of(member.rank), package=__version__, name=member.name
+        )
+        return SyncWriter(self.config, ranks, hooks=self._hooks)
+
+    def _take_ranks(self, member: Membership) -> None:
+        if isinstance(self._writer, SyncWriter):
+            self._writer.close()
+            self._writer = self._default_writer(member)
+        super()._take_ranks(member)
 
     def save(
         self,
@@ -108,6 +107,7 @@ class SyncCheckpointer(Checkpointer):
             CheckpointerClosedError, ForkedError: The checkpointer.
         """
         self._check_usable()
+        self._follow_ranks()
         save_id = self._next_save_id()
         try:
             arguments = self._arguments(state_dict, path, step, metadata, save_id)
@@ -127,3 +127,15 @@ class SyncCheckpointer(Checkpointer):
         if not self._closed and os.getpid() == self._owner_pid:
             self._closed = True
             self._writer.close()
+
+
+def _exchange_of(rank: RankInfo) -> Exchange:
+    found = find_exchange(rank)
+    if found is None:
+        raise ConfigError(
+            f"this is rank {rank.rank} of {rank.world_size}, and SyncCheckpointer needs an initialised process group "
+            "of these ranks; where only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
+            field="rank_info",
+            value=repr(rank),
+        )
+    return found

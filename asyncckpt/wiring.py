@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from asyncckpt import __version__
 from asyncckpt.client import WorkerProcess
-from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import ConfigError, WorkerUnavailableError
 from asyncckpt.hooks import HookRunner
 from asyncckpt.links import Build, Worker
-from asyncckpt.process_group import find_exchange
+from asyncckpt.process_group import Membership, find_exchange
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
@@ -38,35 +38,37 @@ def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: boo
 
 
 def reach_worker(
-    config: CheckpointerConfig, rank: RankInfo, named: str | None, hooks: HookRunner
+    config: CheckpointerConfig, member: Membership, named: str | None, hooks: HookRunner, *, at_once: bool
 ) -> tuple[WorkerProcess, Coordination]:
     """Return the worker, as this rank sees it, and what its ranks agree on.
 
     Args:
         config: Settings.
-        rank: Of this process.
-        named: The endpoint that the user named: it must answer now. None: this user's worker of this job, which is
-            looked for, and started where there is none, in the background.
+        member: Rank of this process.
+        named: The endpoint that the user named. None: this user's worker of this job, which is started where there is
+            none.
         hooks: The user's commit hooks.
+        at_once: What was named must answer now; else the worker is looked for in the background.
 
     Raises:
         ConfigError: The endpoint is malformed.
-        WorkerUnavailableError: Nobody answers at `named`.
+        WorkerUnavailableError: `at_once`, and nobody answers at `named`.
     """
     endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
     socket_path(endpoint)
-    worker = _Reached()
+    worker, rank = _Reached(), member.rank
     ranks = Coordination(
         rank,
         config,
         lambda: find_exchange(rank) or process.board(),
         package=__version__,
+        name=member.name,
         worker=worker,
     )
     worker.process = process = WorkerProcess(
         config, ranks, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks
     )
-    if named is not None:
+    if named is not None and at_once:
         process.connect(start=False)
     else:
         process.connect_soon()

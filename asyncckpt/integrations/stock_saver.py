@@ -31,7 +31,6 @@ from asyncckpt.integrations.stock_files import STOCK_KEY, rank_key
 from asyncckpt.integrations.stock_state import state_of
 from asyncckpt.one_answer import same_answer
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import find_rank_info
 
 EXPORTER_END_S = 5.0
 """How long an exporter that has nothing left to do may take to end. Chosen."""
@@ -59,15 +58,19 @@ class StockSaver:
     def __init__(
         self, *, checkpointer: AsyncCheckpointer | None = None, rank_info: RankInfo | None = None, **fields: Any
     ) -> None:
-        self._rank = find_rank_info(rank_info)
         self._is_own = checkpointer is None
         self.checkpointer = checkpointer or AsyncCheckpointer(rank_info=rank_info, **fields)
+        self._given_rank = rank_info
         self._token = ""
         self._count = 0
         self._exporter = ExporterProcess(timeout_s=self.checkpointer.config.commit_timeout_s)
         self._pending = PendingSaves(self._exporter)
         self._spools: set[str] = set()
         self._alone: dict[str, OneTraining | None] = {}
+
+    @property
+    def _rank(self) -> RankInfo:
+        return self._given_rank or self.checkpointer.rank_info
 
     def save(
         self,

@@ -105,6 +105,7 @@ class CheckpointManager(Resuming):
         self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
         try:
             rank = self._rank = self.checkpointer.rank_info
+            self._rank_changes = self.checkpointer.rank_changes
             number = next(_NUMBERS) if rank.world_size > 1 else 0
             self._together = Rendezvous(rank, self.checkpointer.exchange, f"manager-{number}")
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._together.hurry)
@@ -181,6 +182,7 @@ class CheckpointManager(Resuming):
             commits have made superfluous, so that the disk does not fill up.
         """
         self._check_usable()
+        self._check_ranks()
         step = checked_step(step)
         more = told(self._ancestry, metrics)
         config = self.checkpointer.config

@@ -8,7 +8,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.errors import CheckpointerClosedError, CheckpointNotFoundError, ForkedError
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import CheckpointerClosedError, CheckpointNotFoundError, ConfigError, ForkedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.managing.master_params import MasterParams
 from asyncckpt.managing.shelf import Shelf
@@ -33,6 +34,8 @@ class Resuming(Shelf):
     """
 
     checkpointer: Checkpointer
+    _rank: RankInfo
+    _rank_changes: int
 
     def __init__(self, root: str | os.PathLike[str], step_format: str, *, quarantine: bool) -> None:
         super().__init__(root, step_format)
@@ -71,6 +74,7 @@ class Resuming(Shelf):
         Raises:
             ConfigError: `step` is no step.
             CheckpointNotFoundError: There is none of `step`.
+            ConfigError: The process group was made, or made anew, after the manager.
             NoSoundCheckpointError: None verifies.
             MissingKeysError: The checkpoint lacks what `state` has.
             AsyncCkptError, OSError: As `restore_latest`.
@@ -78,6 +82,7 @@ class Resuming(Shelf):
         Blocks: as `restore_latest`.
         """
         self._check_usable()
+        self._check_ranks()
         self._has_looked = True
         options.setdefault("quarantine", self._quarantine)
         masters = MasterParams(state.values() if state is not None else ())
@@ -114,3 +119,15 @@ class Resuming(Shelf):
             )
         if self._closed:
             raise CheckpointerClosedError("the manager is closed")
+
+    def _check_ranks(self) -> None:
+        """Refuse what the ranks do together once this process is another rank: signals and intervals were agreed on."""
+        if self.checkpointer.rank_changes != self._rank_changes:
+            before, now = self._rank, self.checkpointer.rank_info
+            raise ConfigError(
+                f"the manager of {self.root} was made for rank {before.rank} of {before.world_size}, and this process "
+                f"is rank {now.rank} of {now.world_size} in another process group by now; make the manager after "
+                "init_process_group(), and a new one when the process group is made anew",
+                field="rank_info",
+                value=repr(before),
+            )

@@ -46,6 +46,7 @@ class SlotStager(CheckpointStager):
         config: For layout and writing options.
         package: asyncckpt's version.
         engine: Copies; default: one for CUDA devices.
+        overlap: Of a stager that this one replaces: optimizers stay attached.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SlotStager(CheckpointStager):
         *,
         package: str,
         engine: Engine | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self._process, self._ranks, self._config = process, ranks, config
         self._requests = Requests(ranks.rank, config, package)
@@ -66,7 +68,7 @@ class SlotStager(CheckpointStager):
             max_shard_nbytes=config.max_shard_bytes,
             layout=config.layout,
         )
-        self.overlap = Overlap(config)
+        self.overlap = overlap or Overlap(config)
         self._engine = engine or Engine(config)
         self._whole = Whole(process, config, self._engine, self.overlap)
         self._rings = Rings(process, config, self._engine, self.overlap)
