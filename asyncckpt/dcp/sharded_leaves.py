@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from asyncckpt.errors import DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
-from asyncckpt.planning.sharding.recognising import describer
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
+from asyncckpt.planning.sharding.recognising import committed, describer
+from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused, refused_by_name
+from asyncckpt.planning.state_dict import SCALARS
 
 Paths = dict[str, tuple[Any, ...]]
 
@@ -20,14 +22,19 @@ Paths = dict[str, tuple[Any, ...]]
 class ShardsOf:
     """What this process holds of one sharded value, with the methods by which stock planners ask a tensor for it."""
 
-    def __init__(self, value: Any, found: Sharded) -> None:
+    def __init__(self, value: Any, found: Sharded, given: Sequence[LocalShard] | None = None) -> None:
+        """`given`: what a registered type's `to_shards` gave, where that is something else than the boxes."""
         self.value, self.found = value, found
+        self._given = found.shards if given is None else given
+        self.shards = [shard for shard in found.shards if shard.tensor.numel()]
+        if 0 in found.global_shape:  # stored all the same: as one box, on every rank alike
+            whole = torch.empty(found.global_shape, dtype=found.dtype)
+            self.shards = [LocalShard(whole, (0,) * len(found.global_shape))]
         self._by_offsets = {shard.offsets: shard for shard in self.shards}
 
-    @property
-    def shards(self) -> list[LocalShard]:
-        """The boxes that hold elements."""
-        return [shard for shard in self.found.shards if shard.tensor.numel()]
+    def commit(self) -> None:
+        """Tell a registered type that all its parts are filled."""
+        committed(self.value, self._given)
 
     def size(self) -> torch.Size:
         """Return the global shape."""
@@ -85,24 +92,62 @@ def _is_looked_for(value: Any) -> bool:
 
 
 def described(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `leaves` with a `ShardsOf` for each sharded value; a value that is whole here becomes its plain tensor.
+    """Return `leaves` with a `ShardsOf` for each value of a type that has shards, also where all of it is here.
 
     Raises:
-        UnsupportedLeafError: Shards that cannot be; `leaf` is the FQN.
+        UnsupportedLeafError: Shards that cannot be, or that lie in what torch takes for one object; `leaf` is the FQN.
         OverlappingShardsError: Two shards of one value share elements.
     """
     return {fqn: _described(fqn, value) for fqn, value in leaves.items()}
 
 
 def _described(fqn: str, value: Any) -> Any:
-    describe = describer(type(value))
-    if describe is None:
-        return value
     try:
-        found = describe(value)
+        if describer(type(value)) is not None:
+            return _shards_of(value)
+        for member in _members(value):
+            if describer(type(member)) is not None:
+                kind = type(value).__name__
+                text = (
+                    f"it lies in a {kind} that torch.distributed.checkpoint takes for one object, as it takes any tuple"
+                )
+                text += "; put it into dicts and lists only, and leave flatten_state_dict on"
+                raise refused(type(member).__name__, text)
     except OverlappingShardsError as error:
         raise named(error, fqn) from None
     except UnsupportedLeafError as error:
         text = f"state dict leaf {fqn!r}: {error}"
         raise refused_by_name(error, fqn, text) from error.__cause__
-    return found if isinstance(found, torch.Tensor) else ShardsOf(value, found)
+    return value
+
+
+def _shards_of(value: Any) -> ShardsOf:
+    found, given = _found_in(value), None
+    if isinstance(found, torch.Tensor):  # of a registered type, all of which is here
+        given = [LocalShard(found, (0,) * found.dim())]
+        if describer(type(found)) is not None:
+            found = _found_in(found)
+    if isinstance(found, torch.Tensor):
+        if describer(type(found)) is not None:
+            raise refused(type(value).__name__, f"it is said to be a {type(found).__name__}, which is said to be one")
+        shards = tuple(given or ())
+        found = Sharded(found.dtype, tuple(found.shape), shards, None, type(value).__name__)
+    return ShardsOf(value, found, given)
+
+
+def _found_in(value: Any) -> Sharded | torch.Tensor:
+    describe = describer(type(value))
+    assert describe is not None
+    return describe(value)
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """Yield what is in a container, and in those in it; nothing for other values."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, Set, deque)):
+        return
+    for member in value:
+        if type(member) not in SCALARS:
+            yield member
+            yield from _members(member)

@@ -18,11 +18,17 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
+from torch.distributed.tensor import DTensor
 
 from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
 from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner
-from asyncckpt.errors import CorruptCheckpointError, LeafTypeMismatchError, OverlappingShardsError
-from asyncckpt.planning.sharding.recognising import committed
+from asyncckpt.errors import (
+    CorruptCheckpointError,
+    LeafTypeMismatchError,
+    OverlappingShardsError,
+    UnsupportedLeafError,
+)
+from asyncckpt.planning.sharding.recognising import describer
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -55,8 +61,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
 class ShardedLoadPlanner(UnflattenedLoadPlanner):
     """Loads into what this process holds of sharded values, from chunks of any other arrangement, in the user's dict.
 
-    A value of a registered type is handed over when all its parts are in. Arguments are
-    DefaultLoadPlanner's; `flatten_sharded_tensors` changes nothing.
+    A value of a registered type is handed over once, when all its parts are in, also where all of it is here. Arguments
+    are DefaultLoadPlanner's; `flatten_sharded_tensors` changes nothing.
     """
 
     def set_up_planner(
@@ -77,12 +83,12 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         if self.flatten_state_dict:
             leaves, paths = flattened(state_dict)
         for fqn, value in leaves.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, torch.Tensor) and _is_meta(value):
                 made = {fqn: value}
                 _init_state_dict(made)
                 leaves[fqn] = made[fqn]
                 set_element(state_dict, paths[fqn], made[fqn])
-        self.state_dict = described(leaves)
+        self.state_dict = _fillable(described(leaves))
         self.mappings = paths if self.flatten_state_dict else {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -98,7 +104,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         if self.flatten_state_dict and missing:
             older, paths = flattened(self.original_state_dict, as_torch_2_3=True)
             if missing & set(older):  # saved by torch 2.3 or earlier, which named leaves otherwise
-                self.state_dict, self.mappings = described(older), paths
+                self.state_dict, self.mappings = _fillable(described(older)), paths
         return create_default_local_load_plan(self.state_dict, metadata, not self.allow_partial_load)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -141,7 +147,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         if keys:
             self._pending[fqn] = keys
         else:
-            committed(leaf.value, leaf.found.shards)
+            leaf.commit()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Take note of a read; after a value's last, hand it over.
@@ -165,8 +171,32 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         pending.remove(_key(read_item))
         if not pending:
             del self._pending[fqn]
-            committed(leaf.value, leaf.found.shards)
+            leaf.commit()
         return None
+
+
+def _is_meta(value: torch.Tensor) -> bool:
+    """Whether torch makes memory for a tensor. Types with shards are not asked: of some, torch refuses to say it."""
+    return (isinstance(value, DTensor) or describer(type(value)) is None) and value.is_meta
+
+
+def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Return `leaves`.
+
+    Raises:
+        UnsupportedLeafError: A shard has no memory.
+    """
+    for fqn, leaf in leaves.items():
+        for shard in leaf.shards if isinstance(leaf, ShardsOf) else ():
+            if shard.tensor.is_meta:
+                kind = leaf.found.type_name
+                raise UnsupportedLeafError(
+                    f"target {fqn!r}, a {kind}, cannot be filled: its parts are on the meta device; give it memory "
+                    "first, as to_empty() does",
+                    leaf=fqn,
+                    type_name=kind,
+                )
+    return leaves
 
 
 _Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -273,6 +273,68 @@ def test_sharded_planners_save_and_load_what_lies_in_several_boxes(tmp_path: pat
     rank_processes.run(2, load_strided, root, expected)
 
 
+def several_shards(owners: list[int], cuts: list[int], value: torch.Tensor) -> Any:
+    """Return a ShardedTensor of rows `cuts[i]` to `cuts[i + 1]`, on rank `owners[i]` each, and its local memory."""
+    from torch.distributed._shard import sharded_tensor
+
+    local = []
+    for owner, first, last in zip(owners, cuts, cuts[1:], strict=False):
+        if owner == dist.get_rank():
+            metadata = sharded_tensor.ShardMetadata([first, 0], [last - first, 3], placement=f"rank:{owner}/cpu")
+            local.append(sharded_tensor.Shard(value[first:last].clone(), metadata))
+    return sharded_tensor.init_from_local_shards(local, 11, 3)
+
+
+SEVERAL = {
+    "several on each rank, uneven": ([0, 1, 0, 1, 0], [0, 1, 4, 5, 9, 11]),
+    "none on rank 0": ([1, 1, 1], [0, 3, 4, 11]),
+    "none on rank 1": ([0, 0], [0, 10, 11]),
+    "one on each": ([0, 1], [0, 6, 11]),
+}
+
+
+class Held:
+    """The whole of a tensor, shown as such or in two parts: copies, as XLA's are."""
+
+    def __init__(self, memory: torch.Tensor, *, in_parts: bool) -> None:
+        self.memory, self.in_parts, self.told = memory, in_parts, 0
+
+    def shown(self) -> Any:
+        if not self.in_parts:
+            return self.memory.clone()
+        return (11, 3), [(self.memory[:4].clone(), (0, 0)), (self.memory[4:].clone(), (4, 0))]
+
+    def take(self, parts: Any) -> None:
+        self.told += 1
+        for part, (row, _) in parts:
+            self.memory[row : row + len(part)] = part
+
+
+def several_and_whole(rank: int, root: str) -> None:
+    value = torch.arange(33.0).view(11, 3)
+    asyncckpt.register_shard_type(Held, Held.shown, Held.take)
+    zeros = torch.zeros_like(value)
+    for number, (owners, cuts) in enumerate(SEVERAL.values()):
+        state = {"t": [several_shards(owners, cuts, value), 1], "held": Held(value.clone(), in_parts=number % 2 == 0)}
+        path = f"{root}/{number}"
+        dcp.save(state, storage_writer=StorageWriter(path), planner=ShardedSavePlanner())
+        for name, (others, more) in SEVERAL.items():
+            target, held = several_shards(others, more, zeros), Held(zeros.clone(), in_parts=rank == 0)
+            dcp.load({"t": [target, 0], "held": held}, storage_reader=StorageReader(path), planner=ShardedLoadPlanner())
+            for shard in target.local_shards():
+                first, n = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+                assert torch.equal(shard.tensor, value[first : first + n]), name
+            assert torch.equal(held.memory, value) and held.told == 1, name
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+def test_sharded_tensors_of_several_shards_or_none_and_whole_values_go_by_the_sharded_planners(
+    tmp_path: pathlib.Path,
+) -> None:
+    rank_processes.run(2, several_and_whole, str(tmp_path))
+    assert torch.equal(asyncckpt.load(tmp_path / "1")["t"][0], torch.arange(33.0).view(11, 3))
+
+
 # ---- deaths ---------------------------------------------------------------------------------------------------------
 
 

@@ -239,3 +239,89 @@ def test_what_is_no_tensor_gets_into_the_target_flattened_or_not(flatten: bool, 
     dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=loading)
     assert (target["b"], target["l"]) == (7, [1, "x"])
     assert torch.equal(target["w"].tensor, WHOLE)  # type: ignore[attr-defined]
+
+
+class OnDevice:
+    """The whole of a tensor on a device: the host sees a copy, or a view."""
+
+    def __init__(self, memory: torch.Tensor, *, copies: bool = True) -> None:
+        self.memory, self.copies = memory, copies
+        self.told: list[torch.Tensor] = []
+
+    def seen(self) -> torch.Tensor:
+        return self.memory.clone() if self.copies else self.memory
+
+    def take(self, parts: Any) -> None:
+        [(part, offsets)] = parts
+        assert offsets == (0,) * self.memory.dim()
+        self.told.append(part.clone())
+        self.memory.copy_(part)
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(recognising, "_registered", {})
+    asyncckpt.register_shard_type(OnDevice, OnDevice.seen, OnDevice.take)
+    yield
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("shape", [(10, 7), (), (0, 3), (1,)])
+@pytest.mark.parametrize("nest", [lambda v: v, lambda v: [1, v], lambda v: {"a": [{"b": v}]}])
+def test_a_registered_value_that_is_whole_is_handed_over_once(
+    tmp_path: Path, on_device: None, storage: str, copies: bool, shape: tuple[int, ...], nest: Any
+) -> None:
+    saved = torch.randn(shape)
+    saving = OnDevice(saved.clone(), copies=copies)
+    dcp_calls.save({"x": nest(saving)}, writer(storage, tmp_path / "c"), planner=ShardedSavePlanner())
+    value = OnDevice(torch.zeros(shape), copies=copies)
+    dcp_calls.load({"x": nest(value)}, reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert torch.equal(value.memory, saved) and len(value.told) == 1 and torch.equal(value.told[0], saved)
+    assert not saving.told
+
+
+def test_several_whole_values_and_one_under_two_names_all_get_theirs(tmp_path: Path, on_device: None) -> None:
+    dcp_calls.save({"a": WHOLE, "b": WHOLE + 1, "c": WHOLE + 1}, StorageWriter(tmp_path / "c"))
+    first, tied = OnDevice(torch.zeros(10, 7)), OnDevice(torch.zeros(10, 7))
+    target = {"a": first, "b": tied, "c": tied}
+    dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert torch.equal(first.memory, WHOLE) and torch.equal(tied.memory, WHOLE + 1) and len(first.told) == 1
+    assert target == {"a": first, "b": tied, "c": tied}, "the user's own objects"
+
+
+def test_a_whole_value_of_another_shape_or_that_was_an_object_is_an_error(tmp_path: Path, on_device: None) -> None:
+    dcp_calls.save({"x": WHOLE, "n": 3}, StorageWriter(tmp_path / "c"))
+    for target, kind in (({"x": OnDevice(torch.zeros(7))}, ValueError), ({"n": OnDevice(torch.zeros(7))}, Exception)):
+        with pytest.raises(CheckpointException) as caught:
+            dcp_calls.load(target, StorageReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+        assert isinstance(dcp_calls.reason(caught.value), kind)
+        assert not next(iter(target.values())).told
+
+
+@pytest.mark.parametrize("pack", [lambda v: (1, v), lambda v: [(v,)], lambda v: {"k": ({"z": v},)}])
+def test_a_sharded_value_in_a_tuple_is_refused_by_name(tmp_path: Path, on_device: None, pack: Any) -> None:
+    for value in (OnDevice(WHOLE.clone()), asyncckpt.ShardedSlice(WHOLE.clone(), (10, 7), (0, 0))):
+        for planner in (ShardedSavePlanner(), ShardedLoadPlanner()):
+            with pytest.raises(UnsupportedLeafError, match=r"'x.*tuple.*list") as caught:
+                planner.set_up_planner({"x": pack(value)})
+            assert caught.value.facts()["leaf"].startswith("x")
+            assert caught.value.facts()["type_name"] == type(value).__name__
+
+
+def test_shards_on_the_meta_device_are_refused_by_name() -> None:
+    target = {"a": {"x": asyncckpt.ShardedSlice(torch.zeros(2, device="meta"), (4,), (2,))}}
+    with pytest.raises(UnsupportedLeafError, match=r"'a\.x'.*meta"):
+        ShardedLoadPlanner().set_up_planner(target)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_sharded_values_without_elements_are_in_the_checkpoint(tmp_path: Path, storage: str) -> None:
+    state = {
+        "slice": asyncckpt.ShardedSlice(torch.zeros(0, 3), (0, 3), (0, 0)),
+        "flat": asyncckpt.FlatShard(torch.zeros(0), (4, 0), 0),
+    }
+    dcp_calls.save(dict(state), writer(storage, tmp_path / "c"), planner=ShardedSavePlanner())
+    dcp_calls.load(dict(state), reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
+    target = {"slice": torch.ones(0, 3), "flat": torch.ones(4, 0)}
+    dcp_calls.load(target, reader(storage, tmp_path / "c"))
