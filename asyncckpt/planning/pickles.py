@@ -20,7 +20,7 @@ PROTOCOL = 4
 """Of Python 3.4 and later."""
 
 _ZIP = b"PK\x03\x04"
-"""What `torch.save` writes begins so; a pickle of protocol 2 or later with 0x80."""
+"""What `torch.save` writes begins so; a pickle of protocol 2 or later with 0x80. It is taken for what has tensors."""
 
 
 def encode_pickle(value: Any) -> tuple[str, Any]:
@@ -29,16 +29,50 @@ def encode_pickle(value: Any) -> tuple[str, Any]:
     Raises:
         Exception: Whatever the value's own code raises, and `pickle.PicklingError`.
     """
-    data = pickle.dumps(value, protocol=PROTOCOL)
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(value)
+    except _HoldsElementsError:
+        # IMPORTANT: Python's pickle cannot read back the tensors that it writes of dtypes without a typed storage
+        # (float8, uint16), and makes two memories of one that several tensors share.
+        file = io.BytesIO()
+        torch.save(value, file, pickle_protocol=PROTOCOL)
+    data = file.getvalue()
     return "pickle", [f"{type(value).__module__}.{type(value).__qualname__}", base64.b64encode(data).decode()]
+
+
+class _HoldsElementsError(Exception):
+    """A storage of torch's was met."""
+
+
+class _Pickler(pickle.Pickler):
+    """Stops at the first storage of torch's."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=PROTOCOL)
+        self.file = file
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
+            raise _HoldsElementsError
+        return NotImplemented
 
 
 def unpickle(data: bytes) -> Any:
     """Return the value of a pickle, or of what `torch.save` wrote. DANGER: see the module.
 
+    Tensors come to the device on which they were, or to the CPU where this machine lacks it.
+
     Raises:
         Exception: Anything: the bytes decide.
     """
     if data.startswith(_ZIP):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        return torch.load(io.BytesIO(data), map_location=_restored, weights_only=False)
     return pickle.loads(data)
+
+
+def _restored(storage: Any, location: str) -> Any:
+    try:
+        return torch.serialization.default_restore_location(storage, location)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # no such device
+        return storage

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import fractions
 import io
 import json
 import pathlib
+import pickle
 import zoneinfo
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -102,6 +104,128 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 class Subclass(torch.Tensor):
     """A tensor of another kind."""
+
+
+class Holder:
+    """An object with tensors in it, by name."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+class Wrapping(torch.Tensor):
+    """A tensor that is computed from another one: it has no memory of its own."""
+
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Wrapping, (self.inner,)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def savable_dtypes() -> list[torch.dtype]:
+    """Return every dtype of a tensor that torch.save writes and torch.load reads."""
+    found = []
+    for dtype in sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str):
+        try:
+            torch.load(stock(torch.empty(4, dtype=dtype)), weights_only=False)
+        except Exception:
+            continue
+        found.append(dtype)
+    return found
+
+
+def stock(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def elements(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().untyped_storage().tolist())
+
+
+DTYPES = savable_dtypes()
+
+
+def test_the_dtypes_that_torch_pickles_without_a_typed_storage_are_among_those_tried() -> None:
+    assert {torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.bits8} <= {*DTYPES}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_any_dtype_in_a_pickled_object_come_back(tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
+    whole = torch.empty(6, dtype=dtype)
+    whole.untyped_storage().copy_(torch.arange(whole.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage())
+    leaf = Holder(t=whole, inside=[{"p": whole[2:]}])
+    path = save(tmp_path / "a", {"x": leaf, "step": 1})
+    with SyncCheckpointer(allow_pickle=True) as checkpointer:
+        for found in (
+            asyncckpt.load(path, allow_pickle=True)["x"],
+            asyncckpt.load(path, {"x": Holder()}, allow_pickle=True, strict=True)["x"],
+            asyncckpt.open_checkpoint(path, allow_pickle=True).objects["x"],
+            checkpointer.load(path)["x"],
+        ):
+            assert found.t.dtype == dtype and elements(found.t) == elements(whole)
+            view = found.inside[0]["p"]
+            assert view.untyped_storage().data_ptr() == found.t.untyped_storage().data_ptr(), "one memory stays one"
+            assert (view.shape, view.storage_offset()) == ((4,), 2)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+def test_quantized_tensors_parameters_and_subclasses_in_a_pickled_object_come_back(tmp_path: pathlib.Path) -> None:
+    parameter = torch.nn.Parameter(torch.randn(3))
+    leaf = Holder(
+        quantized=torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8),
+        parameter=parameter,
+        tied=parameter,
+        frozen=torch.nn.Parameter(torch.randn(2).to(torch.float8_e4m3fn), requires_grad=False),
+        subclass=torch.ones(2).as_subclass(Subclass),
+        wrapping=Wrapping(torch.arange(3).to(torch.uint16)),
+        conjugated=torch.randn(3, dtype=torch.complex64).conj(),
+        meta=torch.empty(3, device="meta"),
+    )
+    found = asyncckpt.load(save(tmp_path / "a", {"x": leaf}), allow_pickle=True)["x"]
+    assert torch.equal(found.quantized.int_repr(), leaf.quantized.int_repr()) and found.quantized.q_scale() == 0.5
+    assert type(found.parameter) is torch.nn.Parameter and torch.equal(found.parameter, parameter)
+    assert found.tied is found.parameter and found.parameter.requires_grad
+    assert type(found.frozen) is torch.nn.Parameter and not found.frozen.requires_grad
+    assert torch.equal(found.frozen.float(), leaf.frozen.float())
+    assert type(found.subclass) is Subclass and type(found.wrapping) is Wrapping
+    assert torch.equal(found.wrapping.inner.int(), leaf.wrapping.inner.int())
+    assert torch.equal(found.conjugated, leaf.conjugated) and found.meta.is_meta
+
+
+def test_a_pickle_with_tensors_is_the_same_every_time_and_without_them_is_pythons() -> None:
+    leaf = Holder(t=torch.arange(4).to(torch.uint16))
+    assert pickles.encode_pickle(leaf) == pickles.encode_pickle(leaf), "ranks compare them"
+    assert pickles.encode_pickle(Custom(3))[1][1] == base64.b64encode(pickle.dumps(Custom(3), protocol=4)).decode()
+
+
+def test_a_pickled_tensor_of_a_device_that_is_not_here_comes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():  # then the device is here
+        assert pickles.unpickle(stock(torch.ones(2, device="cuda")).getvalue()).is_cuda
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:77")
+    data = stock(torch.ones(2)).getvalue()
+    assert torch.equal(pickles.unpickle(data), torch.ones(2))
+
+
+def test_a_pickled_object_with_a_float8_tensor_is_carried_along_by_conversions(tmp_path: pathlib.Path) -> None:
+    path = save(tmp_path / "a", {"x": Holder(t=torch.arange(4).to(torch.float8_e5m2)), "w": torch.ones(2)})
+    asyncckpt.convert(path, tmp_path / "b", to="asyncckpt")
+    found = asyncckpt.load(tmp_path / "b", allow_pickle=True)
+    assert torch.equal(found["x"].t.float(), torch.arange(4.0)) and torch.equal(found["w"], torch.ones(2))
+    asyncckpt.convert(path, tmp_path / "t.pt", to="torch", partial=True)
+    assert "x" not in torch.load(tmp_path / "t.pt", weights_only=True)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -234,7 +358,7 @@ def test_without_leave_a_pickle_shows_the_name_of_its_type() -> None:
 
 
 def test_bytes_that_are_no_pickle_are_refused_by_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles.pickle, "dumps", lambda *_, **__: b"rubbish")
+    monkeypatch.setattr(pickles._Pickler, "dump", lambda self, value: self.file.write(b"rubbish"))
     path = save(tmp_path / "a", {"x": Custom(1)})
     with pytest.raises(PickledLeafError, match="UnpicklingError"):
         asyncckpt.load(path, allow_pickle=True)
