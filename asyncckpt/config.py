@@ -6,9 +6,10 @@ Precedence: arguments, then `ASYNCCKPT_<FIELD>` from the environment, then the d
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -165,9 +166,8 @@ class CheckpointerConfig:
             ConfigError: An unknown field, or an impossible value.
         """
         names = {f.name for f in fields(cls)}
-        unknown = sorted(set(arguments) - names)
-        if unknown:
-            raise ConfigError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(names))}", field=unknown[0])
+        for name in sorted(set(arguments) - names):
+            raise _unknown(name, names)
         if config is None:
             environ = os.environ if environ is None else environ
             _warn_of_unknown(environ, names)
@@ -285,3 +285,27 @@ def _expected(name: str) -> str:
     if name in _SWITCHES:
         return f"one of {', '.join(_FLAGS)}"
     return "RANK,WORLD_SIZE, such as 0,1"
+
+
+def check_keywords(kind: type, given: Iterable[str], fields: Iterable[str] = ()) -> None:
+    """Check what was given to a constructor by keywords that are none of its own.
+
+    Args:
+        kind: The class.
+        given: The names.
+        fields: What is taken of `CheckpointerConfig`.
+
+    Raises:
+        ConfigError: One is neither.
+    """
+    taken = frozenset(fields)
+    for name in sorted(set(given) - taken):
+        own = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+        raise _unknown(name, taken.union(p.name for p in list(own)[1:] if p.kind is not p.VAR_KEYWORD))
+
+
+def _unknown(name: str, known: Iterable[str]) -> ConfigError:
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    text = f"unknown field {name!r}; the nearest is {nearest!r}; known are {', '.join(names)}"
+    return ConfigError(text, field=name)

@@ -21,7 +21,7 @@ from asyncckpt.dcp.seal_room import SealRoom
 from asyncckpt.dcp.staged_part import stage_part
 from asyncckpt.dcp.tickets import Offer, Ticket
 from asyncckpt.dcp.unsealed import Unsealed
-from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, ConfigError
+from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
 from asyncckpt.format.names import SaveId
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.directory import look_at_directory
@@ -51,15 +51,13 @@ class ByWorker:
 
     Args:
         endpoint: Of a running worker; None: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job.
-        fields: Of `CheckpointerConfig`, see `FIELDS`.
+        fields: Of `CheckpointerConfig`, those of `FIELDS`.
 
     Raises:
-        ConfigError: Another field, or an impossible value.
+        ConfigError: An impossible value.
     """
 
     def __init__(self, endpoint: str | None, fields: Mapping[str, Any]) -> None:
-        for name in sorted(set(fields) - FIELDS):
-            raise ConfigError(f"{name} is no setting of asyncckpt.dcp.StorageWriter", field=name)
         self._endpoint = endpoint or endpoint_from_environment()
         self._config = CheckpointerConfig.resolve(None, fields)
         self._forget()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
+from asyncckpt.dcp.sharded_leaves import ShardsOf
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec
 from asyncckpt.format.names import is_reserved
-from asyncckpt.planning.torch_types import dtype_name, why_unreadable
+from asyncckpt.planning.sharding.recognising import describer
+from asyncckpt.planning.state_dict import PLAIN_TENSORS
+from asyncckpt.planning.torch_types import dtype_name, is_wrapper, why_unreadable
 
 
 class Items(NamedTuple):
@@ -73,12 +80,83 @@ def _spec(item: WriteItem) -> BoxSpec:
     )
 
 
+def refuse_wrappers(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Refuse tensors of subclasses whose elements are not their memory's.
+
+    Args:
+        leaves: Names and values, as a planner has them: of a sharded one, what this process holds counts.
+
+    Raises:
+        UnsupportedLeafError: Naming the first.
+    """
+    for fqn, value in leaves:
+        for tensor in _parts_of(value):
+            if is_wrapper(tensor):
+                raise _wrapper(fqn, tensor)
+
+
+def tensor_leaves(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a nested state, as stock planners name them, but for registered types."""
+    found: list[tuple[str, Any]] = []
+    traverse_state_dict(state_dict, lambda path, value: found.append((".".join(map(str, path)), value)))
+    for fqn, value in found:
+        if isinstance(value, (DTensor, ShardedTensor)) or describer(type(value)) is None:
+            yield fqn, value
+
+
+def _parts_of(value: Any) -> list[torch.Tensor]:
+    if type(value) in PLAIN_TENSORS:
+        return []
+    if isinstance(value, ShardsOf):
+        return [shard.tensor for shard in value.shards]
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [_arrived(value)] if isinstance(value, torch.Tensor) else []
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, once a collective that fills it is through; others as they are."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
+    kind = type(tensor).__name__
+    text = (
+        f"state dict leaf {fqn!r} of type {kind} cannot be stored: it is a tensor subclass with a __torch_dispatch__, "
+    )
+    text += (
+        "whose elements do not lie in its own memory; save a plain tensor that it is made of, or the dequantized one"
+    )
+    return UnsupportedLeafError(text, leaf=fqn, type_name=kind)
+
+
+def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
+    """Check that the elements of what a planner would have filled lie where its address says.
+
+    Raises:
+        UnsupportedLeafError: It is a tensor subclass that stands for others.
+    """
+    if is_wrapper(target):
+        fqn, kind = item.dest_index.fqn, type(target).__name__
+        raise UnsupportedLeafError(
+            f"{path}: target {fqn!r} of type {kind} cannot be filled: it is a tensor subclass with a "
+            "__torch_dispatch__, whose elements do not lie in its own memory",
+            leaf=fqn,
+            type_name=kind,
+        )
+
+
 def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:
     """Return the elements of what a planner resolved as a flat uint8 tensor on its device: a copy only if need be.
 
     Raises:
         UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
     """
+    tensor = _arrived(tensor)
+    if is_wrapper(tensor):
+        raise _wrapper(spec.fqn, tensor)
     why = why_unreadable(tensor)
     if why is not None:
         kind = type(tensor).__name__

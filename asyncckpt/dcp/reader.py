@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from asyncckpt.config import RankInfo
+from asyncckpt.config import RankInfo, check_keywords
 from asyncckpt.dcp import one_save
 from asyncckpt.dcp.described import Described
+from asyncckpt.dcp.items import check_target
 from asyncckpt.dcp.one_save import found_in
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
@@ -55,7 +57,7 @@ class StorageReader(TorchStorageReader):
         rank_info: Whose values to give where ranks have their own; None: this process's.
 
     Raises:
-        ConfigError: Threads that are no positive integer.
+        ConfigError: Threads that are no positive integer, or another keyword.
         UnsupportedPathError: A URL, or no path at all.
     """
 
@@ -67,7 +69,9 @@ class StorageReader(TorchStorageReader):
         verify: bool = True,
         allow_pickle: bool = False,
         rank_info: RankInfo | None = None,
+        **unknown: Any,
     ) -> None:
+        check_keywords(StorageReader, unknown)
         super().__init__()
         self.path = absolute_path(path)
         self._threads, self._verify, self._allow_pickle = thread_count(threads), verify, allow_pickle
@@ -160,6 +164,7 @@ class StorageReader(TorchStorageReader):
             CorruptCheckpointError: The files differ from what was saved.
             MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not fit the checkpoint.
             PickledLeafError: A leaf was pickled by AsyncCheckpointer, and may not be unpickled.
+            UnsupportedLeafError: A target is a tensor subclass whose elements do not lie in its memory.
             RanksDisagreeError: The coordinator has found another save, and a planner of its own plans kept it from
                 telling before.
             OSError: The files cannot be read.
@@ -171,6 +176,9 @@ class StorageReader(TorchStorageReader):
         if self._found is not None:
             one_save.check(plan, self._found)
         tensors = []
+        for item in plan.items:
+            if item.type is not LoadItemType.BYTE_IO and isinstance(planner, DefaultLoadPlanner):
+                check_target(self.path, item, planner.lookup_tensor(item.dest_index))
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, described.leaf_bytes(item.storage_index.fqn))
@@ -216,7 +224,9 @@ class StorageReader(TorchStorageReader):
         ranges: list[tuple[tuple[int, int], Wanted]] = []
         targets = []
         for item, saved, offsets in batch:
-            target = planner.resolve_tensor(item).detach()
+            target = planner.resolve_tensor(item)
+            check_target(self.path, item, target)
+            target = target.detach()
             if tuple(target.shape) != tuple(item.lengths):
                 raise ShapeMismatchError(
                     f"{self.path}: tensor {saved.fqn!r}: the planner resolves a read of lengths {list(item.lengths)} "

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from asyncckpt.conversion.payloads import CARRIERS
 from asyncckpt.dcp.file_leaves import Fact
+from asyncckpt.dcp.items import check_target
 from asyncckpt.dcp.routes import Wish
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
 
@@ -50,6 +52,7 @@ class Taking:
             MissingKeysError: The file lacks some, and the planner does not allow it; all are named.
             LeafTypeMismatchError: A tensor meets an object.
             ShapeMismatchError: The file's tensor has another shape.
+            UnsupportedLeafError: A target is a tensor subclass whose elements do not lie in its memory.
         """
         wishes = [wish_of(item) for item in self._plan.items]
         missing = sorted({wish.fqn for wish in wishes if wish.fqn not in self._facts})
@@ -61,6 +64,9 @@ class Taking:
         for wish in wishes:
             if wish.fqn in self._facts:
                 self._check(wish, self._facts[wish.fqn], entries.get(wish.fqn))
+        for item in self._plan.items if isinstance(self._planner, DefaultLoadPlanner) else ():
+            if item.type is not LoadItemType.BYTE_IO:
+                check_target(self._path, item, self._planner.lookup_tensor(item.dest_index))
 
     def _check(self, wish: Wish, fact: Fact, entry: Any) -> None:
         saved, wanted = ("object" if d is None else "tensor" for d in (fact.dtype, wish.offsets))
@@ -124,7 +130,9 @@ class Taking:
     def _target(self, number: int) -> torch.Tensor:
         if number not in self._targets:
             item = self._plan.items[number]
-            target = self._planner.resolve_tensor(item).detach()
+            target = self._planner.resolve_tensor(item)
+            check_target(self._path, item, target)
+            target = target.detach()
             if tuple(target.shape) != tuple(item.lengths):
                 fqn, lengths, shape = item.storage_index.fqn, list(item.lengths), list(target.shape)
                 raise ShapeMismatchError(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from asyncckpt.config import check_keywords
 from asyncckpt.dcp import tickets
-from asyncckpt.dcp.by_worker import ByWorker
+from asyncckpt.dcp.by_worker import FIELDS, ByWorker
 from asyncckpt.dcp.in_process import InProcess
-from asyncckpt.dcp.items import sorted_out
+from asyncckpt.dcp.items import refuse_wrappers, sorted_out
 from asyncckpt.dcp.laid_out import WriteOptions
 from asyncckpt.dcp.one_at_a_time import OneAtATime
 from asyncckpt.dcp.results import chunks_in
@@ -31,6 +34,11 @@ from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
+
+
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_MAX_FRAMES = 8
+"""Between torch's call and a writer's method: those of subclasses and wrappers."""
 
 
 class StorageWriter(TorchStorageWriter, Stager):
@@ -98,6 +106,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         self.thread_count, self.per_thread_copy_ahead = thread_count, per_thread_copy_ahead
         self.overwrite = overwrite
         self._files = Files()
+        check_keywords(StorageWriter, fields, FIELDS)
         if not use_worker and (endpoint is not None or fields):
             name = "endpoint" if endpoint is not None else sorted(fields)[0]
             raise ConfigError(f"{name} is about the worker, and use_worker=False says to do without one", field=name)
@@ -126,6 +135,11 @@ class StorageWriter(TorchStorageWriter, Stager):
         """Where the checkpoint goes."""
         return self.path
 
+    @property
+    def save_id(self) -> str | None:
+        """Of the save that was begun last, as `storage_meta()` says it; None before its ranks have agreed on a plan."""
+        return str(self._ticket.save_id) if self._ticket else None
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, at `checkpoint_id` if one is given.
 
@@ -153,11 +167,12 @@ class StorageWriter(TorchStorageWriter, Stager):
             self.state_dict_cache = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save.
+        """Begin a save, if the planner, which has its state by now, holds nothing that cannot be stored.
 
         Raises:
             ConfigError: `use_collectives=False`: ranks that do not meet have no common commit.
             ReentrantCallError: As `reset`.
+            UnsupportedLeafError: A tensor subclass whose elements do not lie in its memory; `leaf` is its FQN.
         """
         with self._one.beginning():
             self._abandon()
@@ -169,6 +184,11 @@ class StorageWriter(TorchStorageWriter, Stager):
                 field="use_collectives",
                 value=repr(False),
             )
+        # IMPORTANT: before the planner makes its plan, for which stock planners ask such tensors what they need not
+        # answer, and before any rank begins: from here, an error of one rank is all ranks'.
+        planner = _planner_of_caller()
+        if isinstance(planner, DefaultSavePlanner):
+            refuse_wrappers(planner.state_dict.items())
         self._is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self._rank = rank if type(rank) is int else find_rank_info(None).rank
@@ -267,7 +287,7 @@ class StorageWriter(TorchStorageWriter, Stager):
 
     def storage_meta(self) -> StorageMeta | None:
         """Return where the checkpoint goes, and its save id once it has one."""
-        return StorageMeta(checkpoint_id=self.path, save_id=str(self._ticket.save_id) if self._ticket else None)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -296,3 +316,13 @@ class StorageWriter(TorchStorageWriter, Stager):
         except OSError as error:
             name = None if save_id is None else str(save_id)
             raise save_failure(error, save_id=name, rank=rank, step=None, path=self.path) from error
+
+
+def _planner_of_caller() -> Any:
+    """Return the planner of the `dcp.save` that calls: torch shows it to a writer only when all ranks have begun."""
+    frame = inspect.currentframe()
+    for _ in range(_MAX_FRAMES):
+        frame = frame and frame.f_back
+        if frame is not None and frame.f_globals.get("__name__") == _SAVER:
+            return frame.f_locals.get("planner")
+    return None

@@ -51,6 +51,14 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or end * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether its elements are what a subclass makes of every call (`__torch_dispatch__`), not what lies in its memory.
+
+    So DTensors are, fake tensors, and quantized ones of libraries; `data_ptr()` of such a tensor says nothing.
+    """
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def why_unreadable(tensor: torch.Tensor) -> str | None:
     """Return why the elements of a tensor cannot be copied, or None. What is copied by address must have one."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type not in ("cpu", "cuda"):

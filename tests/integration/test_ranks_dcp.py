@@ -335,6 +335,63 @@ def test_sharded_tensors_of_several_shards_or_none_and_whole_values_go_by_the_sh
     assert torch.equal(asyncckpt.load(tmp_path / "1")["t"][0], torch.arange(33.0).view(11, 3))
 
 
+# ---- what cannot be stored ------------------------------------------------------------------------------------------
+
+
+class Coded(torch.Tensor):
+    """A tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
+            return cls(args[0].codes)
+        raise NotImplementedError(f"{func} of a {cls.__name__}")
+
+
+def save_wrappers(rank: int, root: str, endpoints: Endpoints, who: tuple[int, ...]) -> Any:
+    """Return what each of three saves failed with: by rank, kind of error, FQN, type."""
+    coded = Coded(torch.ones(4))
+    mesh = init_device_mesh("cpu", (2,))
+    states = (
+        {"o": {"m": [coded if rank in who else torch.ones(4)]}},
+        {"o": {"m": [DTensor.from_local(coded if rank in who else torch.ones(4), mesh, [Shard(0)], run_check=False)]}},
+    )
+    found = []
+    for number, (state, planner) in enumerate(
+        [(states[0], None), (states[1], None), (states[0], ShardedSavePlanner())]
+    ):
+        for save in (dcp.save, dcp.async_save):
+            writer = writer_to(f"{root}/{number}", endpoints)
+            with pytest.raises(CheckpointException) as caught:
+                future = save(state, storage_writer=writer, planner=planner)
+                future.result(60)  # type: ignore[union-attr]
+            errors = {at: error for at, (error, _) in caught.value.failures.items()}
+            found.append({at: (type(e).__name__, e.leaf, e.type_name) for at, e in errors.items()})
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,), (0,)])
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_wrapper_subclass_on_any_rank_is_refused_by_name_on_all_and_nothing_is_begun(
+    tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int, who: tuple[int, ...]
+) -> None:
+    workers = request.getfixturevalue("workers")[:n_workers] if n_workers else []
+    begun = [worker.status()["counters"].get("saves_begun", 0) for worker in workers]
+    endpoints = tuple(worker.endpoint for worker in workers) or None
+    for found in rank_processes.run(2, save_wrappers, str(tmp_path), endpoints, who):
+        assert found == [{rank: ("UnsupportedLeafError", "o.m.0", "Coded") for rank in who}] * 6
+    assert not os.listdir(tmp_path)
+    assert [worker.status()["counters"].get("saves_begun", 0) for worker in workers] == begun
+
+
 # ---- deaths ---------------------------------------------------------------------------------------------------------
 
 

@@ -489,6 +489,48 @@ def test_the_result_says_what_was_saved_and_where(tmp_path: Path) -> None:
     assert read.storage_meta is not None and read.storage_meta.save_id == found.storage_meta.save_id
 
 
+def test_a_writer_says_the_id_of_its_save_as_the_reader_does(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "c")
+    assert writer.save_id is None
+    for _ in range(2):
+        dcp_calls.save({"a": torch.zeros(4)}, writer)
+        meta = StorageReader(tmp_path / "c").read_metadata().storage_meta
+        assert meta is not None and writer.save_id == meta.save_id == writer.storage_meta().save_id
+        assert writer.save_id == asyncckpt.open_checkpoint(tmp_path / "c").save_id
+    writer.reset(tmp_path / "d")
+    assert writer.save_id is None
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "nearest"),
+    [
+        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", **kw), "thread_counts", "thread_count"),
+        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "thread_counts", "thread_count"),
+        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "slot_timeout", "slot_timeout_s"),
+        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", **kw), "over_write", "overwrite"),
+        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "_extensions", ""),
+        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", **kw), "files_per_rank", ""),
+        (lambda **kw: StorageReader("/tmp/x", **kw), "thread", "threads"),
+        (lambda **kw: asyncckpt.dcp.BroadcastingTorchSaveReader("/tmp/x", **kw), "coordinator", "coordinator_rank"),
+        (lambda **kw: asyncckpt.SyncCheckpointer(**kw), "files_per_ranks", "files_per_rank"),
+        (lambda **kw: asyncckpt.AsyncCheckpointer(**kw), "slot", "slots"),
+    ],
+)
+def test_an_unknown_keyword_is_named_with_the_nearest_that_there_is(make: Any, name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**{name: 1})
+    assert caught.value.field == name and f"unknown field {name!r}; the nearest is '{nearest}" in str(caught.value)
+    assert "is about the worker" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"endpoint": "ipc:///tmp/x"}, {"slot_timeout_s": 3.0}])
+def test_settings_of_a_worker_that_is_not_to_be_used_are_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=f"{name} is about the worker") as caught:
+        asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **given)
+    assert caught.value.field == name
+
+
 def test_a_writer_pickles_without_what_it_has_staged(tmp_path: Path) -> None:
     writer = StorageWriter(tmp_path / "c", thread_count=2, overwrite=False)
     staged = writer.stage({"a": torch.ones(100_000)})
