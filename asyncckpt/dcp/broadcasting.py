@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from asyncckpt.config import check_keywords
 from asyncckpt.dcp.courier import Courier, lost_load
 from asyncckpt.dcp.file_leaves import Fact, FileLeaves
 from asyncckpt.dcp.routes import Route, plan_routes
@@ -52,9 +51,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         read_on: str = "coordinator",
         process_group: dist.ProcessGroup | None = None,
         threads: int | None = None,
-        **unknown: Any,
     ) -> None:
-        check_keywords(BroadcastingTorchSaveReader, unknown)
         if read_on not in ("coordinator", "node"):
             raise ConfigError(f"read_on={read_on!r}: 'coordinator' or 'node' is wanted", field="read_on", value=read_on)
         self.coordinator_rank, self.read_on = coordinator_rank, read_on

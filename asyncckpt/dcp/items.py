@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -123,13 +123,13 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
     kind = type(tensor).__name__
-    text = (
-        f"state dict leaf {fqn!r} of type {kind} cannot be stored: it is a tensor subclass with a __torch_dispatch__, "
-    )
-    text += (
-        "whose elements do not lie in its own memory; save a plain tensor that it is made of, or the dequantized one"
-    )
+    text = f"state dict leaf {fqn!r} of type {kind} cannot be stored: it is {_STANDS_FOR}; save a plain tensor instead"
     return UnsupportedLeafError(text, leaf=fqn, type_name=kind)
+
+
+_STANDS_FOR = (
+    "a tensor subclass with a __torch_dispatch__: its elements are what that makes of them, and no memory holds them"
+)
 
 
 def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
@@ -140,12 +140,8 @@ def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
     """
     if is_wrapper(target):
         fqn, kind = item.dest_index.fqn, type(target).__name__
-        raise UnsupportedLeafError(
-            f"{path}: target {fqn!r} of type {kind} cannot be filled: it is a tensor subclass with a "
-            "__torch_dispatch__, whose elements do not lie in its own memory",
-            leaf=fqn,
-            type_name=kind,
-        )
+        text = f"{path}: target {fqn!r} of type {kind} cannot be filled: it is {_STANDS_FOR}"
+        raise UnsupportedLeafError(text, leaf=fqn, type_name=kind)
 
 
 def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:

@@ -64,9 +64,10 @@ class Taking:
         for wish in wishes:
             if wish.fqn in self._facts:
                 self._check(wish, self._facts[wish.fqn], entries.get(wish.fqn))
-        for item in self._plan.items if isinstance(self._planner, DefaultLoadPlanner) else ():
-            if item.type is not LoadItemType.BYTE_IO:
-                check_target(self._path, item, self._planner.lookup_tensor(item.dest_index))
+        planner = self._planner
+        for item in self._plan.items:
+            if item.type is not LoadItemType.BYTE_IO and isinstance(planner, DefaultLoadPlanner):
+                check_target(self._path, item, planner.lookup_tensor(item.dest_index))
 
     def _check(self, wish: Wish, fact: Fact, entry: Any) -> None:
         saved, wanted = ("object" if d is None else "tensor" for d in (fact.dtype, wish.offsets))

@@ -35,7 +35,6 @@ from asyncckpt.storage import catalog
 from asyncckpt.storage.failures import save_failure
 from asyncckpt.storage.files import Files
 
-
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_FRAMES = 8
 """Between torch's call and a writer's method: those of subclasses and wrappers."""

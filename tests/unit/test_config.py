@@ -133,7 +133,7 @@ def test_an_optional_field_can_be_none_in_the_environment(text: str) -> None:
 
 
 def test_unknown_field_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown field 'slot'; known are .*slots") as caught:
+    with pytest.raises(ConfigError, match=r"unknown field 'slot'; the nearest is 'slots'; known are .*slots") as caught:
         CheckpointerConfig.resolve(None, {"slot": 1})
     assert caught.value.field == "slot"
 

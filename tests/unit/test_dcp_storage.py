@@ -511,9 +511,8 @@ def test_a_writer_says_the_id_of_its_save_as_the_reader_does(tmp_path: Path) -> 
         (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "_extensions", ""),
         (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", **kw), "files_per_rank", ""),
         (lambda **kw: StorageReader("/tmp/x", **kw), "thread", "threads"),
-        (lambda **kw: asyncckpt.dcp.BroadcastingTorchSaveReader("/tmp/x", **kw), "coordinator", "coordinator_rank"),
-        (lambda **kw: asyncckpt.SyncCheckpointer(**kw), "files_per_ranks", "files_per_rank"),
-        (lambda **kw: asyncckpt.AsyncCheckpointer(**kw), "slot", "slots"),
+        (asyncckpt.SyncCheckpointer, "files_per_ranks", "files_per_rank"),
+        (asyncckpt.AsyncCheckpointer, "slot", "slots"),
     ],
 )
 def test_an_unknown_keyword_is_named_with_the_nearest_that_there_is(make: Any, name: str, nearest: str) -> None:
