@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from asyncckpt.dcp.sharded_leaves import ShardsOf
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec
 from asyncckpt.format.names import is_reserved
-from asyncckpt.planning.sharding.recognising import describer
+from asyncckpt.planning.sharding.recognising import describer, is_of_torch, local_tensors
 from asyncckpt.planning.state_dict import PLAIN_TENSORS
 from asyncckpt.planning.torch_types import dtype_name, is_wrapper, why_unreadable
 
@@ -100,7 +97,7 @@ def tensor_leaves(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     traverse_state_dict(state_dict, lambda path, value: found.append((".".join(map(str, path)), value)))
     for fqn, value in found:
-        if isinstance(value, (DTensor, ShardedTensor)) or describer(type(value)) is None:
+        if is_of_torch(type(value)) or describer(type(value)) is None:
             yield fqn, value
 
 
@@ -109,16 +106,7 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
         return []
     if isinstance(value, ShardsOf):
         return [shard.tensor for shard in value.shards]
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    return [_arrived(value)] if isinstance(value, torch.Tensor) else []
-
-
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, once a collective that fills it is through; others as they are."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return local_tensors(value) if isinstance(value, torch.Tensor) else []
 
 
 def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
@@ -150,7 +138,7 @@ def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:
     Raises:
         UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
     """
-    tensor = _arrived(tensor)
+    tensor = next(iter(local_tensors(tensor)), tensor)
     if is_wrapper(tensor):
         raise _wrapper(spec.fqn, tensor)
     why = why_unreadable(tensor)

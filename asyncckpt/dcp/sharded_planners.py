@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
-from torch.distributed.tensor import DTensor
 
 from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
 from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner
@@ -28,6 +27,7 @@ from asyncckpt.errors import (
     OverlappingShardsError,
     UnsupportedLeafError,
 )
+from asyncckpt.planning.sharding.dtensor import of_dtensor
 from asyncckpt.planning.sharding.recognising import describer
 
 
@@ -177,7 +177,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
 
 def _is_meta(value: torch.Tensor) -> bool:
     """Whether torch makes memory for a tensor. Types with shards are not asked: of some, torch refuses to say it."""
-    return (isinstance(value, DTensor) or describer(type(value)) is None) and value.is_meta
+    return describer(type(value)) in (None, of_dtensor) and value.is_meta
 
 
 def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -138,3 +138,11 @@ def test_a_wrapper_as_a_target_is_refused_by_name_before_anything_is_read(tmp_pa
         error = dcp_calls.reason(caught.value)
         assert isinstance(error, UnsupportedLeafError) and (error.leaf, error.type_name) == ("w", kind)
         assert not target["a"].any()
+
+
+def test_a_tensor_that_a_collective_still_fills_is_waited_for(tmp_path: Path) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    state = {"w": AsyncCollectiveTensor(torch.arange(4.0))}
+    dcp_calls.save(state, StorageWriter(tmp_path / "c"))
+    assert torch.equal(dcp_calls.load({"w": torch.zeros(4)}, StorageReader(tmp_path / "c"))["w"], torch.arange(4.0))

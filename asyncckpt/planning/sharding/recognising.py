@@ -53,12 +53,33 @@ def describer(kind: type) -> Describe | None:
         for one in kind.__mro__:
             if one in _registered:
                 return lambda value: _of_registered(one, value)
+    return _describer_of_torch(kind)
+
+
+def _describer_of_torch(kind: type) -> Describe | None:
     # Whoever has one of these has imported its module; all others need not pay for that.
     for module, name, describe in _OF_TORCH:
         found = getattr(sys.modules.get(module), name, None)
         if found is not None and issubclass(kind, found):
             return describe
     return None
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether stock planners know the shards of values of this type: DTensor and ShardedTensor."""
+    return _describer_of_torch(kind) is not None
+
+
+def local_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in this process that a DTensor or a ShardedTensor is made of; other tensors as they are.
+
+    Blocks: for a collective that still fills one.
+    """
+    describe = _describer_of_torch(type(value))
+    if describe is _of_sharded_tensor:
+        return [shard.tensor for shard in value.local_shards()]
+    local = value._local_tensor if describe is not None else value
+    return [local.wait() if hasattr(local, "wait") else local]
 
 
 def _of_slice(value: ShardedSlice) -> Sharded:
