@@ -25,7 +25,9 @@ from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMisma
 from asyncckpt.loading.fetching import read_ranges, thread_count
 from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.placements import Placement, ranges_of
+from asyncckpt.loading.target_tensors import refuse_without_memory
 from asyncckpt.paths import absolute_path, is_local_path
+from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
@@ -172,6 +174,7 @@ class StorageReader(TorchStorageReader):
 
         Blocks: for the reads.
         """
+        check_memory_is_real("dcp.load")
         described = self._described if self._described is not None else self._read_described()
         if self._found is not None:
             one_save.check(plan, self._found)
@@ -225,6 +228,7 @@ class StorageReader(TorchStorageReader):
         targets = []
         for item, saved, offsets in batch:
             target = planner.resolve_tensor(item)
+            refuse_without_memory([(item.dest_index.fqn, target)], self.path)
             check_target(self.path, item, target)
             target = target.detach()
             if tuple(target.shape) != tuple(item.lengths):

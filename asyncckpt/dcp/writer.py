@@ -29,6 +29,7 @@ from asyncckpt.dcp.tickets import Offer, Ticket
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path, is_local_path
+from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog
@@ -171,8 +172,10 @@ class StorageWriter(TorchStorageWriter, Stager):
         Raises:
             ConfigError: `use_collectives=False`: ranks that do not meet have no common commit.
             ReentrantCallError: As `reset`.
-            UnsupportedLeafError: A tensor subclass whose elements do not lie in its memory; `leaf` is its FQN.
+            UnsupportedLeafError: A tensor subclass whose elements do not lie in its memory; `leaf` is its FQN. Or torch
+                makes no real tensors here, in FakeTensorMode.
         """
+        check_memory_is_real("dcp.save")
         with self._one.beginning():
             self._abandon()
         tickets.forget()

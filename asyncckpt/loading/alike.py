@@ -94,7 +94,10 @@ def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement]
             return None
         if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
             return None
-        address, is_row_major = value.data_ptr(), value.is_contiguous()
+        try:
+            address, is_row_major = value.data_ptr(), value.is_contiguous()
+        except RuntimeError:  # it has none, inside vmap, say
+            return None
         if address < NO_ADDRESS_BELOW:
             address = address_of(value)
         if not is_row_major and shares_own_memory(value):

@@ -78,7 +78,7 @@ def plan_load(
         CheckpointNotCommittedError: A save was begun there and never committed.
         CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
         UnsupportedFormatError: Written by a newer version.
-        UnsupportedLeafError: The target holds something that no checkpoint can.
+        UnsupportedLeafError: The target holds something that no checkpoint can. Tensors without memory are taken.
         UnsupportedPathError: A URL, or no path at all.
         ConfigError: An argument that makes no sense; a target tensor whose elements share memory.
         OSError: The files cannot be read.

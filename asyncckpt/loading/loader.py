@@ -92,7 +92,8 @@ def load(
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
             of other ranks.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
-        UnsupportedLeafError: The target holds something that no checkpoint can, or this torch lacks a dtype.
+        UnsupportedLeafError: The target holds something that no checkpoint can, or tensors without memory (meta, fake);
+            or this torch lacks a dtype, or makes no real tensors here, in FakeTensorMode.
         OverlappingShardsError: The shards of a target tensor share elements.
         SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
         PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.alike import alike_placements, object_leaves
@@ -19,7 +21,7 @@ from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillab
 from asyncckpt.loading.targets import Targets, Whole, is_loadable, unmarked
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.torch_types import torch_dtype, why_no_memory
 from asyncckpt.storage.contents import SavedTensor
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError | AliasMismatchError
@@ -59,6 +61,7 @@ class Matches:
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
         found: Everything that is read, by its saved FQN.
+        without_memory: FQNs of what is filled and has no memory, with the tensors.
     """
 
     targets: Targets
@@ -72,6 +75,7 @@ class Matches:
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
     found: dict[str, Node] = field(default_factory=dict)
+    without_memory: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
 
 def match(
@@ -110,7 +114,7 @@ def match(
         placements = alike_placements(state_dict, saved)
         if placements is not None:
             return _alike(targets, saved, placements)
-    flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle)
+    flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle, is_target=True)
     matching = _Matching(Matches(targets), saved, path, refuse)
     matches, rename, taken = matching.matches, renamer(key_map) if key_map is not None else None, saved.leaves
     for leaf in target_leaves(flat.tree, targets):
@@ -176,6 +180,7 @@ class _Matching:
         first, number = self._filled.setdefault(own, (fqn, found))
         matches.filled.append(path)
         matches.filled_fqns.append(fqn)
+        matches.without_memory += [(fqn, part) for part, _ in target.shards if why_no_memory(part) is not None]
         if first != fqn and number == found:
             return
         if target.global_shape != tensor.global_shape:
@@ -217,6 +222,9 @@ def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection:
     matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
     holder = None if isinstance(place.holder, Whole) else place.holder
     matches.replaced.append(Replaced(place.path, fqn, saved.without_holes(node), holder))
+    if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters
+        params = [param for group in holder.param_groups for param in group["params"]]
+        matches.without_memory += [(fqn, param) for param in params if why_no_memory(param) is not None]
     numbers = {leaf: inner[1] for leaf, inner in leaves(node) if inner[0] == "T"}
     standing = standing_tensors(holder, [(leaf, saved.tensors[number]) for leaf, number in numbers.items()])
     for leaf, target in standing.items():

@@ -28,6 +28,7 @@ from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.numpy_values import array_of
+from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import SavedTensor
@@ -123,12 +124,13 @@ class OpenCheckpoint:
             ConfigError: Slices or threads that make no sense.
             CorruptCheckpointError: The files differ from what was saved.
             SnapshotUnavailableError: It is in memory, and a living trainer has used that for another save; or closed.
-            UnsupportedLeafError: This torch lacks the dtype.
+            UnsupportedLeafError: This torch lacks the dtype; or makes no real tensors here, in FakeTensorMode.
             OSError: The files cannot be read.
 
         Blocks: for the reads.
         """
         count, saved = thread_count(threads), self._found(fqn)
+        check_memory_is_real("OpenCheckpoint.tensor")
         if mmap:
             region_of(slices, saved.global_shape, fqn)  # refuses what reading would
             mapped = mapped_tensor(self._contents, saved, self._files) if self._held is None else None
@@ -198,6 +200,7 @@ class OpenCheckpoint:
         return self._hoisted(node[0], self._saved.tensors[node[1]])
 
     def _hoisted(self, kind: str, saved: SavedTensor) -> Any:
+        check_memory_is_real("OpenCheckpoint.objects")
         found = self._read(saved, None, threads=DEFAULT_THREADS, verify=True)
         return bytes_of(found) if kind == "B" else array_of(found)
 

@@ -27,10 +27,11 @@ from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.staged_bytes import Bytes
-from asyncckpt.loading.target_tensors import TargetTensor
+from asyncckpt.loading.target_tensors import TargetTensor, refuse_without_memory
 from asyncckpt.loading.targets import load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
+from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, check_lengths
 from asyncckpt.storage.files import Files
@@ -126,6 +127,7 @@ class DefaultReader(CheckpointReader):
                 allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
             )
             directory, where = absolute_path(path), check_source(source)
+            check_memory_is_real("load")
             # Where it is shared, all ranks would have to begin again together; and one reads for all of them.
             alone = shared is None
             with ReadAhead(self._files, reader.rank, reader.world_size) as ahead:
@@ -188,6 +190,7 @@ class _Load:
             state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
         )
         self._refuse_unavailable(matches.unavailable)
+        refuse_without_memory(matches.without_memory, self._path)
         self._refuse_mix(matches)
         self._report_missing(matches.missing, in_vain=selection.in_vain)
         self._report_converted(matches)

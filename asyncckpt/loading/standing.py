@@ -35,7 +35,9 @@ def standing_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> 
     found = list(saved)
     try:
         state = holder.state_dict()
-        own = _own_tensors(holder, [(path, _value_at(state, path)) for path, _ in _tensor_leaves(flatten(state).tree)])
+        own = _own_tensors(
+            holder, [(path, _value_at(state, path)) for path, _ in _tensor_leaves(flatten(state, is_target=True).tree)]
+        )
     except Exception:  # nothing stands in the way of a new state
         return {}
     standing = {path: own[path] for path, tensor in found if path in own and own[path].takes(tensor)}

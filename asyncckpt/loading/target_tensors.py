@@ -12,7 +12,7 @@ from asyncckpt.loading.placements import Placement
 from asyncckpt.planning.sharding.recognising import committed, sharded
 from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
 from asyncckpt.planning.state_dict import PLAIN_TENSORS
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.torch_types import plain_parameter, torch_dtype, why_no_memory
 from asyncckpt.storage.contents import SavedTensor
 
 
@@ -66,12 +66,38 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
         raise named(error, fqn) from None
     if isinstance(found, Sharded):
         return TargetTensor(value, found.dtype, tuple(found.global_shape), tuple(found.shards))
-    return _whole(value, value if found is None else found)
+    if found is None:
+        plain = plain_parameter(value)
+        return _whole(value, value) if plain is None else _whole(plain, plain)
+    return _whole(value, found)
 
 
 def _whole(value: Any, tensor: torch.Tensor) -> TargetTensor:
     shape = tuple(tensor.shape)
     return TargetTensor(value, tensor.dtype, shape, (LocalShard(tensor, (0,) * len(shape)),))
+
+
+def refuse_without_memory(tensors: Iterable[tuple[str, torch.Tensor]], path: str) -> None:
+    """Refuse to load into tensors that have no memory.
+
+    Args:
+        tensors: FQN, and what is filled.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        UnsupportedLeafError: One is a meta or fake tensor, or belongs to a torch.func transform; names the first.
+    """
+    for fqn, tensor in tensors:
+        why = why_no_memory(tensor)
+        if why is not None:
+            kind = type(tensor).__name__
+            raise UnsupportedLeafError(
+                f"{path}: nothing can be loaded into target tensor {fqn!r}: {why}; nothing was changed. Give the "
+                "target memory first (module.to_empty(device=...)), or load without a target and take the new tensors "
+                "(module.load_state_dict(asyncckpt.load(path)[...], assign=True)). plan_load takes such targets",
+                leaf=fqn,
+                type_name=kind,
+            )
 
 
 def check_fillable(target: TargetTensor, fqn: str) -> None:

@@ -30,7 +30,7 @@ from asyncckpt.planning.state_dict import (
     plain_metadata,
 )
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of
+from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of, plain_parameter
 
 
 class _Mismatch(Exception):
@@ -62,7 +62,7 @@ def match(
     walk = _Walk(shapes, shards, openings or Openings())
     try:
         walk.mapping(tree, state_dict)
-    except _Mismatch:
+    except (_Mismatch, RuntimeError):  # what has no address raises a RuntimeError
         return None
     if not shards:
         return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
@@ -146,9 +146,9 @@ class _Walk:
         self.tensors.append(value)
 
     def _whole(self, value: Any) -> torch.Tensor:
-        """Return the plain tensor that a value of a shard type is here."""
+        """Return the plain tensor that a value of a shard type, or a parameter of a subclass, is here."""
         describe = describer(type(value))
-        found = None if describe is None else self._described(describe, value)
+        found = plain_parameter(value) if describe is None else self._described(describe, value)
         if type(found) not in PLAIN_TENSORS:
             raise _Mismatch
         return found  # type: ignore[return-value]

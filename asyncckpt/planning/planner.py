@@ -30,7 +30,7 @@ from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
 from asyncckpt.planning.sampling import Turn
 from asyncckpt.planning.state_dict import flatten
 from asyncckpt.planning.stateful import Openings
-from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.planning.torch_types import check_memory_is_real, dtype_name
 
 
 def signature_of(flat: Flattened) -> Signature:
@@ -245,6 +245,7 @@ class PlanCache:
         Raises:
             UnsupportedLeafError: Something in it cannot be stored.
         """
+        check_memory_is_real("save")
         flat = flatten(state_dict, allow_pickle=self._allow_pickle)
         if self._layout == DCP:  # before the other ranks are met
             check_dcp_items(flat.tree)
@@ -257,6 +258,7 @@ class PlanCache:
             UnsupportedLeafError: Something in it cannot be stored.
             DuplicateNameError: As `make_plan`.
         """
+        check_memory_is_real("save")
         openings = Openings()
         for key in reversed(self._plans):
             plan = self._plans[key]

@@ -40,8 +40,10 @@ def boxes_of(found: Sharded) -> tuple[Box, ...]:
     return tuple((shard.offsets, tuple(shard.tensor.shape)) for shard in found.shards)
 
 
-def sources_of(found: Sharded) -> list[torch.Tensor]:
+def sources_of(found: Sharded, *, is_target: bool = False) -> list[torch.Tensor]:
     """Return the tensors to be copied, aligned with the boxes; an empty one where there are no boxes.
+
+    `is_target`: they are filled, and those on the meta device are taken too.
 
     Raises:
         UnsupportedLeafError: One of them cannot be stored.
@@ -50,6 +52,9 @@ def sources_of(found: Sharded) -> list[torch.Tensor]:
         raise refused(found.type_name, f"dtype {found.dtype}")
     sources = []
     for tensor, _ in found.shards:
+        if is_target and tensor.is_meta and tensor.layout is torch.strided:
+            sources.append(tensor)
+            continue
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             raise refused(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
         if tensor.numel() and not address_of(tensor):

@@ -21,7 +21,16 @@ from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, so
 from asyncckpt.planning.sharding.recognising import Describe, describer
 from asyncckpt.planning.sharding.shards import Sharded, named, refused, refused_by_name
 from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, NO_MEMORY, SHRUNK, address_of, dtype_name, is_whole
+from asyncckpt.planning.torch_types import (
+    NO_ADDRESS_BELOW,
+    NO_MEMORY,
+    SHRUNK,
+    address_of,
+    dtype_name,
+    is_whole,
+    plain_parameter,
+    why_no_memory,
+)
 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
@@ -34,16 +43,20 @@ Open = Callable[[Any, Path], Any]
 """What stands for an object with a `state_dict()` at a path: its state, or itself, which makes it an object leaf."""
 
 
-def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = False) -> Flattened:
+def flatten(
+    state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = False, is_target: bool = False
+) -> Flattened:
     """Take `state_dict` apart.
 
     Args:
         state_dict: Nested dicts, lists and tuples of leaves.
         open_: Asked for every object with a `state_dict()`; None: takes their states.
         allow_pickle: Makes an object leaf of a tensor that cannot be stored as one; else it is refused.
+        is_target: It is not stored, but filled: tensors without memory (meta, fake) are taken for tensors. Whoever
+            fills them looks for that.
 
     Raises:
-        UnsupportedLeafError: Not a mapping, or something inside cannot be stored; `leaf` is the path to it.
+        UnsupportedLeafError: Not a mapping, or something inside cannot be stored, or filled; `leaf` is the path to it.
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedLeafError(
@@ -51,7 +64,7 @@ def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = 
             leaf="",
             type_name=type(state_dict).__name__,
         )
-    walk = _Walk(open_ or Openings(), allow_pickle)
+    walk = _Walk(open_ or Openings(), allow_pickle, is_target)
     tree = walk.mapping(state_dict)
     tensors, shards = walk.placed()
     n_numbers = len(walk.tensors)
@@ -61,10 +74,21 @@ def flatten(state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = 
 class _Walk:
     """One pass over a state dict; `keys` is the path to where it stands."""
 
-    __slots__ = ("_allow_pickle", "_lazy", "_open", "_per_rank", "_seen", "_shards", "keys", "objects", "tensors")
+    __slots__ = (
+        "_allow_pickle",
+        "_is_target",
+        "_lazy",
+        "_open",
+        "_per_rank",
+        "_seen",
+        "_shards",
+        "keys",
+        "objects",
+        "tensors",
+    )
 
-    def __init__(self, open_: Open, allow_pickle: bool) -> None:
-        self._open, self._allow_pickle = open_, allow_pickle
+    def __init__(self, open_: Open, allow_pickle: bool, is_target: bool) -> None:
+        self._open, self._allow_pickle, self._is_target = open_, allow_pickle, is_target
         self._per_rank = False
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
@@ -106,7 +130,7 @@ class _Walk:
         if isinstance(value, PerRank):
             return self._of_rank(value)
         if isinstance(value, torch.Tensor):
-            return self._odd_tensor(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
+            return self._subclass(value)
         if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
             if is_flat(value):
                 return ("O", self._object(value))
@@ -117,6 +141,25 @@ class _Walk:
         if is_array(value) and (elements := tensor_of(value)) is not None:
             return ("N", self.tensor(elements)[1])
         return ("O", self._object(value))
+
+    def _subclass(self, value: torch.Tensor) -> Node:
+        plain = plain_parameter(value)
+        if plain is not None:
+            return self.tensor(plain)
+        if torch.nn.parameter.is_lazy(value):
+            return self._odd_tensor(value, "it is not initialised yet; run the module once")
+        why = why_no_memory(value)
+        if why is None:
+            return self._odd_tensor(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
+        return self._without_memory(value, why)
+
+    def _without_memory(self, value: torch.Tensor, why: str) -> Node:
+        if not self._is_target:
+            return self._odd_tensor(value, why)
+        number = self._seen.setdefault(id(value), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(value)
+        return ("T", number)
 
     def _opened(self, value: Any) -> Node:
         try:
@@ -136,7 +179,7 @@ class _Walk:
                 return self.tensor(found) if type(found) in PLAIN_TENSORS else self.other(found)
             if self._per_rank:
                 raise refused(found.type_name, "it lies in a PerRank, whose values belong to one rank whole")
-            sources = sources_of(found)
+            sources = sources_of(found, is_target=self._is_target)
         except OverlappingShardsError as error:
             raise named(error, fqn_of(tuple(self.keys))) from None
         except UnsupportedLeafError as error:
@@ -188,14 +231,20 @@ class _Walk:
         return (kind, tuple(out))
 
     def tensor(self, value: torch.Tensor) -> Node:
-        if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_meta or value.is_nested:
+        if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_nested:
             nested = "nested " if value.is_nested else ""
             return self._odd_tensor(
                 value, f"a {nested}tensor of layout {value.layout}, dtype {value.dtype} on {value.device}"
             )
         # The same elements under several names are stored once: same address, shape, strides and dtype.
-        address = value.data_ptr()
+        try:
+            address = value.data_ptr()
+        except RuntimeError:  # inside vmap, say
+            return self._without_memory(value, why_no_memory(value) or NO_MEMORY)
         if address < NO_ADDRESS_BELOW:
+            why = why_no_memory(value)
+            if why is not None:
+                return self._without_memory(value, why)
             address = address_of(value)
         key = (
             (address, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
@@ -230,8 +279,9 @@ class _Walk:
     def _refused(self, value: Any, why: str) -> UnsupportedLeafError:
         leaf = fqn_of(tuple(self.keys))
         kind = type(value).__name__
+        done = "filled" if self._is_target else "stored"
         return UnsupportedLeafError(
-            f"state dict leaf {leaf!r} of type {kind} cannot be stored: {why}", leaf=leaf, type_name=kind
+            f"state dict leaf {leaf!r} of type {kind} cannot be {done}: {why}", leaf=leaf, type_name=kind
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -70,6 +71,67 @@ def why_unreadable(tensor: torch.Tensor) -> str | None:
         return None if is_whole(tensor) else SHRUNK
     except RuntimeError as error:  # a subclass that stands for a tensor, as torch.compile has them
         return f"a {type(tensor).__name__}: {error}"
+
+
+def why_no_memory(tensor: torch.Tensor) -> str | None:
+    """Return why nothing can be copied into or out of a tensor that torch has made without memory; None: it has some.
+
+    Only such tensors are meant, not those whose storage was freed.
+    """
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    if fake is not None and isinstance(tensor, fake):
+        return "it is a fake tensor, which has no memory"
+    if tensor.is_meta:
+        return "it is on the meta device, where it has no memory"
+    try:
+        if torch._is_functional_tensor(tensor):
+            return "it belongs to a torch.func transform, which keeps its memory to itself"
+        tensor.data_ptr()
+    except (RuntimeError, NotImplementedError) as error:
+        return f"it has no memory of its own: {error}"
+    return None
+
+
+def check_memory_is_real(what: str) -> None:
+    """Check that torch makes ordinary tensors here and now; addresses of others must not be written to.
+
+    Args:
+        what: What was called, for the message.
+
+    Raises:
+        UnsupportedLeafError: It does not, in FakeTensorMode or inside a torch.func transform.
+    """
+    probe = torch.empty(1, dtype=torch.uint8, device="cpu")
+    why = why_no_memory(probe)
+    if why is None and type(probe) is torch.Tensor:
+        return
+    kind = type(probe).__name__
+    raise UnsupportedLeafError(
+        f"{what} copies bytes of real tensors, and torch makes none here, but a {kind}"
+        f"{'' if why is None else ': ' + why}. Leave FakeTensorMode, or the transform (vmap, functionalize), around "
+        "the call; nothing was changed",
+        leaf="",
+        type_name=kind,
+    )
+
+
+def plain_parameter(value: Any) -> torch.Tensor | None:
+    """Return the elements of a parameter or buffer of a subclass as a plain tensor that shares its memory.
+
+    Returns:
+        None for everything else; for one that is not initialised yet; and for one whose class says itself what
+        operations do (`__torch_dispatch__`), since its elements need not be what it shows.
+    """
+    kind = type(value)
+    if not _PARAMETERS.intersection(kind.__mro__) or torch.nn.parameter.is_lazy(value):
+        return None
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach()  # type: ignore[no-any-return]
+
+
+_PARAMETERS = frozenset({torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
 
 
 def encode_torch(value: Any) -> tuple[str, Any] | None:
