@@ -125,7 +125,7 @@ def plain_parameter(value: Any) -> torch.Tensor | None:
     kind = type(value)
     if not _PARAMETERS.intersection(kind.__mro__) or torch.nn.parameter.is_lazy(value):
         return None
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if is_wrapper(value):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach()  # type: ignore[no-any-return]
