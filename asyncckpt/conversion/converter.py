@@ -13,12 +13,14 @@ from asyncckpt.conversion.changes import changes
 from asyncckpt.conversion.companions import companions, copy_file
 from asyncckpt.conversion.holding import Holding, settled
 from asyncckpt.conversion.long_bytes import pieces_of
+from asyncckpt.conversion.nested import check_apart, check_around, check_inside, is_inside, put_into_directory
 from asyncckpt.conversion.outline import KeyMap, Outline, outline_of
 from asyncckpt.conversion.payloads import Progress
 from asyncckpt.conversion.pieces import Target
 from asyncckpt.conversion.proof import prove_structure
 from asyncckpt.conversion.publishing import beside, check_place, check_room, put_into_place
 from asyncckpt.conversion.reading_back import prove_bytes
+from asyncckpt.conversion.replaceable import Standing
 from asyncckpt.conversion.runs import RunReader
 from asyncckpt.conversion.to_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.conversion.to_safetensors import check_safetensors, hf_target, safetensors_target
@@ -93,7 +95,9 @@ def convert(
 
     Args:
         src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
-        dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its directory must exist.
+        dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its directory must exist. A file may
+            lie in the source's directory; and a directory for `asyncckpt` or `dcp` in which no checkpoint is may lie
+            around the source: what else is there stays, and nothing is replaced.
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs, or prefixes, of the source: only these. None takes everything.
         key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
@@ -147,9 +151,7 @@ def _check_arguments(to: str, max_shard_bytes: int | None, source: str, path: st
             raise ConfigError(f"max_shard_bytes={max_shard_bytes!r}: a positive integer", field="max_shard_bytes")
         if to in ("torch", "safetensors"):
             raise ConfigError(f"to={to!r} is one file: max_shard_bytes is for directories", field="max_shard_bytes")
-    real_source, real_path = os.path.realpath(source), os.path.realpath(path)
-    if os.path.commonpath([real_source, real_path]) in (real_source, real_path):
-        raise ConfigError(f"{path} and the source {source} are the same or inside each other", field="dst")
+    check_apart(path, source, to)
 
 
 class _Conversion:
@@ -177,7 +179,14 @@ class _Conversion:
     ) -> ConversionReport:
         contents = read_any(self.source, self._files)
         is_hub = self._to == "hf"
-        standing = check_place(self.path, self._files, overwrite=self._overwrite, is_hub=is_hub)
+        check_inside(self.path, self.source, contents)
+        is_around = is_inside(self.source, self.path)
+        if is_around:
+            check_around(self.path, self._files)
+            standing, place = Standing.NOTHING, os.path.join(self.path, os.path.basename(self.path))
+        else:
+            standing = check_place(self.path, self._files, overwrite=self._overwrite, is_hub=is_hub)
+            place = self.path
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
         holding = _CHECKS[self._to](readable(whole))
         self._refuse_pickled(whole, holding)
@@ -185,17 +194,21 @@ class _Conversion:
         target = self._target(outline, max_shard_bytes)
         extras, not_copied = self._beside(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
-        check_room(self.path, room, self._files)
+        check_room(place, room, self._files)
         changed = tuple(holding.changed + changes(whole, outline, self._to, keys, self._files))
         self._total = target.nbytes * (2 if self._read_back else 1)
-        with beside(self.path) as temporary:
+        carried: tuple[str, ...] = ()
+        with beside(place) as temporary:
             try:
                 self._write(temporary, target, outline, extras)
                 if contents.source is not None:
                     contents.source.check_unchanged(self._files)
-                carried = put_into_place(
-                    temporary, self.path, self._files, self._umask, standing=standing, is_hub=is_hub
-                )
+                if is_around:
+                    put_into_directory(temporary, self.path, self._files)
+                else:
+                    carried = put_into_place(
+                        temporary, self.path, self._files, self._umask, standing=standing, is_hub=is_hub
+                    )
             except AsyncCkptError:
                 raise
             except OSError as error:

@@ -94,7 +94,7 @@ def _check_directory(path: str, kind: str, files: Files, is_hub: bool) -> None:
         raise _no_checkpoint(path)
     weights = _hub_weights(path, names, files) if kind == "hf" else frozenset()
     for name in sorted(names):
-        goes = name in weights if kind == "hf" and owner_of(name) is None else _belongs(name, kind)
+        goes = name in weights if kind == "hf" and owner_of(name) is None else belongs(name, kind)
         comes_along = kind == "hf" and is_hub and _is_companion(path, name)
         if os.path.isdir(os.path.join(path, name)) or not (goes or comes_along or name == LOCK_NAME):
             raise CheckpointExistsError(
@@ -131,7 +131,8 @@ def _is_companion(path: str, name: str) -> bool:
     return os.path.isfile(whole) or (os.path.islink(whole) and not os.path.isdir(whole))
 
 
-def _belongs(name: str, kind: str) -> bool:
+def belongs(name: str, kind: str) -> bool:
+    """Whether a file of this name may be part of a checkpoint of that kind."""
     if owner_of(name) is not None or name in (MANIFEST_NAME, LOCK_NAME, DCP_METADATA_NAME):  # in either layout
         return True
     if kind in (OURS, "dcp"):
@@ -142,7 +143,7 @@ def _belongs(name: str, kind: str) -> bool:
 
 def may_belong(name: str) -> bool:
     """Whether a file of this name may be part of a checkpoint of some kind that is converted."""
-    return _belongs(name, "dcp") or _belongs(name, "hf")
+    return belongs(name, "dcp") or belongs(name, "hf")
 
 
 def _no_checkpoint(path: str) -> CheckpointExistsError:

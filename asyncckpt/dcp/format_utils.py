@@ -26,7 +26,8 @@ def dcp_to_torch_save(
     """Convert a directory of `dcp.save` into one file that `torch.load(weights_only=True)` reads.
 
     No process group is needed, and no more memory than `asyncckpt.convert` needs. A checkpoint of ours is taken too.
-    Unlike torch's it replaces a checkpoint only: any other file at `torch_save_path` is refused.
+    Unlike torch's it replaces a checkpoint only: any other file at `torch_save_path` is refused. The file may lie in
+    the directory, under a name that `dcp.save` does not use.
 
     Args:
         dcp_checkpoint_dir: The directory.
@@ -61,7 +62,8 @@ def torch_save_to_dcp(
     """Convert a file of `torch.save` into a directory that stock `dcp.load` reads, resharded too.
 
     No process group is needed, and no more memory than `asyncckpt.convert` needs. Nothing of the file is run. Unlike
-    torch's it writes into no directory that holds something else than a checkpoint: that is refused.
+    torch's it writes into no directory that holds something else than a checkpoint: that is refused, unless the file
+    lies in it; then all that is there stays, and a checkpoint in it is not replaced.
 
     Args:
         torch_save_path: The file.

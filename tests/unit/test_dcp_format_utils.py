@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import pathlib
 import subprocess
 import sys
 import warnings
 from typing import Any
 
+import dcp_calls
 import foreign_samples
 import pytest
 import states
 import torch
+import torch.distributed.checkpoint as dcp
 
 import asyncckpt.dcp
 from asyncckpt.dcp.routes import Delivery, Wish, plan_routes
@@ -21,8 +25,10 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     MissingKeysError,
+    SaveFailedError,
     UnsupportedFormatError,
 )
+from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
 
@@ -173,6 +179,113 @@ def test_nothing_of_a_hostile_file_is_run(tmp_path: pathlib.Path) -> None:
         asyncckpt.dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "d")
     asyncckpt.dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "d", partial=True)
     assert not (tmp_path / "ran").exists()
+
+
+def contents_of(directory: pathlib.Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["stock", "ours"])
+def test_a_file_may_be_made_in_the_directory_that_it_is_made_of(tmp_path: pathlib.Path, kind: str) -> None:
+    directory = tmp_path / "d"
+    if kind == "stock":
+        foreign_samples.save_dcp(STATE, directory)
+    else:
+        with asyncckpt.SyncCheckpointer() as checkpointer:
+            checkpointer.save(STATE, directory)
+    (directory / "notes.txt").write_text("mine")
+    (directory / "sub").mkdir()
+    before = contents_of(directory)
+    for name in ("model.pt", "sub/again.pt", "model.pt"):  # the last one is replaced, as torch's function would
+        asyncckpt.dcp.dcp_to_torch_save(directory, directory / name)
+        states.assert_same(torch.load(directory / name, weights_only=True)["model"]["w"], STATE["model"]["w"])
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.dcp.dcp_to_torch_save(directory, directory / "model.pt", overwrite=False)
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.dcp.dcp_to_torch_save(directory, directory / "notes.txt")
+    after = contents_of(directory)
+    assert {name: after[name] for name in before} == before and set(after) == {*before, "model.pt", "sub/again.pt"}
+    states.assert_same(asyncckpt.load(directory)["model"]["w"], STATE["model"]["w"])
+
+
+@pytest.mark.parametrize("name", [".", "__0_0.distcp", "__9_9.distcp", ".metadata", "x.metadata"])
+def test_a_file_that_would_be_a_part_of_its_source_is_refused(tmp_path: pathlib.Path, name: str) -> None:
+    foreign_samples.save_dcp(STATE, tmp_path / "d")
+    before = contents_of(tmp_path)
+    with pytest.raises((ConfigError, CheckpointExistsError)):
+        asyncckpt.dcp.dcp_to_torch_save(tmp_path / "d", tmp_path / "d" / name)
+    assert contents_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("above", ["", "sub/deeper"])
+def test_a_directory_may_be_made_around_the_file_that_it_is_made_of(tmp_path: pathlib.Path, above: str) -> None:
+    directory = tmp_path / "d"
+    source = directory / above / "model.pt"
+    source.parent.mkdir(parents=True)
+    torch.save(STATE, source)
+    (directory / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(directory)
+    before = contents_of(directory)
+    asyncckpt.dcp.torch_save_to_dcp(source, tmp_path / "link" if above else directory)
+    after = contents_of(directory)
+    assert {name: after[name] for name in before} == before and ".metadata" in after
+    assert not [name for name in after if "converting" in name]
+    target = {"model": {"w": torch.zeros(3, 4)}}
+    dcp_calls.load(target, dcp.FileSystemReader(directory))
+    states.assert_same(target["model"]["w"], STATE["model"]["w"])
+    with pytest.raises(CheckpointExistsError, match=r"\.metadata"):
+        asyncckpt.dcp.torch_save_to_dcp(source, directory)
+    assert contents_of(directory) == after
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "model.safetensors"])
+def test_a_directory_around_the_source_with_a_checkpoint_in_it_is_left_untouched(
+    tmp_path: pathlib.Path, name: str
+) -> None:
+    torch.save(STATE, tmp_path / "model.pt")
+    (tmp_path / name).write_bytes(b"x" * 99)
+    before = contents_of(tmp_path)
+    for to in ("dcp", "asyncckpt"):
+        with pytest.raises(CheckpointExistsError):
+            asyncckpt.convert(tmp_path / "model.pt", tmp_path, to=to, overwrite=True)
+    assert contents_of(tmp_path) == before
+
+
+def test_a_target_around_its_source_that_fails_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(STATE, tmp_path / "model.pt")
+    before = contents_of(tmp_path)
+    real = Files.rename_noreplace
+
+    def failing(self: Files, source: str, target: str) -> None:
+        if target.endswith(".metadata"):
+            raise OSError(errno.EIO, "no")
+        real(self, source, target)
+
+    monkeypatch.setattr(Files, "rename_noreplace", failing)
+    with pytest.raises(SaveFailedError):
+        asyncckpt.dcp.torch_save_to_dcp(tmp_path / "model.pt", tmp_path)
+    assert contents_of(tmp_path) == before and os.listdir(tmp_path) == ["model.pt"]
+    monkeypatch.undo()
+    asyncckpt.convert(tmp_path / "model.pt", tmp_path, to="asyncckpt")
+    states.assert_same(asyncckpt.load(tmp_path)["model"]["w"], STATE["model"]["w"])
+    assert (tmp_path / "model.pt").read_bytes() == before["model.pt"]
+
+
+def test_a_hugging_face_model_gets_a_torch_file_beside_it_and_no_second_model(tmp_path: pathlib.Path) -> None:
+    asyncckpt.convert(_torch_file(tmp_path / "s.pt"), tmp_path / "hf", to="hf")
+    asyncckpt.convert(tmp_path / "hf", tmp_path / "hf" / "pytorch_model.bin", to="torch")
+    found = torch.load(tmp_path / "hf" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(found["w"], torch.ones(3)) and torch.equal(asyncckpt.load(tmp_path / "hf")["w"], torch.ones(3))
+    for to, name in (("safetensors", "more.safetensors"), ("torch", "x.safetensors"), ("hf", "sub")):
+        with pytest.raises(ConfigError):
+            asyncckpt.convert(tmp_path / "hf", tmp_path / "hf" / name, to=to)
+
+
+def _torch_file(path: pathlib.Path) -> pathlib.Path:
+    torch.save({"w": torch.ones(3)}, path)
+    return path
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
