@@ -33,7 +33,7 @@ def alike_placements(state_dict: Any, saved: SavedTree) -> list[Placement] | Non
     """
     numbers: list[int] = []
     values: list[torch.Tensor] = []
-    if not _walk(saved.tree, state_dict, numbers, values):
+    if not _walk(saved.tree, state_dict, numbers, values, set()):
         return None
     if numbers != list(range(len(saved.tensors))):
         first = _first_ones(numbers, values)
@@ -43,8 +43,14 @@ def alike_placements(state_dict: Any, saved: SavedTree) -> list[Placement] | Non
     return _placements(values, saved)
 
 
-def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor]) -> bool:
-    """Collect the tensors of a target in step with the saved tree; says whether the two are the same."""
+def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor], seen: set[int]) -> bool:
+    """Collect the tensors of a target in step with the saved tree; says whether the two are the same.
+
+    Args:
+        node, value: The saved tree and the target, or a part of both.
+        numbers, values: What is collected.
+        seen: Ids of the containers of the target so far; one that stands in two places is looked at more closely.
+    """
     kind = node[0]
     if kind == "T":
         numbers.append(node[1])
@@ -54,6 +60,9 @@ def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor]
         return type(value) in SCALARS or (type(value) in (list, tuple) and is_flat(value))
     if type(value) is not _KINDS.get(kind):
         return False
+    if id(value) in seen and value != ():
+        return False
+    seen.add(id(value))
     if kind in ("l", "t"):
         nodes, members = node[1], value
         if len(nodes) != len(members) or is_flat(value):
@@ -68,7 +77,7 @@ def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor]
         numbers += map(itemgetter(1), nodes)
         values += members
         return True
-    return all(_walk(inner, member, numbers, values) for inner, member in zip(nodes, members, strict=True))
+    return all(_walk(inner, member, numbers, values, seen) for inner, member in zip(nodes, members, strict=True))
 
 
 def _first_ones(numbers: list[int], values: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -9,6 +9,7 @@ from asyncckpt.errors import ConfigError
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+_MAX_SHOWN = 4
 
 
 def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
@@ -36,13 +37,16 @@ def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
     return renamed
 
 
-def missing_hint(missing: Sequence[str], saved_fqns: Collection[str], key_map: KeyMap | None) -> str:
+def missing_hint(
+    missing: Sequence[str], saved_fqns: Collection[str], key_map: KeyMap | None, present: Collection[str] = ()
+) -> str:
     """Return advice on keys of the target that were not saved; an empty string where there is none.
 
     Args:
         missing: The keys, as the target has them.
         saved_fqns: What the checkpoint has.
         key_map: As it was given.
+        present: Keys of the target that were saved, as the target has them.
     """
     rename = renamer(key_map)
     looked_for = {}
@@ -59,22 +63,44 @@ def missing_hint(missing: Sequence[str], saved_fqns: Collection[str], key_map: K
     other = next(((key, name) for key, name in looked_for.items() if key != name), None)
     if other is not None:
         return f"; by key_map {other[0]!r} was looked for as {other[1]!r}, and no such name was saved"
-    return _prefix_hint(missing, saved_fqns)
+    return _prefix_hint(missing, saved_fqns, present)
 
 
-def _prefix_hint(missing: Iterable[str], saved_fqns: Iterable[str]) -> str:
+def _prefix_hint(missing: Sequence[str], saved_fqns: Iterable[str], present: Collection[str]) -> str:
     """Return advice when missing keys differ from saved ones by a wrapper's prefix only; else an empty string."""
     bare = {_unwrapped(fqn): fqn for fqn in saved_fqns}
-    for key in missing:
-        found = bare.get(_unwrapped(key))
-        if found is not None and found != key:
-            wrapper = next(p for p in _WRAPPER_PREFIXES if (p in key) != (p in found) or key.count(p) != found.count(p))
-            where = "the target" if key.count(wrapper) > found.count(wrapper) else "the checkpoint"
-            return (
-                f"; only {where} has the prefix {wrapper!r} ({key!r} is wanted, {found!r} was saved): "
-                "use the bare model's state_dict(), or pass key_map"
-            )
-    return ""
+    names = {key: bare[_unwrapped(key)] for key in missing if bare.get(_unwrapped(key), key) != key}
+    if not names:
+        return ""
+    key, found = next(iter(names.items()))
+    wrapper = next(p for p in _WRAPPER_PREFIXES if (p in key) != (p in found) or key.count(p) != found.count(p))
+    where = "the target" if key.count(wrapper) > found.count(wrapper) else "the checkpoint"
+    count = "all" if len(names) == len(missing) else str(len(names))
+    return (
+        f"; {count} of them are there under another name: only {where} has the prefix {wrapper!r} ({key!r} is wanted, "
+        f"{found!r} was saved): use the bare model's state_dict(), or pass "
+        f"key_map={_advised_map(names, wrapper, present)}"
+    )
+
+
+def _advised_map(names: Mapping[str, str], wrapper: str, present: Collection[str]) -> str:
+    """Return a `key_map` as source: from `names` to theirs, which leaves those that are `present` as they are."""
+    key, found = next(iter(names.items()))
+    common = next((n for n, (a, b) in enumerate(zip(key, found, strict=False)) if a != b), min(len(key), len(found)))
+    before = key[: key.rfind(".", 0, common) + 1]
+    functions: dict[str, Callable[[str], str]] = {
+        f"lambda name: name.removeprefix({wrapper!r})": lambda name: name.removeprefix(wrapper),
+        f"lambda name: name.replace({wrapper!r}, '')": lambda name: name.replace(wrapper, ""),
+        f"lambda name: {wrapper!r} + name": lambda name: wrapper + name,
+    }
+    if before:
+        there = before + wrapper
+        functions[f"lambda name: name.replace({before!r}, {there!r}, 1)"] = lambda name: name.replace(before, there, 1)
+    for text, function in functions.items():
+        if all(function(key) == found for key, found in names.items()) and all(function(key) == key for key in present):
+            return text
+    shown = [f"{key!r}: {found!r}" for key, found in names.items()]
+    return "{" + ", ".join(shown[:_MAX_SHOWN] + ["..."] * (len(shown) > _MAX_SHOWN)) + "}"
 
 
 def _unwrapped(fqn: str) -> str:

@@ -93,9 +93,9 @@ def plan_load(
     matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)
     wanted = Selection(names)
     mismatched = tuple(_leaf(error) for error in refused)
-    mismatched += _unread(matches.replaced, saved, contents)
+    mismatched += _unread([*matches.replaced, *matches.grown], saved, contents)
     taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
-    new = [node[1] for place in matches.replaced for _, node in leaves(place.node) if node[0] != "O"]
+    new = [node[1] for place in [*matches.replaced, *matches.grown] for _, node in leaves(place.node) if node[0] != "O"]
     boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
     standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
     placed = [*matches.placements, *placements_of([*matches.tensors, *standing])]

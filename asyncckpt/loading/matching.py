@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,14 +11,26 @@ import torch
 from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.alike import alike_placements, object_leaves
+from asyncckpt.loading.empty_places import (
+    MAPPINGS,
+    further_members,
+    is_empty_object,
+    leaf_mismatch,
+    length_mismatch,
+    lists_of_other_lengths,
+    lost_subtrees,
+    refused_for,
+    selected_part,
+)
 from asyncckpt.loading.key_names import KeyMap, renamer
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
-from asyncckpt.loading.selection import HOLE, Selection, prefixes
+from asyncckpt.loading.selection import HOLE, Selection, prefixes, selected
 from asyncckpt.loading.standing import standing_tensors
 from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
 from asyncckpt.loading.targets import Targets, Whole, is_loadable, unmarked
+from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
 from asyncckpt.planning.torch_types import torch_dtype, why_no_memory
@@ -56,8 +68,12 @@ class Matches:
             nobody asks for them, and they may be left out.
         filled_fqns: Their FQNs.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
+        grown: Lists that take more members than they have; their nodes hold those.
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
+        lost: FQNs of modules, other objects and subtrees of which nothing was found at all.
+        left_empty: FQNs of empty dicts of the target that a checkpoint of another format has nothing for.
+        shared: What fills one container or object of the target under two names: FQN and saved node of both.
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
         found: Everything that is read, by its saved FQN.
@@ -70,8 +86,12 @@ class Matches:
     filled: list[Path] = field(default_factory=list)
     filled_fqns: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
+    grown: list[Replaced] = field(default_factory=list)
     standing: dict[int, TargetTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    left_empty: list[str] = field(default_factory=list)
+    shared: list[tuple[str, Node, str, Node]] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
     found: dict[str, Node] = field(default_factory=dict)
@@ -102,7 +122,7 @@ def match(
     Raises:
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
         OverlappingShardsError: The shards of a target tensor share elements.
-        ShapeMismatchError: A tensor was saved with another global shape.
+        ShapeMismatchError: A tensor was saved with another global shape, or a list or tuple with another length.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container; or the target's dtype is of a kind that
             cannot hold such values: integers for floating point numbers, say.
         AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
@@ -117,30 +137,42 @@ def match(
     flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle, is_target=True)
     matching = _Matching(Matches(targets), saved, path, refuse)
     matches, rename, taken = matching.matches, renamer(key_map) if key_map is not None else None, saved.leaves
+    for other in lists_of_other_lengths(flat.tree, saved, selection, rename):
+        matching.list_of_other_length(flat.tree, *other)
+    if not flat.tree[1]:
+        matching.fill_all(selection)
     for leaf in target_leaves(flat.tree, targets):
         leaf_path, fqn, node, _, _ = leaf
-        if node[0] == "O" and is_loadable(flat.objects[node[1]]):
+        value = flat.objects[node[1]] if node[0] == "O" else None
+        if node[0] == "O" and is_loadable(value):
             saved_fqn = fqn if rename is None else rename(fqn)
-            _match_state(matches, Replaced(leaf_path, fqn, node, flat.objects[node[1]]), saved, selection, saved_fqn)
+            place = Replaced(leaf_path, fqn, node, value)
+            if not _match_state(matches, place, saved, selection, saved_fqn):
+                matching.absent_paths.append(leaf_path)
+            elif matches.replaced and matches.replaced[-1].path == leaf_path:
+                matching.own((id(value), None), fqn, matches.replaced[-1].node)
+            continue
+        if node[0] in MAPPINGS or (node[0] == "O" and is_empty_object(value)):
+            if not targets.is_module(leaf_path) and (fqn in selection or selection.reaches_into(fqn)):
+                matching.place(leaf, value, selection, fqn if rename is None else rename(fqn))
             continue
         if not selection.everything and fqn not in selection:
             continue
         saved_fqn = fqn if rename is None else rename(fqn)
         found = taken.get(saved_fqn)
         if found is None:
-            error = _container_there(fqn, saved_fqn, node, saved, path)
-            if error is not None:
-                refuse(error)
-            else:
-                (matches.unavailable if saved.is_away(saved_fqn) else matches.missing).append(fqn)
+            matching.place(leaf, value, selection, saved_fqn)
             continue
         matches.found[saved_fqn] = found
         if _is_object(node, found):
-            matches.replaced.append(Replaced(leaf_path, fqn, found))
+            matching.replace(leaf, found)
         elif "O" in (node[0], found[0]) or "B" in (node[0], found[0]):
-            refuse(_leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
+            refuse(leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
         else:
             matching.tensor(leaf, found[1])
+    if matching.absent_paths:
+        found_paths = [*matches.filled, *(place.path for place in matches.replaced), *matching.empty_paths]
+        matches.lost += lost_subtrees(flat.tree, matching.absent_paths, found_paths, targets.is_module)
     matches.missing += selection.unused()
     return matches
 
@@ -152,7 +184,13 @@ def _alike(targets: Targets, saved: SavedTree, placements: list[Placement]) -> M
 
 
 class _Matching:
-    """What is known while the tensors of a target are matched, one after the other."""
+    """What is known while the leaves of a target are matched, one after the other.
+
+    Attributes:
+        matches: What was found so far.
+        absent_paths: Leaves that the checkpoint lacks.
+        empty_paths: Empty containers that were saved as such.
+    """
 
     def __init__(self, matches: Matches, saved: SavedTree, path: str, refuse: Callable[[Mismatch], None]) -> None:
         self.matches = matches
@@ -161,6 +199,102 @@ class _Matching:
         # copies: the first number of each value.
         self._filled: dict[int, tuple[str, int]] = {}
         self._values: dict[int, int] = {}
+        self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}
+        self.absent_paths: list[Path] = []
+        self.empty_paths: list[Path] = []
+
+    def own(self, owner: tuple[int, Any], fqn: str, node: Node) -> None:
+        """Take note that `node` fills what is known by the id of an object and the keys below it."""
+        first, other = self._owners.setdefault(owner, (fqn, node))
+        if first != fqn:
+            self.matches.shared.append((first, other, fqn, node))
+
+    def replace(self, leaf: TargetLeaf, node: Node) -> None:
+        """Let the new value of `node` take the place of a leaf.
+
+        Raises:
+            ConfigError: The container that the leaf lies in cannot be changed.
+        """
+        path, fqn, _, holder, key = leaf
+        targets = self.matches.targets
+        value = None if holder is None else holder[key]
+        if type(holder) is not dict and type(holder) is not list:
+            stays = isinstance(value, MutableMapping) and node[0] in MAPPINGS
+            fixed = None if stays else targets.fixed_at(path)
+            if fixed is not None:
+                raise ConfigError(
+                    f"target {fqn!r} lies in a {fixed}, which cannot be changed, and what was saved takes its place: "
+                    "pass a dict or a list",
+                    field="state_dict",
+                    value=fqn,
+                )
+        is_inner = isinstance(holder, tuple) or isinstance(value, PerRank)
+        self.own(targets.owner_of(path) if is_inner else (id(holder), (key,)), fqn, node)
+        self.matches.replaced.append(Replaced(path, fqn, node))
+
+    def list_of_other_length(self, tree: Node, path: Path, node: Node, at: Path, found: Node) -> None:
+        """Let a list of the target `tree` take the further members of a longer one that was saved at `at`."""
+        fqn, further = fqn_of(path), further_members(tree, path, node, found)
+        if further is None:
+            self._refuse(length_mismatch(fqn, len(found[1]), len(node[1]), self._path))
+            return
+        for n, member in enumerate(further, len(node[1])):
+            self.matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(member, (*at, n)))
+        self.own((id(self.matches.targets.value_at(path)), None), fqn, ("l", further))
+        self.matches.grown.append(Replaced(path, fqn, ("l", further)))
+
+    def _absent(self, leaf: TargetLeaf, saved_fqn: str) -> None:
+        """Say what there is in the place of `saved_fqn`, which the checkpoint does not have."""
+        path, fqn, node, _, _ = leaf
+        saved, matches = self._saved, self.matches
+        above = next((prefix for prefix in prefixes(saved_fqn) if prefix in saved.leaves), None)
+        if above is not None:
+            self._refuse(leaf_mismatch(above, kind_of(saved.leaves[above]), "container", self._path))
+        elif saved.is_away(saved_fqn):
+            matches.unavailable.append(fqn)
+        elif node[0] in MAPPINGS and not saved.keeps_empty:
+            matches.left_empty.append(fqn)
+        else:
+            matches.missing.append(fqn)
+            self.absent_paths.append(path)
+
+    def place(self, leaf: TargetLeaf, value: Any, selection: Selection, saved_fqn: str) -> None:
+        """Match a leaf with a container that was saved: an empty mapping, or the object `value`, may take all of it."""
+        path, fqn, node, _, _ = leaf
+        there, is_whole = self._saved.node_at(saved_fqn), fqn in selection
+        if there is None:
+            if is_whole:
+                self._absent(leaf, saved_fqn)
+            return
+        if node[0] in ("O", *MAPPINGS):
+            error = refused_for(node, value, there[1], fqn, self._path)
+        else:
+            error = leaf_mismatch(fqn, kind_of(there[1]), kind_of(node), self._path)
+        if error is not None:
+            self._refuse(error)
+            return
+        part = there[1] if is_whole else selected_part(there[1], selection, path, fqn)
+        if part is not None:
+            self._fill(leaf, part, there[0], selection)
+
+    def fill_all(self, selection: Selection) -> None:
+        """Match a target that is empty as a whole."""
+        whole: TargetLeaf = ((), "", ("d", ()), None, None)
+        self._fill(whole, selected(self._saved.tree, selection) or ("d", ()), (), selection)
+
+    def _fill(self, leaf: TargetLeaf, node: Node, at: Path, selection: Selection) -> None:
+        """Let an empty place take `node`, which was saved at `at`."""
+        path, fqn, _, _, _ = leaf
+        saved, matches, saved_fqn = self._saved, self.matches, fqn_of(at)
+        if saved.own is None:  # at equal world size, what only other ranks have is left out, as in a new dict
+            away = [(leaf, fqn + leaf[len(saved_fqn) :]) for leaf in saved.away if leaf.startswith(saved_fqn)]
+            matches.unavailable += [
+                name for leaf, name in away if (not at or leaf[len(saved_fqn)] == ".") and name in selection
+            ]
+        matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
+        if node[0] in MAPPINGS and not node[1]:
+            self.empty_paths.append(path)
+        self.replace(leaf, saved.without_holes(node))
 
     def tensor(self, leaf: TargetLeaf, found: int) -> None:
         """Match a leaf with tensor number `found`."""
@@ -171,7 +305,7 @@ class _Matching:
         if node[0] == "N":
             value = view_of(value)
             if value is None or not target_tensor(value, fqn).takes(tensor):
-                matches.replaced.append(Replaced(path, fqn, ("N", found)))
+                self.replace(leaf, ("N", found))
                 return
             own = node[1]
         else:
@@ -204,18 +338,24 @@ def _is_object(node: Node, found: Node) -> bool:
     return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
 
 
-def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection: Selection, saved_fqn: str) -> None:
-    """Match an object that takes its state as a whole, or an entry of a module's state that does."""
+def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection: Selection, saved_fqn: str) -> bool:
+    """Match an object that takes its state as a whole, or an entry of a module's state that does.
+
+    Returns:
+        False where it was asked for and never saved.
+    """
     fqn = place.fqn
     if fqn not in selection:
         if selection.reaches_into(fqn):
             raise ConfigError(f"keys names a part of {fqn!r}, whose state is loaded as a whole", field="keys")
-        return
+        return True
     below = [leaf for leaf in saved.away if leaf == saved_fqn or leaf.startswith(saved_fqn + ".")]
     found = saved.node_at(saved_fqn)
     if found is None:
         (matches.unavailable if below else matches.missing).append(fqn)
-        return
+        if not below and not isinstance(place.holder, Whole):
+            matches.lost.append(fqn)
+        return bool(below)
     if saved.own is None:  # at equal world size, what only other ranks have is left out, as in a new dict
         matches.unavailable += below
     at, node = found
@@ -229,6 +369,7 @@ def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection:
     standing = standing_tensors(holder, [(leaf, saved.tensors[number]) for leaf, number in numbers.items()])
     for leaf, target in standing.items():
         matches.standing.setdefault(numbers[leaf], target)
+    return True
 
 
 def _shape_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str) -> ShapeMismatchError:
@@ -255,24 +396,6 @@ def _kind_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str
     )
 
 
-def _container_there(fqn: str, saved_fqn: str, node: Node, saved: SavedTree, path: str) -> LeafTypeMismatchError | None:
-    """A name that is missing as a leaf must not be a container there, nor lie below a leaf."""
-    if saved_fqn in saved.containers:
-        return _leaf_mismatch(fqn, "container", kind_of(node), path)
-    above = next((prefix for prefix in prefixes(saved_fqn) if prefix in saved.leaves), None)
-    return None if above is None else _leaf_mismatch(above, kind_of(saved.leaves[above]), "container", path)
-
-
-def _leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMismatchError:
-    return LeafTypeMismatchError(
-        f"{path}: {fqn!r} was saved as {_article(saved)}, the target has {_article(wanted)} there; nothing was changed",
-        path=path,
-        fqn=fqn,
-        saved=saved,
-        wanted=wanted,
-    )
-
-
 def _alias_mismatch(first: str, fqn: str, path: str) -> AliasMismatchError:
     return AliasMismatchError(
         f"{path}: {first!r} and {fqn!r} are one tensor in the target and were saved as two, whose values may differ; "
@@ -281,7 +404,3 @@ def _alias_mismatch(first: str, fqn: str, path: str) -> AliasMismatchError:
         fqn=first,
         other_fqn=fqn,
     )
-
-
-def _article(kind: str) -> str:
-    return f"an {kind}" if kind == "object" else f"a {kind}"

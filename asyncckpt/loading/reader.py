@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncckpt.collector import collector_paused
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
+from asyncckpt.errors import AliasMismatchError, ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.tree import Node
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
@@ -28,7 +28,7 @@ from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.loading.target_tensors import TargetTensor, refuse_without_memory
-from asyncckpt.loading.targets import load_state
+from asyncckpt.loading.targets import Targets, load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.torch_types import check_memory_is_real
@@ -191,16 +191,20 @@ class _Load:
         )
         self._refuse_unavailable(matches.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
+        self._refuse_shared(matches)
         self._refuse_mix(matches)
-        self._report_missing(matches.missing, in_vain=selection.in_vain)
+        self._report_missing(matches, is_error=options.strict or selection.in_vain or bool(matches.lost))
+        self._report_places(matches)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
-        fresh = self._fresh([place.node for place in matches.replaced], matches.standing)
+        fresh = self._fresh([place.node for place in [*matches.replaced, *matches.grown]], matches.standing)
         self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
             if place.holder is None:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
+        for place in matches.grown:
+            matches.targets.value_at(place.path).extend(fresh.build(place.node))
         matches.targets.hand_over([*matches.filled, *(place.path for place in matches.replaced)], self._path)
         self._touched |= {place.fqn for place in matches.replaced}
         for place in holders:
@@ -215,7 +219,8 @@ class _Load:
         # At equal world size, what only other ranks have is left out, unless it was asked for by name.
         wanted = Selection(missing if self._saved.own is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
-        self._report_missing(missing, in_vain=selection.in_vain)
+        missed = Matches(Targets({}), missing=missing)
+        self._report_missing(missed, is_error=self._options.strict or selection.in_vain)
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
@@ -235,6 +240,31 @@ class _Load:
             )
         self._touched.update(matches.filled_fqns)
 
+    def _refuse_shared(self, matches: Matches) -> None:
+        """One container or object of the target under two names holds one value, so that must be what was saved."""
+        for first, one, fqn, other in matches.shared:
+            if not self._are_same(one, other):
+                raise AliasMismatchError(
+                    f"{self._path}: {first!r} and {fqn!r} are one object or in one container of the target, and were "
+                    "saved with other values; nothing was changed. Give each its own, or leave one out by keys",
+                    path=self._path,
+                    fqn=first,
+                    other_fqn=fqn,
+                )
+
+    def _are_same(self, one: Node, other: Node) -> bool:
+        if one == other:
+            return True
+        if len(one) != len(other) or one[0] != other[0] or one[0] in ("T", "N", "B"):
+            return False
+        if one[0] == "O":
+            raws = [self._objects.raw(rank)[number] for rank, number in map(self._saved.object_at, (one[1], other[1]))]
+            return bool(raws[0] == raws[1])
+        pairs = list(zip(one[1], other[1], strict=False))
+        return len(one[1]) == len(other[1]) and all(
+            self._are_same(a, b) if isinstance(a, tuple) and isinstance(b, tuple) else a == b for a, b in pairs
+        )
+
     def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
         return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
 
@@ -246,22 +276,39 @@ class _Load:
         if not self._saved.is_plain:
             report_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _report_missing(self, missing: list[str], *, in_vain: bool) -> None:
-        """`in_vain`: not one of the keys that were asked for is there, which nobody can have meant."""
+    def _report_missing(self, matches: Matches, *, is_error: bool) -> None:
+        missing, path = matches.missing, self._path
         if not missing:
             return
-        hint = missing_hint(missing, self._saved.leaves, self._options.key_map)
-        if self._options.strict or in_vain:
+        present = [*matches.filled_fqns, *(place.fqn for place in matches.replaced)]
+        hint = missing_hint(missing, self._saved.leaves, self._options.key_map, present)
+        if is_error:
             names = "\n  ".join(missing)
+            lost, advice = "", "Rename them by key_map, or pass strict=False if they may stay as they are"
+            if matches.lost:
+                tops = _shown([str(key) for key in self._saved.tree[1][::2]])
+                advice = "Rename them by key_map, or leave them out, of the target or by keys: strict=False does not"
+                lost = f", nothing at all of {_shown(matches.lost)} (at its top level it has {tops})"
             raise MissingKeysError(
-                f"{self._path}: {len(missing)} keys are not in the checkpoint{hint}; nothing was changed:\n  {names}",
-                path=self._path,
+                f"{path}: {len(missing)} keys are not in the checkpoint{lost}{hint}; nothing was changed. {advice}:\n"
+                f"  {names}",
+                path=path,
                 keys=list(missing),
             )
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         _logger.warning(
-            "%s: %d keys are not in the checkpoint and stay as they are: %s%s", self._path, len(missing), shown, hint
+            "%s: %d keys are not in the checkpoint and stay as they are: %s%s",
+            path,
+            len(missing),
+            _shown(missing),
+            hint,
         )
+
+    def _report_places(self, matches: Matches) -> None:
+        if matches.left_empty:
+            _logger.warning("%s: nothing was saved for %s, which stays empty", self._path, _shown(matches.left_empty))
+        if matches.grown:
+            longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.grown]
+            _logger.warning("%s: lists become longer than they are in the target: %s", self._path, _shown(longer))
 
     def _report_converted(self, matches: Matches) -> None:
         if matches.converted:
@@ -269,3 +316,7 @@ class _Load:
             _logger.warning(
                 "%s: %d tensors are converted to the dtype of their target, %s first", self._path, len(names), names[0]
             )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

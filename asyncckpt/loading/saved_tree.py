@@ -31,6 +31,7 @@ class SavedTree:
         own: The rank whose values the reader gets first; None at another world size, when none is its own.
         tree: The skeleton, without `"r"`; its leaves number `tensors`, and objects for `object_at`.
         tensors: By tensor number.
+        keeps_empty: Whether an empty container that was saved is in the tree: other formats may have no word for it.
         is_plain: There is one rank, and it is the reader's own.
     """
 
@@ -38,6 +39,7 @@ class SavedTree:
         n_ranks = len(contents.ranks)
         self.own = reader.rank if reader.world_size == n_ranks else None
         self.is_plain = n_ranks == 1 and self.own == 0
+        self.keeps_empty = contents.source is None
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._first_objects: list[int] = []
         self._away: dict[str, None] = {}
@@ -73,11 +75,6 @@ class SavedTree:
         """Leaf nodes by FQN, in the order of the state dict."""
         return named_leaves(self.tree)
 
-    @cached_property
-    def containers(self) -> set[str]:
-        """FQNs of all containers that hold a leaf."""
-        return {prefix for fqn in self.leaves for prefix in prefixes(fqn)}
-
     def node_at(self, fqn: str) -> tuple[Path, Node] | None:
         """Return (typed path, node) of a leaf or container, an empty one too."""
         return self._nodes.get(fqn)
@@ -108,8 +105,8 @@ class SavedTree:
 
 
 def kind_of(node: Node) -> str:
-    """Name a leaf's kind for messages."""
-    return "tensor" if node[0] == "T" else "object"
+    """Name a node's kind for messages."""
+    return "tensor" if node[0] == "T" else "container" if node[0] in _INNER else "object"
 
 
 def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:

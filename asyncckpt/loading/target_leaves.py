@@ -1,4 +1,7 @@
-"""The leaves of a target with their names and where their values lie, looked up once per container."""
+"""The leaves of a target with their names and where their values lie, looked up once per container.
+
+An empty mapping is a leaf here: a place that takes what was saved below its name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ TargetLeaf = tuple[Path, str, Node, Any, Any]
 
 
 def target_leaves(tree: Node, targets: Targets) -> Iterator[TargetLeaf]:
-    """Yield every leaf of a target in its order.
+    """Yield every leaf of a target in its order, empty mappings among them; not the target itself when it is empty.
 
     Args:
         tree: What `flatten` made of it.
@@ -29,7 +32,7 @@ def _below(node: Node, path: Path, prefix: str, targets: Targets) -> Iterator[Ta
     for key, child in zip(members[::2], members[1::2], strict=True) if kind in ("d", "o") else enumerate(members):
         while child[0] == "r":
             child = child[1]
-        if child[0] in CONTAINERS:
+        if child[0] in CONTAINERS and (child[1] or child[0] not in ("d", "o")):
             yield from _below(child, (*path, key), f"{prefix}{key}.", targets)
         else:
             yield (*path, key), f"{prefix}{key}", child, holder, key

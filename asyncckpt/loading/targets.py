@@ -9,7 +9,8 @@ their state by `load_state_dict`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, MutableMapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -63,8 +64,45 @@ class Targets:
             value = unmarked(value)[key]
         return unmarked(value)
 
+    def is_module(self, path: Path) -> bool:
+        """Whether a module stands at a path, whose state is what is filled."""
+        return path in self._modules
+
+    def fixed_at(self, path: Path) -> str | None:
+        """Return the type of the container that does not let what stands at a path be replaced; None if it can be."""
+        for container in reversed(self._containers(path)):
+            if isinstance(container, (list, MutableMapping, PerRank)):
+                return None
+            if not isinstance(container, tuple):
+                return type(container).__name__
+        return None if isinstance(self._root, MutableMapping) else type(self._root).__name__
+
+    def owner_of(self, path: Path) -> tuple[int, Any]:
+        """Return what changes when something at a path is replaced: the id of a container, and the keys below it."""
+        depth = len(path)
+        for container in reversed(self._containers(path)):
+            depth -= not isinstance(container, PerRank)
+            if not isinstance(container, tuple):
+                return id(container), path[depth:]
+        return id(self._root), path
+
+    def _containers(self, path: Path) -> list[Any]:
+        """Return all that is around what stands at a path, the outermost first; a `PerRank` counts."""
+        value, rest = self._located(path)
+        found = []
+        for key in rest:
+            while isinstance(value, PerRank):
+                found.append(value)
+                value = value.value
+            found.append(value)
+            value = value[key]
+        while isinstance(value, PerRank):
+            found.append(value)
+            value = value.value
+        return found
+
     def replace_at(self, path: Path, new: Any) -> None:
-        """Put `new` at a path."""
+        """Put `new` at a path; an empty dict or list that stands there takes its members."""
         root, rest = self._located(path)
         replace_at(root, rest, new)
 
@@ -179,7 +217,7 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
         value.value = replace_at(value.value, path, new)
         return value
     if not path:
-        return new
+        return _taken(value, new)
     key, old = path[0], value[path[0]]
     child = replace_at(old, path[1:], new)
     if isinstance(value, tuple):
@@ -188,3 +226,21 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
     if child is not old:
         value[key] = child
     return value
+
+
+def _taken(old: Any, new: Any) -> Any:
+    """Return what stands in the place of `old` from now on: itself, with the members of `new`, if it is empty.
+
+    Whoever holds an empty dict or list of the target sees what was saved there. One that stands in several places is
+    empty in the first of them only; the others get a container of their own.
+    """
+    if isinstance(old, MutableMapping) and not old and isinstance(new, Mapping):
+        for key, value in new.items():
+            old[key] = value
+        if isinstance(old, OrderedDict) and hasattr(new, "_metadata"):
+            old._metadata = new._metadata  # type: ignore[attr-defined]
+        return old
+    if type(old) is list and not old and type(new) is list:
+        old += new
+        return old
+    return new

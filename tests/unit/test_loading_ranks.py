@@ -19,7 +19,7 @@ from states import StateMaker, assert_same
 import asyncckpt
 from asyncckpt import PerRank
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import ConfigError, LeafTypeMismatchError, PerRankUnavailableError
+from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
 from asyncckpt.loading.opened import open_checkpoint
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.storage.coverage import Box
@@ -171,7 +171,11 @@ def test_per_rank_values_of_another_form_are_refused_too(path: str, target: dict
 
 
 def test_what_was_never_saved_beside_per_rank_values_is_missing(path: str) -> None:
-    assert DefaultReader(rank_info=RankInfo(0, 1)).read(path, {"rng": {"new": 0}}, strict=False)[1] == ["rng.new"]
+    target = {"rng": {"new": 0}, "step": 0, "new": 0}
+    with pytest.raises(MissingKeysError) as caught:
+        read(path, 0, 1, target, strict=False)
+    assert caught.value.keys == ["rng.new", "new"]
+    assert DefaultReader(rank_info=RankInfo(0, 1)).read(path, target, keys=["step", "new"], strict=False)[1] == ["new"]
 
 
 def test_members_behind_one_of_another_rank_keep_their_place(tmp_path: Path) -> None:

@@ -1,0 +1,214 @@
+"""Places of a target that are empty or None, lists of another length, and subtrees of which nothing was saved.
+
+An empty place takes all that was saved below its name. A list with members that was saved longer takes the further
+ones too, if they are objects; any other list or tuple of another length is refused, so that none is cut or padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
+from asyncckpt.format.tree import CONTAINERS, Node, Path, fqn_of, leaves
+from asyncckpt.loading.saved_tree import SavedTree, kind_of
+from asyncckpt.loading.selection import Selection, selected
+
+MAPPINGS = ("d", "o")
+SEQUENCES = ("l", "t")
+
+
+def is_empty_object(value: Any) -> bool:
+    """Whether an object leaf of a target holds nothing: None, or a list or tuple of nothing else."""
+    return value is None or (type(value) in (list, tuple) and all(map(is_empty_object, value)))
+
+
+def refused_for(
+    place: Node, value: Any, found: Node, fqn: str, path: str
+) -> LeafTypeMismatchError | ShapeMismatchError | None:
+    """Return why what was saved cannot stand in a place of the target; None if it can.
+
+    Args:
+        place: The node of the place in the target: an empty mapping or an object.
+        value: The object.
+        found: What was saved under its name.
+        fqn: Its name in the target.
+        path: The checkpoint's, for messages.
+    """
+    if place[0] in MAPPINGS:
+        return None if found[0] in MAPPINGS else leaf_mismatch(fqn, kind_of(found), "container", path)
+    if value is None or found[0] == "O":
+        return None
+    if found[0] not in SEQUENCES or type(value) not in (list, tuple):
+        return leaf_mismatch(fqn, kind_of(found), "object", path)
+    if value and len(value) != len(found[1]):
+        return length_mismatch(fqn, len(found[1]), len(value), path)
+    members = zip(value, found[1], strict=False)
+    refusals = (refused_for(place, member, node, f"{fqn}.{n}", path) for n, (member, node) in enumerate(members))
+    return next((refusal for refusal in refusals if refusal is not None), None)
+
+
+def selected_part(node: Node, selection: Selection, path: Path, fqn: str) -> Node | None:
+    """Return what of `node` goes into a place at `path` of which only a part was asked for; None: nothing.
+
+    Raises:
+        ConfigError: That would shorten a list.
+    """
+    part = selected(node, selection, path)
+    if part is not None and _is_cut(node, part):
+        raise ConfigError(
+            f"keys names a part of a list in {fqn!r}, which is empty in the target: name the whole list",
+            field="keys",
+        )
+    return part
+
+
+def _is_cut(node: Node, part: Node) -> bool:
+    if node[0] in SEQUENCES:
+        return len(node[1]) != len(part[1]) or any(map(_is_cut, node[1], part[1]))
+    members = dict(_members(node)) if node[0] in MAPPINGS else {}
+    return any(_is_cut(members[key], child) for key, child in (_members(part) if members else ()))
+
+
+def lists_of_other_lengths(
+    tree: Node, saved: SavedTree, selection: Selection, rename: Callable[[str], str] | None
+) -> Iterator[tuple[Path, Node, Path, Node]]:
+    """Yield every selected list or tuple that was saved with another length: path and node in the target, and saved.
+
+    Args:
+        tree: The target's.
+        saved: The checkpoint.
+        selection: What is filled.
+        rename: From the target's names to the saved ones.
+    """
+    for path, node in _sequences(tree, ()):
+        fqn = fqn_of(path)
+        if not selection.everything and fqn not in selection:
+            continue
+        found = saved.node_at(_saved_name(fqn, node, rename))
+        if found is not None and found[1][0] in SEQUENCES and len(found[1][1]) != len(node[1]):
+            yield path, node, *found
+
+
+def further_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[Node, ...] | None:
+    """Return the saved members that a shorter list of a target takes besides its own; None: it cannot.
+
+    A history grows while a training runs: new objects at the end of a list are taken. Tuples, and lists whose further
+    members hold tensors, say how many there are; so do the groups of an optimizer.
+
+    Args:
+        tree: The target's.
+        path, node: Of the list in it.
+        found: The saved list.
+    """
+    further: tuple[Node, ...] = found[1][len(node[1]) :]
+    if node[0] != "l" or not further or (path[-1] == "param_groups" and is_optimizer_state(_node_at(tree, path[:-1]))):
+        return None
+    return further if all(leaf[0] == "O" for member in further for _, leaf in leaves(member)) else None
+
+
+def is_optimizer_state(node: Node) -> bool:
+    """Whether a node is what `state_dict()` of an optimizer gives."""
+    return node[0] in MAPPINGS and {"state", "param_groups"}.issubset(node[1][::2])
+
+
+def _node_at(node: Node, path: Path) -> Node:
+    for key in path:
+        node = _inside(node)
+        node = node[1][key] if node[0] in SEQUENCES else node[1][list(node[1][::2]).index(key) * 2 + 1]
+    return _inside(node)
+
+
+def _inside(node: Node) -> Node:
+    while node[0] == "r":
+        node = node[1]
+    return node
+
+
+def _sequences(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    node = _inside(node)
+    if node[0] in SEQUENCES:
+        yield path, node
+    for key, child in _members(node):
+        if child[0] in CONTAINERS:
+            yield from _sequences(child, (*path, key))
+
+
+def _members(node: Node) -> Iterable[tuple[Any, Node]]:
+    if node[0] in MAPPINGS:
+        return zip(node[1][::2], node[1][1::2], strict=True)
+    return enumerate(node[1]) if node[0] in SEQUENCES else ()
+
+
+def _saved_name(fqn: str, node: Node, rename: Callable[[str], str] | None) -> str:
+    """Return the saved name of a list: `key_map` is asked for names of leaves only."""
+    if rename is None:
+        return fqn
+    below = next((fqn_of(leaf) for leaf, _ in leaves(node)), None)
+    if below is None:
+        return fqn
+    renamed = rename(f"{fqn}.{below}")
+    return renamed[: -len(below) - 1] if renamed.endswith("." + below) else fqn
+
+
+def lost_subtrees(
+    tree: Node, missing: Iterable[Path], found: Iterable[Path], is_module: Callable[[Path], bool]
+) -> list[str]:
+    """Return the FQNs of the parts of a target of which nothing was found.
+
+    A part is an entry at its top level that holds others; and at any level a module, and what `state_dict()` of a
+    module or an optimizer gave.
+
+    Args:
+        tree: The target's.
+        missing: Leaves that the checkpoint lacks.
+        found: Those that it has.
+        is_module: Whether a module stands at a path.
+    """
+    states = set(_states(tree, ()))
+    parts = {
+        at[:length]: None
+        for at in missing
+        for length in range(1, len(at))
+        if length == 1 or at[:length] in states or is_module(at[:length])
+    }
+    if parts:
+        kept = {at[:length] for at in found for length in range(1, len(at))}
+        parts = {at: None for at in parts if at not in kept}
+    return [fqn_of(at) for at in parts]
+
+
+def _states(node: Node, at: Path) -> Iterator[Path]:
+    node = _inside(node)
+    if (node[0] == "o" and node[2] is not None) or is_optimizer_state(node):
+        yield at
+    for key, child in _members(node):
+        if child[0] in CONTAINERS:
+            yield from _states(child, (*at, key))
+
+
+def leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMismatchError:
+    """Return the error for a leaf of another kind than was saved."""
+    return LeafTypeMismatchError(
+        f"{path}: {fqn!r} was saved as {_article(saved)}, the target has {_article(wanted)} there; nothing was changed",
+        path=path,
+        fqn=fqn,
+        saved=saved,
+        wanted=wanted,
+    )
+
+
+def length_mismatch(fqn: str, saved: int, wanted: int, path: str) -> ShapeMismatchError:
+    """Return the error for a list of another length than was saved."""
+    return ShapeMismatchError(
+        f"{path}: the list {fqn!r} was saved with {saved} members, the target has {wanted}; nothing was changed. Give "
+        "the target as many, or an empty list, which takes all of them",
+        path=path,
+        fqn=fqn,
+        saved=[saved],
+        wanted=[wanted],
+    )
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind == "object" else f"a {kind}"
