@@ -43,7 +43,7 @@
     +-- CorruptCheckpointError       (ValueError)         bytes differ from what was staged: file, fqn, offset
     |   +-- NoSoundCheckpointError                        restore_latest(): not one of a directory's verifies: tried
     +-- UnsupportedFormatError       (ValueError)         a newer format version, or no checkpoint of ours
-    +-- MissingKeysError             (RuntimeError)       strict=True and keys are absent: all of them
+    +-- MissingKeysError             (RuntimeError)       keys are absent: all of them
     +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
     +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
@@ -253,11 +253,14 @@ class UnsupportedFormatError(
 
 
 class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields=("path", "keys")):
-    """`strict=True`: keys that were asked for are not in the checkpoint; `keys` lists every one."""
+    """Keys that were asked for are not in the checkpoint, or nothing of a whole part; `keys` lists every one."""
 
 
 class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fields=("path", "fqn", "saved", "wanted")):
-    """A tensor was saved with another shape than the target has; nothing was changed."""
+    """A tensor was saved with another shape than the target has, or a list with another length; nothing was changed.
+
+    `saved`, `wanted`: shapes, or lists of one length each.
+    """
 
 
 class LeafTypeMismatchError(
@@ -270,7 +273,7 @@ class LeafTypeMismatchError(
 
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
-    """One tensor of the target has two names under which two tensors were saved; nothing was changed."""
+    """One tensor or container of the target has two names under which two were saved; nothing was changed."""
 
 
 class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=("path", "fqn", "type_name", "detail")):

@@ -38,22 +38,27 @@ def load(
 
     Args:
         path: The checkpoint's directory.
-        state_dict: A target. Its tensors are filled in place, on their devices and with their dtypes: plain ones,
-            DTensor, `ShardedSlice`, `FlatShard`, `ShardedTensor` and registered types, of which only what this process
-            holds is read, whatever number of ranks saved it in whatever pieces. Its objects are replaced; only its
-            keys are read. numpy arrays are filled in place where they are writable and dtype and
-            shape are the saved ones, else replaced. Objects with a `load_state_dict()` are given the state that was
-            saved under their name, whole; a module's tensors are filled in place before that, in the bare module, and
-            what it has and the checkpoint lacks counts as missing. Without a target, nesting, key types, aliases and
-            objects come back as saved, states of modules and optimizers as dicts. Two names of one tensor are filled
-            from one that was saved as such, or are an error; other views that share memory are each filled, in no
-            order: they hold what was saved where that agrees, as it does in a state that was saved with such views.
+        state_dict: A target. A place in it that is empty or None takes all that was saved below its name: an empty dict
+            or list (also `state_dict` itself) the members, None a new value. A list of objects that was saved longer
+            grows, which is logged; every other list or tuple has as many members as it was saved with. Its tensors are
+            filled in place, on their devices and with their dtypes: plain ones, DTensor, `ShardedSlice`, `FlatShard`,
+            `ShardedTensor` and registered types, of which only what this process holds is read, whatever number of
+            ranks saved it in whatever pieces. Its objects are replaced; only its keys are read. numpy arrays are filled
+            in place where they are writable and dtype and shape are the saved ones, else replaced. Objects with a
+            `load_state_dict()` are given the state that was saved under their name, whole; a module's tensors are
+            filled in place before that, in the bare module, and what it has and the checkpoint lacks counts as missing.
+            Without a target, nesting, key types, aliases and objects come back as saved, states of modules and
+            optimizers as dicts. Two names of one tensor are filled from one that was saved as such, or are an error;
+            other views that share memory are each filled, in no order: they hold what was saved where that agrees, as
+            it does in a state that was saved with such views.
         keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
             not one selects anything are an error, `strict` or not.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them, and they stay
-            as they are.
+            as they are. Either way it is an error when nothing was saved of a whole part: of an entry at the top level
+            that holds others; or, at any level, of an object with a `load_state_dict()` or of what the `state_dict()`
+            of a module or an optimizer gave. With `keys` only what they select counts.
         verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
             checksum. What is read is at most 1.1 times what is needed, counted in whole pages of 4 KiB: of rows that
             are shorter than a page, the pages that they lie in.
@@ -84,14 +89,17 @@ def load(
         UnsupportedFormatError: Written by a newer version. Or of another format, and leaves that are wanted hold
             objects of classes that are not on the list of what may be read: names all. Leave them out by `keys`.
         SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
-        MissingKeysError: `strict` and keys are missing, or no key of `keys` is there; lists all of them. Or the
-            checkpoint was overwritten meanwhile, by one that lacks what had been read.
-        ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared.
-        LeafTypeMismatchError: A tensor meets an object, or a leaf a container.
+        MissingKeysError: `strict` and keys are missing, or no key of `keys` or nothing of a whole part is there; lists
+            all of them, and says which wrapper's prefix explains it, and what `key_map` to pass. Or the checkpoint was
+            overwritten meanwhile, by one that lacks what had been read.
+        ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared. Or a
+            list or tuple was saved with another length.
+        LeafTypeMismatchError: A tensor meets an object, or a leaf a container that cannot take its place.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
             of other ranks.
-        AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
+        AliasMismatchError: One tensor of the target has two names, under which two tensors were saved; or one object or
+            container, and other values were saved.
         UnsupportedLeafError: The target holds something that no checkpoint can, or tensors without memory (meta, fake);
             or this torch lacks a dtype, or makes no real tensors here, in FakeTensorMode.
         OverlappingShardsError: The shards of a target tensor share elements.
@@ -102,8 +110,9 @@ def load(
         PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else
             has been filled.
-        ConfigError: An argument that makes no sense; a target tensor whose elements lie upon each other; `keys` that
-            name a part of an object that takes its state whole.
+        ConfigError: An argument that makes no sense; a target tensor whose elements lie upon each other; a place that
+            would have to be replaced in a mapping that cannot be changed; `keys` that name a part of an object that
+            takes its state whole, or of a list that is empty in the target.
         OSError: The files cannot be read.
 
     Blocks: for the reads.
