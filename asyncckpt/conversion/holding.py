@@ -9,7 +9,8 @@ from typing import Any
 from asyncckpt.conversion.outline import Outline, pruned
 from asyncckpt.conversion.unreadable import readable, unread_of
 from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.tree import CONTAINERS, MAX_KEY_CHARS, Node, Path, fqn_of
+from asyncckpt.format.keys import MAX_KEY_CHARS
+from asyncckpt.format.tree import CONTAINERS, Node, Path, fqn_of
 
 TOP = "the top level"
 _SHOWN = 1000
@@ -70,16 +71,19 @@ def _without_versions(node: Node, path: Path, names: Collection[str]) -> Node:
     if kind in ("d", "o"):
         pairs = zip(node[1][::2], node[1][1::2], strict=True)
         members = tuple(m for key, child in pairs for m in (key, _without_versions(child, (*path, key), names)))
-        return (kind, members, None if fqn_of(path) in names else node[2]) if kind == "o" else (kind, members)
+        if kind == "d":
+            return (kind, members, *node[2:])
+        return (kind, members, None if fqn_of(path) in names else node[2])
     if kind in ("l", "t"):
-        return (kind, tuple(_without_versions(child, (*path, n), names) for n, child in enumerate(node[1])))
+        children = tuple(_without_versions(child, (*path, n), names) for n, child in enumerate(node[1]))
+        return (kind, children, *node[2:])
     return node
 
 
 def refuse_long_keys(outline: Outline, holding: Holding) -> None:
     """Add the leaves with a key that is longer than readers of structures take."""
     for path, _ in leaves_and_empty(outline.tree):
-        if any(type(key) is str and len(key) > MAX_KEY_CHARS for key in path):
+        if any(len(str(key)) > MAX_KEY_CHARS for key in path):
             holding.cannot[fqn_of(path)] = f"its key has more than {MAX_KEY_CHARS} characters"
 
 
@@ -100,6 +104,34 @@ def leaves_and_empty(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]
 def listed(names: list[str]) -> str:
     """Return names for a sentence: all of them."""
     return ", ".join(names)
+
+
+def forms_lost(found: Iterable[tuple[Path, Node]], kept: Collection[str] = ()) -> list[str]:
+    """Return which types of containers a target does not keep.
+
+    Args:
+        found: (path, node) of containers.
+        kept: Names of the types that it does.
+    """
+    names: dict[str, list[str]] = {}
+    for path, node in found:
+        if node[0] in ("d", "l") and len(node) > 2 and node[2][0] not in kept:
+            names.setdefault(node[2][0], []).append(fqn_of(path) or TOP)
+    plain = {"deque": "list"}
+    return [f"a {kind} became a {plain.get(kind, 'dict')}: {listed(sorted(names[kind]))}" for kind in sorted(names)]
+
+
+def containers(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (path, node) of all containers at and below a node."""
+    if node[0] in ("d", "o"):
+        members: Iterable[tuple[Any, Node]] = zip(node[1][::2], node[1][1::2], strict=True)
+    elif node[0] in ("l", "t"):
+        members = enumerate(node[1])
+    else:
+        return
+    yield path, node
+    for key, child in members:
+        yield from containers(child, (*path, key))
 
 
 def ordered_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncckpt.conversion.long_bytes import bytes_at
 from asyncckpt.conversion.outline import Outline
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.objects import encode_value
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.storage.files import Files
@@ -87,13 +88,15 @@ def _value_of(node: Node, outline: Outline) -> Any:
         return raw
     if kind == "B":
         return encode_value(bytes_at(outline, node, 0, outline.nbytes_of(node[1]), Files()))
+    if kind == "l" and len(node) > 2:
+        return {"$": "deque", "v": [node[2][1], [_value_of(child, outline) for child in node[1]]]}
     if kind == "l":
         return [_value_of(child, outline) for child in node[1]]
     if kind == "t":
         return {"$": "tuple", "v": [_value_of(child, outline) for child in node[1]]}
     if kind == "d" or (kind == "o" and node[2] is None):
         pairs = zip(node[1][::2], node[1][1::2], strict=True)
-        return {"$": "dict", "v": [[encode_value(key), _value_of(child, outline)] for key, child in pairs]}
+        return {"$": "dict", "v": [[encode_value(python_key(key)), _value_of(child, outline)] for key, child in pairs]}
     raise _HoldsMoreError
 
 

@@ -165,7 +165,7 @@ def _kept(node: Node, path: Path, keep: Callable[[str], bool]) -> Node | None:
     if not found:
         return None
     if not is_dict and len(found) == len(node[1]):
-        return (kind, tuple(child for _, child in found))
+        return (kind, tuple(child for _, child in found), *node[2:])
     members = tuple(part for pair in found for part in pair)
     return (kind, members, *node[2:]) if is_dict else ("d", members)
 
@@ -214,10 +214,10 @@ def _numbered(contents: Contents, files: Files, saved: SavedTree, tree: Node, aw
             pairs = zip(node[1][::2], node[1][1::2], strict=True)
             members = tuple(m for key, child in pairs for m in (key, walk(child, (*path, key))))
             if kind == "d":
-                return (kind, members)
+                return (kind, members, *node[2:])
             return (kind, members, None if node[2] is None else object_of(node[2]))
         if kind in ("l", "t"):
-            return (kind, tuple(walk(child, (*path, n)) for n, child in enumerate(node[1])))
+            return (kind, tuple(walk(child, (*path, n)) for n, child in enumerate(node[1])), *node[2:])
         return (kind, object_of(node[1]) if kind == "O" else number_of(node[1], fqn_of(path)))
 
     outline.tree = walk(tree, ())

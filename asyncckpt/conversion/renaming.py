@@ -105,7 +105,7 @@ def _opened(node: Node, path: Path, moved: dict[Path, str]) -> Any:
         children = [_opened(child, (*path, n), moved) for n, child in enumerate(node[1])]
         kept = {n: child for n, child in enumerate(children) if child is not None}
         if len(kept) == len(children):
-            return (node[0], children)
+            return (node[0], children, *node[2:])
         return _Branch(kept) if kept else None  # what stays keeps its number, and so its name
     return None if path in moved else node
 
@@ -123,8 +123,8 @@ def _closed(value: Any) -> Node:
         kept = [(key, child) for key, child in value.items() if not _is_gone(child)]
         shape = tuple(part for part in value.shape if part != "emptied")
         return (shape[0], tuple(m for key, child in kept for m in (key, _closed(child))), *shape[1:])
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list):
-        return (value[0], tuple(_closed(child) for child in value[1]))
+    if isinstance(value, tuple) and isinstance(value[1], list):
+        return (value[0], tuple(_closed(child) for child in value[1]), *value[2:])
     return tuple(value)
 
 

@@ -6,6 +6,7 @@ from asyncckpt.conversion.holding import TOP
 from asyncckpt.conversion.opened_values import is_same_value
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.format.tree import CONTAINERS, Node, Path, fqn_of
+from asyncckpt.planning.containers import is_counter
 
 
 def other_nesting(wanted: Outline, found: Outline) -> str | None:
@@ -34,6 +35,8 @@ def _other(wanted: Outline, found: Outline, one: Node, other: Node, path: Path) 
         if [(type(key), key) for key in keys] != [(type(key), key) for key in other[1][::2]]:
             return name
         pairs = list(zip(keys, zip(one[1][1::2], other[1][1::2], strict=True), strict=True))
+    if is_counter(one) is not is_counter(other):  # other forms are not kept everywhere, which the report says
+        return name
     if one[0] == "o" and not _same_versions(wanted, found, one[2], other[2]):
         return name
     below = (_other(wanted, found, *nodes, (*path, key)) for key, nodes in pairs)

@@ -14,6 +14,8 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.foreign.as_saved import SavedView
 from asyncckpt.foreign.pickle_values import Defaulting, LayoutText, PathText, Tally
 from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.planning.containers import is_counter
+from asyncckpt.planning.keys import mappings
 
 _PLAIN: dict[type, type] = {PathText: str, Defaulting: dict}
 """What becomes of types that no target keeps."""
@@ -44,8 +46,9 @@ def other_than_saved(
     for path, first in outline.shared.items():
         if there.shared.get(path, path) != there.shared.get(first):
             return fqn_of(path)
+    counters = {path for path, node in mappings(found.tree) if is_counter(node)}
     for path, node in pickles(outline, to):
-        name = _other_value(as_it_was(outline, node, path), path, there.values, there.counters)
+        name = _other_value(as_it_was(outline, node, path), path, there.values, counters)
         if name is not None:
             return name
     return None
@@ -65,12 +68,12 @@ def _other_value(node: Node, path: Path, values: Mapping[str, Any], counters: se
     """Return the name of the first Counter or value at or below `path` that is another one."""
     node = node[2] if node[0] == "S" else node
     kind = node[0]
-    if kind == "c" and path not in counters:
+    if is_counter(node) and path not in counters:
         return fqn_of(path) or TOP
     if kind == "P":
         fqn = fqn_of(path)
         return None if fqn in values and _shape(node[1]) == _shape(values[fqn]) else fqn
-    if kind in ("d", "o", "c"):
+    if kind in ("d", "o"):
         pairs = list(zip(node[1][::2], node[1][1::2], strict=True))
     else:
         pairs = list(enumerate(node[1])) if kind in ("l", "t") else []

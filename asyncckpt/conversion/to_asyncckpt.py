@@ -25,8 +25,9 @@ from asyncckpt.format.layout import (
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name, is_reserved, objects_name, shard_name
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.structure import MAX_INT, Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.format.tree import fqn_of
+from asyncckpt.planning.keys import is_storable
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
 from asyncckpt.storage.rank_job import RankResult
@@ -38,7 +39,7 @@ def check_asyncckpt(outline: Outline) -> Holding:
     holding = Holding()
     for path, node in leaves_and_empty(outline.tree):
         fqn = fqn_of(path)
-        if not is_text(fqn) or any(type(key) is int and abs(key) > MAX_INT for key in path):
+        if not is_text(fqn) or not all(map(is_storable, path)):
             holding.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
         elif node[0] in ("T", "N", "B") and (is_reserved(fqn) or fqn == METADATA_KEY):
             holding.cannot[fqn] = "names like this are reserved"
@@ -119,7 +120,7 @@ def _renumbered(node: tuple[object, ...], numbers: dict[int, int]) -> tuple[obje
         return (kind, members, *node[2:])
     if kind in ("l", "t"):
         assert isinstance(inner, tuple)
-        return (kind, tuple(_renumbered(child, numbers) for child in inner))
+        return (kind, tuple(_renumbered(child, numbers) for child in inner), *node[2:])
     assert isinstance(inner, int)
     return (kind, inner if kind == "O" else numbers[inner])
 

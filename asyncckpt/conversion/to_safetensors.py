@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from asyncckpt.conversion.holding import TOP, Holding, is_text, listed, ordered_lost
+from asyncckpt.conversion.holding import TOP, Holding, containers, forms_lost, is_text, listed, ordered_lost
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.user_metadata import IN_ONE_TEXT, kept_metadata
@@ -55,7 +55,7 @@ def check_safetensors(outline: Outline) -> Holding:
     empty = sorted(fqn_of(path) or TOP for path, node in mappings(outline.tree) if not node[1])
     if empty:
         holding.changed.append(f"empty dicts are not kept: {listed(empty)}")
-    holding.changed += ordered_lost(mappings(outline.tree))
+    holding.changed += ordered_lost(mappings(outline.tree)) + forms_lost(containers(outline.tree))
     return holding
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from asyncckpt.conversion.holding import TOP, Holding, listed, ordered_lost, refuse_long_keys
+from asyncckpt.conversion.holding import TOP, Holding, containers, forms_lost, listed, ordered_lost, refuse_long_keys
 from asyncckpt.conversion.outline import Outline
 from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.torch_image import Pieces, TorchImage
@@ -18,11 +18,18 @@ from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.pickle_image import NotPickledError, PickleImage
 from asyncckpt.format.records import Record
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.planning.containers import is_counter
 from asyncckpt.planning.keys import mappings
 
 
 def check_torch(outline: Outline) -> Holding:
     """Say what a file that `torch.load(weights_only=True)` reads cannot hold of the outline, and what it changes."""
+    holding = _check_pickles(outline)
+    holding.changed += forms_lost(containers(outline.tree), kept=("Counter",))
+    return holding
+
+
+def _check_pickles(outline: Outline) -> Holding:
     holding = Holding()
     for path, node in leaves(outline.tree):
         if node[0] == "O":
@@ -55,13 +62,13 @@ def check_dcp(outline: Outline) -> Holding:
         DuplicateNameError: Keys that are a number and a text become one.
     """
     _refuse_one_text(outline)
-    holding = check_torch(outline)
+    holding = _check_pickles(outline)
     for fqn, why in holding.cannot.items():
         holding.cannot[fqn] = why.replace("torch.load(weights_only=True) does not read", "no item holds")
     numbers, empty, lacking = set(), set(), set()
-    containers = list(_containers(outline.tree, ()))
-    lists = {fqn_of(path) for path, node in containers if node[0] == "l"}
-    for path, node in containers:
+    apart = list(_containers(outline.tree, ()))
+    lists = {fqn_of(path) for path, node in apart if node[0] == "l"}
+    for path, node in apart:
         if node[0] == "l":
             continue
         name = fqn_of(path) or TOP
@@ -70,8 +77,8 @@ def check_dcp(outline: Outline) -> Holding:
         if not node[1]:
             empty.add(name)
             lacking |= {fqn_of(path[:n]) for n, key in enumerate(path) if n and type(key) is int} & lists
-    holding.changed += [f"keys that are numbers became texts in: {listed(sorted(numbers))}"] if numbers else []
-    holding.changed += ordered_lost(containers)
+    holding.changed += [f"keys that are no texts became texts in: {listed(sorted(numbers))}"] if numbers else []
+    holding.changed += ordered_lost(apart) + forms_lost(_with_forms_lost(outline, apart))
     holding.changed += [f"empty dicts are not kept: {listed(sorted(empty))}"] if empty else []
     if lacking:
         holding.changed.append(f"lists are gone, or lack members, where empty dicts were: {listed(sorted(lacking))}")
@@ -79,6 +86,12 @@ def check_dcp(outline: Outline) -> Holding:
     if untied:
         holding.changed.append(f"tied tensors are stored apart, for each tuple that holds one: {listed(untied)}")
     return holding
+
+
+def _with_forms_lost(outline: Outline, apart: list[tuple[Path, Node]]) -> list[tuple[Path, Node]]:
+    """Return the containers whose type is lost: all that are taken apart, and in the items all but Counters."""
+    paths = {path for path, _ in apart}
+    return [(at, node) for at, node in containers(outline.tree) if at in paths or not is_counter(node)]
 
 
 def _refuse_one_text(outline: Outline) -> None:

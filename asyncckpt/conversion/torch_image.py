@@ -49,10 +49,9 @@ class TorchView(NamedTuple):
 
 
 class TorchImage(PickleImage):
-    """One pickle, with four more kinds of nodes than a structure's.
+    """One pickle, with three more kinds of nodes than a structure's.
 
         ("V", view)                     a `TorchView`; those of one `ref` are one object
-        ("c", (key, node, ...))         a Counter
         ("P", value)                    an object leaf as the interpreter of pickles made it
         ("S", path, node)               a container that is one object with the others of that path
 
@@ -96,10 +95,6 @@ class TorchImage(PickleImage):
     def _node(self, node: Node) -> None:
         if node[0] == "V":
             self._once(-1 - id(node[1].saved.ref), lambda: self._view(node[1]))  # numbers are those of tensors
-        elif node[0] == "c":
-            self._put(b"ccollections\nCounter\n(}")
-            self._members(node[1])
-            self._put(b"tR")
         elif node[0] == "S":
             self._once(node[1], lambda: self._node(node[2]))
         elif node[0] == "P":

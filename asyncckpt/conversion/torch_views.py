@@ -125,9 +125,9 @@ def _of_kind(outline: Outline, node: Node, path: Path) -> Node:
     if kind in ("d", "o"):
         pairs = zip(node[1][::2], node[1][1::2], strict=True)
         members = tuple(m for key, child in pairs for m in (key, as_it_was(outline, child, (*path, key))))
-        return ("c" if kind == "d" and path in saved.counters else kind, members, *node[2:])
+        return (kind, members, *node[2:])
     if kind in ("l", "t"):
-        return (kind, tuple(as_it_was(outline, child, (*path, n)) for n, child in enumerate(node[1])))
+        return (kind, tuple(as_it_was(outline, child, (*path, n)) for n, child in enumerate(node[1])), *node[2:])
     fqn = fqn_of(path)
     if kind == "T" and fqn in outline.views:
         return ("V", outline.views[fqn])
@@ -144,26 +144,26 @@ def kept(outline: Outline, to: str) -> set[tuple[str, str]]:
     """
     found: set[tuple[str, str]] = set()
     for path, node in pickles(outline, to):
-        for at, leaf in _leaves_and_counters(as_it_was(outline, node, path), path):
+        for at, leaf in _changed_leaves(as_it_was(outline, node, path), path):
             fqn = fqn_of(at)
             name = outline.former.get(fqn, fqn)
             if leaf[0] == "V":
                 said = {PARAMETER, REQUIRES_GRAD}
                 said |= {ROW_MAJOR} if leaf[1].stride == leaf[1].saved.ref.stride else set()
             else:
-                said = {COUNTER, LAYOUT, UNORDERED} if leaf[0] == "P" else {COUNTER}
+                said = {COUNTER, LAYOUT, UNORDERED}
             found |= {(sentence, name) for sentence in said}
     return found
 
 
-def _leaves_and_counters(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+def _changed_leaves(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
     if node[0] == "S":
         node = node[2]
-    if node[0] in ("V", "P", "c"):
+    if node[0] in ("V", "P"):
         yield path, node
-    if node[0] in ("d", "o", "c"):
+    if node[0] in ("d", "o"):
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-            yield from _leaves_and_counters(child, (*path, key))
+            yield from _changed_leaves(child, (*path, key))
     elif node[0] in ("l", "t"):
         for n, child in enumerate(node[1]):
-            yield from _leaves_and_counters(child, (*path, n))
+            yield from _changed_leaves(child, (*path, n))

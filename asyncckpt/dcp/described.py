@@ -8,6 +8,7 @@ planners without flattening use them, are answered too, though not listed: leave
 from __future__ import annotations
 
 import io
+from collections import deque
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from asyncckpt.dcp.leaf_values import planner_bytes, saved_bytes
 from asyncckpt.dcp.planner_data import planner_data_of, was_saved_by_torch
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError, PickledLeafError
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.format.structure import Chunk
 from asyncckpt.format.tree import Node, fqn_of, leaves
@@ -34,6 +36,7 @@ from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE
 from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.planning.containers import form_in, form_of, mapping_of, sequence_of
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt
@@ -98,7 +101,10 @@ class Described:
         if not self._values:
             for path, node in leaves(self._tree.tree):
                 if node is not HOLE:
-                    self._values[fqn_of(path)], self._paths[fqn_of(path)] = self._skeleton(node), path
+                    self._values[fqn_of(path)], self._paths[fqn_of(path)] = (
+                        self._skeleton(node),
+                        tuple(key if isinstance(key, (str, int)) else str(key) for key in path),
+                    )
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, Chunk]]] = {}
 
     def metadata(self, load_id: str) -> Metadata:
@@ -185,14 +191,12 @@ class Described:
         """Return a node's value with marks for what is read later."""
         kind = node[0]
         if kind in ("d", "o"):
-            return {
-                key: self._skeleton(child)
-                for key, child in zip(node[1][::2], node[1][1::2], strict=True)
-                if child is not HOLE
-            }
+            pairs = zip(node[1][::2], node[1][1::2], strict=True)
+            found = ((python_key(key), self._skeleton(child)) for key, child in pairs if child is not HOLE)
+            return mapping_of(form_in(node) if kind == "d" else None, found)
         if kind in ("l", "t"):
             members = [self._skeleton(child) for child in node[1] if child is not HOLE]
-            return members if kind == "l" else tuple(members)
+            return sequence_of(form_in(node), members) if kind == "l" else tuple(members)
         if kind == "T":
             mark = torch.empty(0, device="meta")
             self._marks[id(mark)] = mark, self._tree.tensors[node[1]]
@@ -219,8 +223,11 @@ class Described:
             return bytes_of(found) if kind == "B" else array_of(found)
         if isinstance(value, torch.Tensor) and id(value) in self._marks:
             return self._read(self._marks[id(value)][1])
-        if type(value) is dict:
-            return {key: self._whole(member) for key, member in value.items()}
+        if isinstance(value, dict):
+            pairs = ((key, self._whole(member)) for key, member in value.items())
+            return mapping_of(form_of(value), pairs)
+        if isinstance(value, deque):
+            return deque(map(self._whole, value), value.maxlen)
         if type(value) in (list, tuple):
             return type(value)(map(self._whole, value))
         return value

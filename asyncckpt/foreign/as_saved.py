@@ -49,14 +49,12 @@ class AsSaved:
     Attributes:
         tensors: By FQN.
         values: By FQN: object leaves that hold something that plain values do not, as the interpreter made them.
-        counters: Paths of the dicts that were Counters.
         shared: Of dicts, lists and sets that stand at several paths of one pickle: path to the first of them.
         nested: Pairs of paths at which such a one stands, inside of the object leaf that is at the first of them.
     """
 
     tensors: dict[str, SavedView] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    counters: set[Path] = field(default_factory=set)
     shared: dict[Path, Path] = field(default_factory=dict)
     nested: set[tuple[Path, Path]] = field(default_factory=set)
 

@@ -25,10 +25,11 @@ from asyncckpt.foreign.strangers import Stranger
 from asyncckpt.foreign.torch_file import TorchArchive, place_of
 from asyncckpt.foreign.torch_globals import KNOWN, TensorRef, dtype_of, size_of
 from asyncckpt.foreign.unpickling import unpickle_data
+from asyncckpt.format.keys import MAX_KEY_CHARS
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import Chunk
-from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
+from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.source import Located, Place, Strided

@@ -23,6 +23,7 @@ from asyncckpt.foreign.pickle_values import (
     REQUIRES_GRAD,
     ROW_MAJOR,
     UNORDERED,
+    Defaulting,
     LayoutText,
     Maker,
     PathText,
@@ -31,10 +32,11 @@ from asyncckpt.foreign.pickle_values import (
 from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.strangers import Stranger, members_of
 from asyncckpt.foreign.torch_globals import TensorRef, size_of
+from asyncckpt.format.keys import MAX_KEY_CHARS, key_of
 from asyncckpt.format.objects import Opaque, UnknownTypeError, encode_value
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import MAX_TENSORS, Chunk
-from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of
+from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
 from asyncckpt.storage.source import Inline, Latin1, Strided
 from asyncckpt.storage.unread import Unread
 
@@ -89,7 +91,8 @@ class Growth:
         """
         self._count(path)
         self._met.note(value, path)
-        saved, value = value, self._read_as(value, path)
+        saved, form = value, _form_of(value)
+        value = dict(value) if form and self._keys_fit(value) else self._read_as(value, path)
         if len(path) > MAX_DEPTH - 2:
             raise self._assembly.unsupported(f"nested deeper than {MAX_DEPTH} levels, at {fqn_of(path)[:200]!r}")
         kind = type(value)
@@ -97,16 +100,14 @@ class Growth:
             return self._tensor_of(value, path, locate)
         if kind in (dict, OrderedDict) and any(type(key) is PathText for key in value):
             value = self._with_text_keys(value, path)
-        if kind in (dict, OrderedDict) and all(type(key) in (int, str) for key in value):
+        if kind in (dict, OrderedDict) and self._keys_fit(value):
             members = tuple(
                 part
                 for number, (key, child) in enumerate(value.items())
                 for part in self._member(number, key, child, value, path, locate)
             )
-            if type(saved) is Tally:
-                self._as_saved.counters.add(path)
             if kind is dict:
-                return ("d", members)
+                return ("d", members, *form)
             metadata = getattr(value, "_metadata", None)
             return ("o", members, None if metadata is None else self._versions(metadata, path))
         if kind in (list, tuple) and not self._is_flat(value, path):
@@ -121,13 +122,18 @@ class Growth:
             return self._by_bytes[id(value)][1]
         return self._object(saved, path)
 
+    def _keys_fit(self, value: dict[Any, Any]) -> bool:
+        """Whether all keys of a dict have a form in a tree."""
+        return all(type(key) in (int, str, PathText) or key_of(key) is not None for key in value)
+
     def _member(
         self, number: int, key: Any, child: Any, among: dict[Any, Any], path: Path, locate: Locate
     ) -> tuple[Any, Node]:
         """Return a member of a dict. One whose key is too long to be stored is not read: it has the key's beginning."""
-        if type(key) is not str or len(key) <= MAX_KEY_CHARS:
+        key = key_of(key)
+        if len(str(key)) <= MAX_KEY_CHARS:
             return key, self.node_of(child, (*path, key), locate)
-        short = f"{key[:_SHOWN_CHARS]}... (key {number}, {len(key)} characters)"
+        short = f"{str(key)[:_SHOWN_CHARS]}... (key {number}, {len(str(key))} characters)"
         while short in among:
             short += "'"
         return short, self._unread("a key that is too long", f"more than {MAX_KEY_CHARS} characters", child)
@@ -290,6 +296,13 @@ class Growth:
             part, offset = self._assembly.place(-1, len(data), Inline(bytes(data))), 0
         chunk = Chunk(part=part, offset_bytes=offset, nbytes=len(data), offsets=(0,) * len(sizes), sizes=sizes)
         return int(self._assembly.tensor(fqn_of(path), dtype, sizes, [chunk])[1])
+
+
+def _form_of(value: Any) -> tuple[tuple[Any, ...], ...]:
+    """Return what a dict of another type has behind its members."""
+    if type(value) is Tally:
+        return (("Counter",),)
+    return (("defaultdict", value.factory),) if type(value) is Defaulting else ()
 
 
 def _kind_of(value: Any) -> str:

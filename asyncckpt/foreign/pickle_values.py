@@ -56,7 +56,9 @@ class Tally(dict[Any, Any]):
 
 
 class Defaulting(dict[Any, Any]):
-    """What a defaultdict is read as: what it made of a missing key is gone."""
+    """What a defaultdict is read as; `factory`: the name of what makes missing values, as `format.tree` has it."""
+
+    factory: str | None = None
 
 
 COUNTER = "a Counter became a dict"

@@ -63,7 +63,7 @@ def made_by(maker: Any, arguments: Any) -> Any:
             return maker.made(arguments)
         if type(maker) is Maker and maker.make is not None:
             strange = next((value for value in arguments if type(value) is Stranger), None)
-            if strange is None or maker.name == "collections.defaultdict":  # whose factory is gone anyway
+            if strange is None or maker.name == "collections.defaultdict":  # whose factory is a name
                 return maker.make(*arguments)
             return Stranger(strange.name, arguments)
     raise UnpicklingError(f"it calls {shown(maker)}, which is nothing to be called")

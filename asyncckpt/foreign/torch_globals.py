@@ -28,6 +28,7 @@ from asyncckpt.foreign.refusals import UnpicklingError
 from asyncckpt.foreign.strangers import Stranger, made_by
 from asyncckpt.format.objects import Opaque
 from asyncckpt.format.records import Record
+from asyncckpt.format.tree import FACTORIES, UNSTORED_FACTORY
 
 STORAGES = {
     **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
@@ -215,6 +216,14 @@ def _counter(members: Any = ()) -> Tally:
     return Tally(_pairs(members))
 
 
+def _defaulting(factory: Any = None) -> Defaulting:
+    found = Defaulting()
+    if factory is not None:
+        name = factory.name.removeprefix("builtins.") if isinstance(factory, (Maker, Stranger)) else ""
+        found.factory = name if name in FACTORIES else UNSTORED_FACTORY
+    return found
+
+
 def _layout(name: Any) -> LayoutText:
     if type(name) is not str:
         raise UnpicklingError("a layout without a name")
@@ -247,7 +256,7 @@ def _makers() -> dict[str, Maker]:
     made: dict[str, Any] = {
         "collections.OrderedDict": _ordered,
         "collections.Counter": _counter,
-        "collections.defaultdict": lambda factory=None: Defaulting(),
+        "collections.defaultdict": _defaulting,
         ENCODE: _encoded,
         "builtins.bytearray": _bytearray,
         "builtins.bytes": _empty_bytes,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncckpt.format.archive import torch_archive
+from asyncckpt.format.keys import checked_key
 from asyncckpt.format.names import per_rank_name
 from asyncckpt.format.pickle_image import PickleImage
 from asyncckpt.format.tree import Node, Path, fqn_of
@@ -25,14 +26,16 @@ class Item(NamedTuple):
 
 
 def items_of(tree: Node) -> Iterator[Item]:
-    """Yield the items of a tree in order; keys are texts, positions in lists numbers."""
+    """Yield the items of a tree, also of one that was unpacked and not checked, in order; keys are texts, positions in
+    lists numbers.
+    """
 
     def visit(node: Node, path: Path, own: bool) -> Iterator[Item]:
         if node[0] == "r":
             yield from visit(node[1], path, True)
         elif node[0] in ("d", "o"):
             for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-                yield from visit(child, (*path, str(key)), own)
+                yield from visit(child, (*path, str(checked_key(key))), own)
         elif node[0] == "l" and not is_terminal(node):
             for n, child in enumerate(node[1]):
                 yield from visit(child, (*path, n), own)
@@ -92,9 +95,9 @@ def _without_ranks(node: Node) -> Node:
     if node[0] == "r":
         return _without_ranks(node[1])
     if node[0] in ("l", "t"):
-        return (node[0], tuple(map(_without_ranks, node[1])))
+        return (node[0], tuple(map(_without_ranks, node[1])), *node[2:])
     if node[0] in ("d", "o"):
-        members = tuple(_without_ranks(m) if n % 2 else m for n, m in enumerate(node[1]))
+        members = tuple(_without_ranks(m) if n % 2 else checked_key(m) for n, m in enumerate(node[1]))
         return (node[0], members, *node[2:])
     return node
 

@@ -11,6 +11,7 @@ import datetime
 import json
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, Uns
 from asyncckpt.format import numpy_scalars
 from asyncckpt.format.hashes import all_met
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.tree import is_maxlen
 from asyncckpt.format.versions import check_version, list_of
 
 OBJECTS_VERSION = 1
@@ -87,6 +89,8 @@ def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> An
             "$": "dict",
             "v": [[encode_value(k, extend, depth + 1), encode_value(v, extend, depth + 1)] for k, v in value.items()],
         }
+    if isinstance(value, deque):
+        return {"$": "deque", "v": [value.maxlen, [encode_value(v, extend, depth + 1) for v in value]]}
     if kind is slice:
         return {"$": "slice", "v": [encode_value(v, extend, depth + 1) for v in (value.start, value.stop, value.step)]}
     encoded = _scalar(value, kind) or (extend(value) if extend else None)
@@ -133,6 +137,11 @@ def _slice(members: list[Any]) -> slice:
     return slice(start, stop, step)
 
 
+def _deque(payload: tuple[Any, list[Any]]) -> deque[Any]:
+    maxlen, members = payload
+    return deque(members, maxlen)
+
+
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(v, 16),
     "str": lambda v: bytes.fromhex(v).decode("utf-8", "surrogatepass"),
@@ -146,6 +155,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "time": datetime.time.fromisoformat,
     "timedelta": lambda v: datetime.timedelta(*v),
     "tuple": tuple,
+    "deque": _deque,
     "set": lambda v: set(all_met(v)),
     "frozenset": lambda v: frozenset(all_met(v)),
     "dict": lambda v: dict(zip(all_met(k for k, _ in v), (value for _, value in v), strict=True)),
@@ -185,6 +195,11 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
         raise ValueError(f"unknown type tag {tag!r}")
     if tag in _SEQUENCE_TAGS:
         payload = [_decode(v, make, depth + 1) for v in list_of(payload)]
+    elif tag == "deque":
+        maxlen, members = list_of(payload)
+        if not is_maxlen(maxlen, len(list_of(members))):
+            raise ValueError(f"a deque of {len(members)} members and maxlen {maxlen!r}")
+        payload = maxlen, [_decode(v, make, depth + 1) for v in members]
     elif tag == "dict":
         payload = [
             (_decode(k, make, depth + 1), _decode(v, make, depth + 1)) for k, v in map(list_of, list_of(payload))

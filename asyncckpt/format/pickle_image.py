@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.objects import Opaque, decode_value
 from asyncckpt.format.records import Record
 from asyncckpt.format.structure import row_major
@@ -88,7 +89,11 @@ class PickleImage:
 
     def _node(self, node: Node) -> None:
         kind = node[0]
-        if kind == "d":
+        if kind == "d" and node[2:] == (("Counter",),):
+            self._put(b"ccollections\nCounter\n(}")
+            self._members(node[1])
+            self._put(b"tR")
+        elif kind == "d":  # a defaultdict too, of which `weights_only` reads none
             self._put(b"}")
             self._members(node[1])
         elif kind == "o":
@@ -119,7 +124,7 @@ class PickleImage:
     def _members(self, members: tuple[Any, ...]) -> None:
         self._put(b"(")
         for key, child in zip(members[::2], members[1::2], strict=True):
-            self._value(key)
+            self._value(python_key(key))
             self._node(child)
         self._put(b"u")
 

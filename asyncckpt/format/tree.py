@@ -3,15 +3,18 @@
 A node is a plain nested tuple, so that it compares, hashes and packs as msgpack without further ado:
 
     ("d", (key, node, key, node, ...))           dict
+    ("d", (key, node, ...), form)                a dict of another type: ("Counter",) or ("defaultdict", factory)
     ("o", (key, node, ...), meta)                OrderedDict; meta: object number of its `_metadata`, or None
     ("l", (node, ...))  ("t", (node, ...))       list, tuple
+    ("l", (node, ...), ("deque", maxlen))        deque; maxlen: None for none
     ("r", node)                                  the node belongs to its rank (`PerRank`); never inside another "r"
     ("T", n)                                     tensor number n
     ("N", n)                                     numpy array, stored as tensor number n
     ("B", n)                                     bytes, stored as tensor number n of dtype uint8
     ("O", n)                                     object number n
 
-"r" is transparent: it adds no key to the paths of what is in it.
+A factory is one of `FACTORIES`, None, or "?": another one, which is not stored. Keys are those of `format.keys`. "r" is
+transparent: it adds no key to the paths of what is in it.
 """
 
 from __future__ import annotations
@@ -20,19 +23,28 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-Key = str | int
+from asyncckpt.format.hashes import Hashes
+from asyncckpt.format.keys import MAX_KEY_CHARS, Key, TypedKey, checked_key, python_key
+
 Path = tuple[Key, ...]
 Node = tuple[Any, ...]
 
 MAX_DEPTH = 64
 """Containers inside containers. Chosen, not measured: far above real states, far below msgpack's and json's limits."""
 
-MAX_KEY_CHARS = 4096
+MAX_MAXLEN = (1 << 63) - 1
+FACTORIES = (
+    *("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"),
+    *("collections.Counter", "collections.OrderedDict", "collections.defaultdict", "collections.deque"),
+)
+"""What a defaultdict may make for a key that it lacks."""
+
+UNSTORED_FACTORY = "?"
 CONTAINERS = ("d", "o", "l", "t", "r")
 
 
 def fqn_of(path: Path) -> str:
-    """Return the full name of a leaf: its keys joined by dots."""
+    """Return the full name of a leaf: its keys joined by dots, those that are no text as Python writes them."""
     return ".".join(map(str, path))
 
 
@@ -121,12 +133,16 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
     kind = raw[0]
     if kind in ("d", "o"):
         return _checked_mapping(raw, n_tensors, n_objects, depth, per_rank)
+    form: tuple[Any, ...] = ()
+    if kind == "l" and len(raw) == 3:
+        form, raw = (_checked_deque(raw[2], raw[1]),), raw[:2]
     if len(raw) != 2:
         raise ValueError(f"tree node {kind!r} has {len(raw)} members, expected 2")
     if kind in ("l", "t"):
         if not isinstance(raw[1], (list, tuple)):
             raise ValueError("sequence node without members")
-        return (kind, tuple(checked(child, n_tensors, n_objects, depth + 1, per_rank) for child in raw[1]))
+        members = tuple(checked(child, n_tensors, n_objects, depth + 1, per_rank) for child in raw[1])
+        return (kind, members, *form)
     if kind == "r":
         if per_rank:
             raise ValueError("a per-rank node inside another")
@@ -138,19 +154,22 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
 
 def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_rank: bool) -> Node:
     kind, items = raw[0], raw[1] if len(raw) > 1 else None
-    if len(raw) != (3 if kind == "o" else 2) or not isinstance(items, (list, tuple)) or len(items) % 2:
+    form = (_checked_form(raw[2]),) if kind == "d" and len(raw) == 3 else ()
+    if len(raw) != (3 if kind == "o" else 2 + len(form)) or not isinstance(items, (list, tuple)) or len(items) % 2:
         raise ValueError(f"malformed mapping node {kind!r}")
     if kind == "d" and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
-        return (kind, tuple(items))
-    seen: set[Key] = set()
+        return (kind, tuple(items), *form)
+    seen: set[Any] = set()  # as Python has them, to which 1 and True are one key
+    hashes = Hashes()
     out: list[Any] = []
     for i in range(0, len(items), 2):
         key = items[i]
-        if type(key) not in (str, int) or (isinstance(key, str) and len(key) > MAX_KEY_CHARS):
-            raise ValueError(f"key of type {type(key).__name__}, expected str or int")
-        if key in seen:
+        if type(key) is not str or len(key) > MAX_KEY_CHARS:
+            key = checked_key(key)
+        plain = hashes.met(python_key(key)) if type(key) is TypedKey else key
+        if plain in seen:
             raise ValueError(f"key {key!r} twice in one mapping")
-        seen.add(key)
+        seen.add(plain)
         child = items[i + 1]
         if type(child) is tuple and len(child) == 2 and child[0] == "T":  # by far the most, without a call
             n = child[1]
@@ -159,7 +178,7 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
                 continue
         out += (key, checked(child, n_tensors, n_objects, depth + 1, per_rank))
     if kind == "d":
-        return (kind, tuple(out))
+        return (kind, tuple(out), *form)
     return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))
 
 
@@ -174,6 +193,28 @@ def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:
     if set(map(type, keys)) != {str} or len(set(keys)) != len(keys) or max(map(len, keys)) > MAX_KEY_CHARS:
         return False
     return bool(min(numbers) >= 0 and max(numbers) < n_tensors)
+
+
+def _checked_form(raw: Any) -> tuple[Any, ...]:
+    form = tuple(raw) if isinstance(raw, (list, tuple)) else ()
+    if form == ("Counter",):
+        return form
+    factories = (None, UNSTORED_FACTORY, *FACTORIES)
+    if len(form) != 2 or form[0] != "defaultdict" or form[1] not in factories:
+        raise ValueError(f"{raw!r} is no type of a dict")
+    return form
+
+
+def _checked_deque(raw: Any, members: Any) -> tuple[Any, ...]:
+    form = tuple(raw) if isinstance(raw, (list, tuple)) else ()
+    if len(form) != 2 or form[0] != "deque" or not is_maxlen(form[1], len(members)):
+        raise ValueError(f"{raw!r} is no deque")
+    return form
+
+
+def is_maxlen(value: Any, length: int) -> bool:
+    """Whether a deque of `length` members may have `value` as its `maxlen`."""
+    return value is None or (type(value) is int and length <= value <= MAX_MAXLEN)
 
 
 def _checked_number(raw: Any, limit: int) -> int:

@@ -58,8 +58,8 @@ def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor]
         return type(value) in PLAIN_TENSORS
     if kind == "O" and len(node) == 2:
         return type(value) in SCALARS or (type(value) in (list, tuple) and is_flat(value))
-    if type(value) is not _KINDS.get(kind):
-        return False
+    if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == "o" else 2):
+        return False  # a form of its own among them: `matching` asks no target for its type
     if id(value) in seen and value != ():
         return False
     seen.add(id(value))

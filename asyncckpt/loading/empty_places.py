@@ -6,6 +6,7 @@ ones too, if they are objects; any other list or tuple of another length is refu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,14 +14,15 @@ from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchEr
 from asyncckpt.format.tree import CONTAINERS, Node, Path, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import Selection, selected
+from asyncckpt.planning.containers import form_in
 
 MAPPINGS = ("d", "o")
 SEQUENCES = ("l", "t")
 
 
 def is_empty_object(value: Any) -> bool:
-    """Whether an object leaf of a target holds nothing: None, or a list or tuple of nothing else."""
-    return value is None or (type(value) in (list, tuple) and all(map(is_empty_object, value)))
+    """Whether an object leaf of a target holds nothing: None, or a list, tuple or deque of nothing else."""
+    return value is None or (type(value) in (list, tuple, deque) and all(map(is_empty_object, value)))
 
 
 def refused_for(
@@ -39,7 +41,7 @@ def refused_for(
         return None if found[0] in MAPPINGS else leaf_mismatch(fqn, kind_of(found), "container", path)
     if value is None or found[0] == "O":
         return None
-    if found[0] not in SEQUENCES or type(value) not in (list, tuple):
+    if found[0] not in SEQUENCES or type(value) not in (list, tuple, deque):
         return leaf_mismatch(fqn, kind_of(found), "object", path)
     if value and len(value) != len(found[1]):
         return length_mismatch(fqn, len(found[1]), len(value), path)
@@ -104,6 +106,9 @@ def further_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[No
     further: tuple[Node, ...] = found[1][len(node[1]) :]
     if node[0] != "l" or not further or (path[-1] == "param_groups" and is_optimizer_state(_node_at(tree, path[:-1]))):
         return None
+    form = form_in(node)
+    if form is not None and form[1] is not None and form[1] < len(found[1]):
+        return None  # such a deque would let its first members go
     return further if all(leaf[0] == "O" for member in further for _, leaf in leaves(member)) else None
 
 

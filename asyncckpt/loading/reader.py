@@ -12,7 +12,7 @@ from typing import Any
 from asyncckpt.collector import collector_paused
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError, ConfigError, MissingKeysError, SharedLoadError
-from asyncckpt.format.tree import Node
+from asyncckpt.format.tree import Node, Path, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.filling import Filler
@@ -31,6 +31,8 @@ from asyncckpt.loading.target_tensors import TargetTensor, refuse_without_memory
 from asyncckpt.loading.targets import Targets, load_state
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
+from asyncckpt.planning.containers import has_lost_factory
+from asyncckpt.planning.keys import mappings
 from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, check_lengths
@@ -197,7 +199,9 @@ class _Load:
         self._report_places(matches)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
-        fresh = self._fresh([place.node for place in [*matches.replaced, *matches.grown]], matches.standing)
+        made = [*matches.replaced, *matches.grown]
+        fresh = self._fresh([place.node for place in made], matches.standing)
+        self._report_factories((place.path, place.node) for place in made)
         self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:
@@ -223,6 +227,7 @@ class _Load:
         self._report_missing(missed, is_error=self._options.strict or selection.in_vain)
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
+        self._report_factories([((), tree)])
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
         self._filler.fill([], fresh.fillings)
         return fresh.build(tree), missing
@@ -309,6 +314,18 @@ class _Load:
         if matches.grown:
             longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.grown]
             _logger.warning("%s: lists become longer than they are in the target: %s", self._path, _shown(longer))
+
+    def _report_factories(self, parts: Iterable[tuple[Path, Node]]) -> None:
+        """`parts`: what is made new, by its path."""
+        found = [at for path, node in parts for at, inner in mappings(node, path) if has_lost_factory(inner)]
+        if found:
+            _logger.warning(
+                "%s: %d defaultdicts come back with no default_factory, %r first: theirs could not be stored; fill a "
+                "target that has its own",
+                self._path,
+                len(found),
+                fqn_of(found[0]),
+            )
 
     def _report_converted(self, matches: Matches) -> None:
         if matches.converted:

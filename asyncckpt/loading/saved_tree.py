@@ -160,7 +160,7 @@ class _View:
             members = [self.of(member, (*path, n)) for n, member in enumerate(node[1])]
             if members and all(m is None for m in members):
                 return None
-            return (kind, tuple(HOLE if m is None else m for m in members))
+            return (kind, tuple(HOLE if m is None else m for m in members), *node[2:])
         items: list[Any] = []
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
             seen = self.of(child, (*path, key))
@@ -169,7 +169,7 @@ class _View:
         if node[1] and not items:
             return None
         if kind == "d":
-            return (kind, tuple(items))
+            return (kind, tuple(items), *node[2:])
         return (kind, tuple(items), None if node[2] is None else node[2] + self._first_object)
 
 
@@ -182,7 +182,7 @@ def _joined(first: Node, other: Node) -> Node:
             members[key] = _joined(members[key], child) if key in members else child
         return (first[0], tuple(m for pair in members.items() for m in pair), *first[2:])
     if first[0] in ("l", "t") and first[0] == other[0] and len(first[1]) == len(other[1]):
-        return (first[0], tuple(_joined(a, b) for a, b in zip(first[1], other[1], strict=True)))
+        return (first[0], tuple(_joined(a, b) for a, b in zip(first[1], other[1], strict=True)), *first[2:])
     return first
 
 
@@ -191,5 +191,5 @@ def _closed(node: Node) -> Node:
     if kind in ("d", "o"):
         return (kind, tuple(_closed(m) if i % 2 else m for i, m in enumerate(node[1])), *node[2:])
     if kind in ("l", "t"):
-        return (kind, tuple(_closed(m) for m in node[1] if m is not HOLE))
+        return (kind, tuple(_closed(m) for m in node[1] if m is not HOLE), *node[2:])
     return node

@@ -86,5 +86,5 @@ def selected(node: Node, selection: Selection, path: tuple[Any, ...] = ()) -> No
     if kind in ("l", "t"):
         children = [selected(child, selection, (*path, i)) for i, child in enumerate(node[1])]
         kept = tuple(child for child in children if child is not None)
-        return (kind, kept) if kept else None
+        return (kind, kept, *node[2:]) if kept else None
     return None

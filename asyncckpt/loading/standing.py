@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.tree import Node, Path, leaves
 from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
 from asyncckpt.planning.sharding.recognising import sharded
@@ -68,7 +69,7 @@ def _tensor_leaves(tree: Node) -> list[tuple[Path, Node]]:
 
 def _value_at(state: Any, path: Path) -> Any:
     for key in path:
-        state = state[key]
+        state = state[python_key(key)]
     return state
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.tree import CONTAINERS, Node, Path
 from asyncckpt.loading.targets import Targets
 
@@ -35,4 +36,4 @@ def _below(node: Node, path: Path, prefix: str, targets: Targets) -> Iterator[Ta
         if child[0] in CONTAINERS and (child[1] or child[0] not in ("d", "o")):
             yield from _below(child, (*path, key), f"{prefix}{key}.", targets)
         else:
-            yield (*path, key), f"{prefix}{key}", child, holder, key
+            yield (*path, key), f"{prefix}{key}", child, holder, python_key(key)

@@ -9,13 +9,14 @@ their state by `load_state_dict`.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from asyncckpt.errors import StateLoadError
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.tree import Path, fqn_of
 from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
@@ -61,7 +62,7 @@ class Targets:
         """Return what stands at a path, a `PerRank`'s value for a `PerRank`."""
         value, rest = self._located(path)
         for key in rest:
-            value = unmarked(value)[key]
+            value = unmarked(value)[python_key(key)]
         return unmarked(value)
 
     def is_module(self, path: Path) -> bool:
@@ -71,7 +72,7 @@ class Targets:
     def fixed_at(self, path: Path) -> str | None:
         """Return the type of the container that does not let what stands at a path be replaced; None if it can be."""
         for container in reversed(self._containers(path)):
-            if isinstance(container, (list, MutableMapping, PerRank)):
+            if isinstance(container, (list, deque, MutableMapping, PerRank)):
                 return None
             if not isinstance(container, tuple):
                 return type(container).__name__
@@ -95,7 +96,7 @@ class Targets:
                 found.append(value)
                 value = value.value
             found.append(value)
-            value = value[key]
+            value = value[python_key(key)]
         while isinstance(value, PerRank):
             found.append(value)
             value = value.value
@@ -218,7 +219,8 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
         return value
     if not path:
         return _taken(value, new)
-    key, old = path[0], value[path[0]]
+    key = python_key(path[0])
+    old = value[key]
     child = replace_at(old, path[1:], new)
     if isinstance(value, tuple):
         members = [child if n == key else member for n, member in enumerate(value)]
@@ -231,8 +233,8 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
 def _taken(old: Any, new: Any) -> Any:
     """Return what stands in the place of `old` from now on: itself, with the members of `new`, if it is empty.
 
-    Whoever holds an empty dict or list of the target sees what was saved there. One that stands in several places is
-    empty in the first of them only; the others get a container of their own.
+    Whoever holds an empty dict, list or deque of the target sees what was saved there. One that stands in several
+    places is empty in the first of them only; the others get a container of their own.
     """
     if isinstance(old, MutableMapping) and not old and isinstance(new, Mapping):
         for key, value in new.items():
@@ -240,7 +242,11 @@ def _taken(old: Any, new: Any) -> Any:
         if isinstance(old, OrderedDict) and hasattr(new, "_metadata"):
             old._metadata = new._metadata  # type: ignore[attr-defined]
         return old
-    if type(old) is list and not old and type(new) is list:
-        old += new
+    if type(new) in (list, deque) and not old and _has_room(old, len(new)):
+        old.extend(new)
         return old
     return new
+
+
+def _has_room(value: Any, n: int) -> bool:
+    return type(value) is list or (type(value) is deque and (value.maxlen is None or value.maxlen >= n))

@@ -1,13 +1,29 @@
-"""The mappings of a tree, and whether the index can hold their keys."""
+"""The keys of mappings: from a state's to those of a tree, and whether the index can hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.tree import MAX_KEY_CHARS, Node, Path, fqn_of
+from asyncckpt.format.keys import MAX_KEY_CHARS, MAX_KEY_DEPTH, Key, TypedKey, key_of, python_key
+from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.planning.numpy_values import is_scalar
 
 _MAX_KEY = (1 << 63) - 1
+
+
+def typed_key(key: Any) -> Key | None:
+    """Return the key of a tree for one of a state, numpy's scalars as Python's; None: it has no form."""
+    return key_of(_without_numpy(key, 0))
+
+
+def _without_numpy(key: Any, depth: int) -> Any:
+    if is_scalar(key):
+        return key.item()
+    if isinstance(key, tuple) and depth < MAX_KEY_DEPTH:
+        return tuple(_without_numpy(member, depth + 1) for member in key)
+    return key
 
 
 def check_keys(tree: Node) -> None:
@@ -18,14 +34,13 @@ def check_keys(tree: Node) -> None:
     """
     for path, node in mappings(tree):
         for key in node[1][::2]:
-            fits = -_MAX_KEY <= key <= _MAX_KEY if isinstance(key, int) else len(key) <= MAX_KEY_CHARS and _is_text(key)
-            if not fits:
+            if not is_storable(key):
                 leaf = fqn_of((*path, key))
                 raise UnsupportedLeafError(
-                    f"state dict leaf {leaf[:200]!r}: the key {str(key)[:80]!r} is out of range, "
+                    f"state dict leaf {leaf[:200]!r}: the key {python_key(key)!r:.80} is out of range, "
                     "too long or no valid text",
                     leaf=leaf,
-                    type_name=type(key).__name__,
+                    type_name=type(python_key(key)).__name__,
                 )
 
 
@@ -40,6 +55,16 @@ def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from mappings(child, (*path, i))
     elif node[0] == "r":
         yield from mappings(node[1], path)
+
+
+def is_storable(key: Any) -> bool:
+    """Whether the index can hold a key of a tree."""
+    if isinstance(key, int):
+        return -_MAX_KEY <= key <= _MAX_KEY
+    if isinstance(key, str):
+        return len(key) <= MAX_KEY_CHARS and _is_text(key)
+    members = key[1:] if type(key) is TypedKey and key[0] == "t" else ()
+    return all(map(is_storable, members)) and len(str(key)) <= MAX_KEY_CHARS
 
 
 def _is_text(key: str) -> bool:

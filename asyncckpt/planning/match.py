@@ -6,7 +6,7 @@ cost ten times the check. Whatever is not plainly equal is left to `flatten`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.tree import Node
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.containers import deque_form, form_in, form_of
 from asyncckpt.planning.flattened import Flattened
+from asyncckpt.planning.keys import typed_key
 from asyncckpt.planning.numpy_values import is_array, tensor_of
 from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, sources_of
 from asyncckpt.planning.sharding.dtensor import local_part
@@ -85,11 +87,13 @@ class _Walk:
         if type(value) is not dict and type(value) is not OrderedDict:
             value = self._mapping_of(value)
         items, ordered = node[1], node[0] == "o"
+        if not ordered and form_in(node) != (None if type(value) is dict else form_of(value)):
+            raise _Mismatch
         if isinstance(value, OrderedDict) is not ordered or 2 * len(value) != len(items):
             raise _Mismatch
         i = 0
         for key, child in value.items():
-            if key != items[i] or type(key) is not type(items[i]):
+            if (key != items[i] or type(key) is not type(items[i])) and typed_key(key) != items[i]:
                 raise _Mismatch
             inner = items[i + 1]
             if inner[0] == "T":
@@ -228,12 +232,18 @@ class _Walk:
                 raise _Mismatch
             if describer(kind) is not None or is_stateful(value) or (is_array(value) and tensor_of(value) is not None):
                 raise _Mismatch
-            if (kind is list or (isinstance(value, tuple) and kind is not torch.Size)) and not is_flat(value):
+            is_sequence = isinstance(value, (tuple, deque)) or kind is list
+            if is_sequence and kind is not torch.Size and not is_flat(value):
                 raise _Mismatch
         self.objects.append(value)
 
     def _sequence(self, node: Node, value: Any) -> None:
-        fits = type(value) is list if node[0] == "l" else isinstance(value, tuple) and type(value) is not torch.Size
+        if node[0] == "t":
+            fits = isinstance(value, tuple) and type(value) is not torch.Size
+        elif len(node) > 2:
+            fits = isinstance(value, deque) and deque_form(value) == node[2]
+        else:
+            fits = type(value) is list
         if not fits or len(value) != len(node[1]) or is_flat(value):
             raise _Mismatch
         for inner, child in zip(node[1], value, strict=True):

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from asyncckpt.format.keys import python_key
 from asyncckpt.format.tree import Node
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.containers import form_in, mapping_of, sequence_of
 from asyncckpt.planning.numpy_values import array_of
 
 
@@ -47,7 +49,7 @@ class Rebuilding:
             return PerRank(value) if self._marks else value
         if kind in ("l", "t"):
             members = [self.of(child) for child in node[1]]
-            return members if kind == "l" else tuple(members)
+            return sequence_of(form_in(node), members) if kind == "l" else tuple(members)
         if kind == "N":
             return self._array(node[1])
         hoisted = self._tensors[node[1]].contiguous()
@@ -55,9 +57,9 @@ class Rebuilding:
 
     def _mapping(self, node: Node) -> Any:
         items = node[1]
-        pairs = ((items[i], self.of(items[i + 1])) for i in range(0, len(items), 2))
+        pairs = ((python_key(items[i]), self.of(items[i + 1])) for i in range(0, len(items), 2))
         if node[0] == "d":
-            return dict(pairs)
+            return mapping_of(form_in(node), pairs)
         ordered = OrderedDict(pairs)
         if node[2] is not None:
             metadata = self._objects[node[2]]

@@ -6,16 +6,19 @@ checks and layouts belong to the plan, which is made once per structure.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.format.keys import Key
 from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.containers import deque_form, form_of
 from asyncckpt.planning.flattened import Flattened
+from asyncckpt.planning.keys import typed_key
 from asyncckpt.planning.numpy_values import is_array, is_scalar, tensor_of
 from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, sources_of
 from asyncckpt.planning.sharding.recognising import Describe, describer
@@ -103,14 +106,15 @@ class _Walk:
         out: list[Any] = []
         keys = self.keys
         for key, child in value.items():
-            keys.append(key)
             if type(key) is not str and type(key) is not int:
-                key = self._plain_key(key)
+                key = self._typed_key(key)
+            keys.append(key)
             out.append(key)
             out.append(self.tensor(child) if type(child) in PLAIN_TENSORS else self.other(child))
             keys.pop()
         if not isinstance(value, OrderedDict):
-            return ("d", tuple(out))
+            form = None if type(value) is dict else form_of(value)
+            return ("d", tuple(out)) if form is None else ("d", tuple(out), form)
         metadata = getattr(value, "_metadata", None)
         return ("o", tuple(out), None if metadata is None else self._object(plain_metadata(metadata)))
 
@@ -135,6 +139,8 @@ class _Walk:
             if is_flat(value):
                 return ("O", self._object(value))
             return self._sequence("l" if kind is list else "t", value)
+        if isinstance(value, deque):
+            return ("O", self._object(value)) if is_flat(value) else (*self._sequence("l", value), deque_form(value))
         if kind is bytes and len(value) >= HOIST_NBYTES:
             self.tensors.append(hoisted(value))
             return ("B", len(self.tensors) - 1)
@@ -269,12 +275,16 @@ class _Walk:
         self.objects.append(value)
         return len(self.objects) - 1
 
-    def _plain_key(self, key: Any) -> str | int:
-        if isinstance(key, str):
-            return str.__str__(key)
-        if isinstance(key, int) and not isinstance(key, bool):
-            return int(key)
-        raise self._refused(key, f"a key of type {type(key).__name__}; keys are str or int")
+    def _typed_key(self, key: Any) -> Key:
+        found = typed_key(key)
+        if found is None:
+            self.keys.append(f"{key!r:.80}")
+            raise self._refused(
+                key,
+                f"a key of type {type(key).__name__}; keys are str, int, float but NaN, bool, bytes, None, and tuples "
+                "of these",
+            )
+        return found
 
     def _refused(self, value: Any, why: str) -> UnsupportedLeafError:
         leaf = fqn_of(tuple(self.keys))
@@ -291,7 +301,7 @@ def hoisted(value: bytes) -> torch.Tensor:
 
 
 def is_flat(value: Sequence[Any], depth: int = 0) -> bool:
-    """Whether a list or tuple holds scalars only, or flat ones of them: then it is one object leaf."""
+    """Whether a list, tuple or deque holds scalars only, or flat ones of them: then it is one object leaf."""
     if depth > MAX_DEPTH // 2:
         return False
     return set(map(type, value)) <= SCALARS or all(

@@ -308,9 +308,9 @@ def test_what_cannot_be_pickled_is_refused_by_name(tmp_path: pathlib.Path) -> No
         assert caught.value.leaf.startswith("a.x") and caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("state", [{(1, 2): 1}, {None: Custom(1)}])
+@pytest.mark.parametrize("state", [{frozenset((1, 2)): 1}, {Custom(1): None}])
 def test_keys_are_never_pickled(tmp_path: pathlib.Path, state: Any) -> None:
-    with pytest.raises(UnsupportedLeafError, match="keys are str or int"):
+    with pytest.raises(UnsupportedLeafError, match="keys are str, int"):
         save(tmp_path / "a", state)
 
 

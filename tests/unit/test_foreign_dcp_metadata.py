@@ -14,7 +14,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.tree import MAX_DEPTH, MAX_KEY_CHARS
+from asyncckpt.format.keys import MAX_KEY_CHARS
+from asyncckpt.format.tree import MAX_DEPTH
 
 pytest.importorskip("numpy")
 

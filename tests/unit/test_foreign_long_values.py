@@ -199,7 +199,10 @@ def test_long_values_that_are_named_over_and_over_are_read_once(
         "member": b"\x8f(" + encode + b"h\x02" * times + b"\x90",
         "text": b"]q\x05(" + encode + b"h\x01" * times + b"e",
         "argument": b"](" + encode + b"c__builtin__\nbytearray\nq\x06" + b"h\x06h\x02\x85R0" * 9 + b"0e",
-        "leaf": b"}(K\x01K\x02\x86](" + encode + b"h\x02" * times + b"eu",  # whose key makes an object of the dict
+        "leaf": b"}(c__builtin__\ncomplex\nK\x01K\x02\x86R]("
+        + encode
+        + b"h\x02" * times
+        + b"eu",  # whose key makes an object of the dict
     }[what]
     archived(tmp_path / "a", data)
     reads: list[int] = []

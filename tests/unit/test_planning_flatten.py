@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import enum
 import json
+import math
 import random
 from collections import ChainMap, OrderedDict, namedtuple
 from collections.abc import Iterator, Mapping
@@ -227,11 +231,38 @@ def test_a_state_that_is_no_mapping_is_refused(state: Any) -> None:
         flatten(state)
 
 
-@pytest.mark.parametrize("key", [True, None, (1, 2), 1.5, b"x", torch.float32])
-def test_keys_other_than_str_and_int_are_refused(key: Any) -> None:
-    with pytest.raises(UnsupportedLeafError, match="keys are str or int") as caught:
-        flatten({"a": {key: 1}})
-    assert caught.value.leaf == f"a.{key}"
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    n: int = 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        torch.float32,
+        frozenset({1}),
+        1j,
+        Colour.RED,
+        Frozen(),
+        math.nan,
+        (1, math.nan),
+        (1, frozenset()),
+        datetime.date(2024, 1, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_keys_that_have_no_form_are_refused_by_path_and_type(key: Any, allow_pickle: bool) -> None:
+    with pytest.raises(
+        UnsupportedLeafError, match="keys are str, int, float but NaN, bool, bytes, None, and"
+    ) as caught:
+        flatten({"a": {key: 1}}, allow_pickle=allow_pickle)
+    assert caught.value.leaf == f"a.{key!r}"
+    assert caught.value.type_name == type(key).__name__
 
 
 @pytest.mark.parametrize("key", [1 << 63, -(1 << 63), "x" * 5000, "\ud800"])

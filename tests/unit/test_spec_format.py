@@ -12,7 +12,7 @@ from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
 from spec_markdown import spec, table, tables
 
 from asyncckpt import dtypes
-from asyncckpt.format import dcp_layout, index, layout, manifest, names, objects, structure, tombstone, tree
+from asyncckpt.format import dcp_layout, index, keys, layout, manifest, names, objects, structure, tombstone, tree
 
 SPEC = spec("format")
 
@@ -75,6 +75,7 @@ def test_every_limit_of_the_code_is_in_the_spec() -> None:
         "index",
         "structure",
         "tree",
+        "keys",
         "objects",
         "layout",
         "checksum",
@@ -150,6 +151,17 @@ def test_tags_are_those_of_the_spec() -> None:
 def test_tree_nodes_are_those_of_the_spec() -> None:
     kinds = [row[0][2] for row in table(SPEC, "node", "means")]
     assert kinds == [*tree.CONTAINERS, "T", "N", "B", "O"]
+
+
+def test_keys_with_a_tag_are_those_of_the_spec() -> None:
+    made = [keys.key_of(value) for value in (None, True, 1.5, b"x", (1, "a"))]
+    tags = [key[0] for key in made if isinstance(key, keys.TypedKey)]
+    assert [row[0].split('"')[1] for row in table(SPEC, "key", "means")] == tags
+
+
+def test_factories_of_defaultdicts_are_those_of_the_spec() -> None:
+    listed = SPEC.partition("A reader MUST refuse any other: ")[2].partition(".\n\n")[0]
+    assert tuple(name.strip().strip("`") for name in listed.split(",")) == tree.FACTORIES
 
 
 def test_shard_begins_as_the_spec_says() -> None:
