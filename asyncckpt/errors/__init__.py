@@ -11,7 +11,7 @@
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
     +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
     +-- SignalHandlerError           (RuntimeError)       a signal handler was asked for outside the main thread
-    +-- DirectoryInUseError          (RuntimeError)       another training is alive in this output directory: pid, host
+    +-- DirectoryInUseError          (RuntimeError)       another training is alive in this directory: pid, host
     +-- UnsupportedPlatformError     (RuntimeError)       not Linux, or a kernel without memfd
     |   one save
     +-- SaveSkippedError             (RuntimeError)       on_busy="skip", on this rank or another
@@ -89,7 +89,7 @@ class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_p
 
 
 class DirectoryInUseError(AsyncCkptError, RuntimeError, code="directory_in_use", fields=("path", "pid", "host")):
-    """Another training, which is alive, saves to this framework's output directory."""
+    """Another training, which is alive, saves to this directory: process `pid` on `host`. One at a time may."""
 
 
 class SignalHandlerError(AsyncCkptError, RuntimeError, code="signal_handler", fields=("signal",)):

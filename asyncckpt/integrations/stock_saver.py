@@ -19,16 +19,16 @@ from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import DirectoryInUseError, WaitTimeoutError, from_wire, to_wire
+from asyncckpt.errors import WaitTimeoutError
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations.capturing import Captured
 from asyncckpt.integrations.exporter import finish_exports, remove_if_empty
 from asyncckpt.integrations.exporter_process import ExporterProcess
-from asyncckpt.integrations.one_training import OneTraining
 from asyncckpt.integrations.pending_saves import PendingSave, PendingSaves
 from asyncckpt.integrations.spool import Job, job_for, spool_of
 from asyncckpt.integrations.stock_files import STOCK_KEY, rank_key
 from asyncckpt.integrations.stock_state import state_of
+from asyncckpt.managing.root_lock import RootLock, claim
 from asyncckpt.one_answer import same_answer
 from asyncckpt.paths import absolute_path
 
@@ -66,7 +66,7 @@ class StockSaver:
         self._exporter = ExporterProcess(timeout_s=self.checkpointer.config.commit_timeout_s)
         self._pending = PendingSaves(self._exporter)
         self._spools: set[str] = set()
-        self._alone: dict[str, OneTraining | None] = {}
+        self._alone: dict[str, RootLock | None] = {}
 
     @property
     def _rank(self) -> RankInfo:
@@ -240,18 +240,9 @@ class StockSaver:
         if path in self._alone:
             return
 
-        def take() -> str:
-            try:
-                self._alone[path] = OneTraining(path)
-            except DirectoryInUseError as error:
-                return json.dumps(to_wire(error))
-            return "null"
-
-        refusal = json.loads(self._same(take, AGREE_TIMEOUT_S))
-        if refusal is not None:
-            raise from_wire(refusal)
-        if self._rank.rank != 0:
-            self._alone[path] = None  # rank 0 has it
+        lock = RootLock(path) if self._rank.rank == 0 else None
+        claim(lock, self.checkpointer._coordination, AGREE_TIMEOUT_S)
+        self._alone[path] = lock  # None: rank 0 has it
 
     def _release(self) -> None:
         while self._alone:

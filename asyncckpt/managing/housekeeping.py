@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable
 
 from asyncckpt import __version__
+from asyncckpt.format.names import SaveId
 from asyncckpt.managing.pruner import Pruner
+from asyncckpt.managing.root_lock import RootLock
 from asyncckpt.restoring import RestoredCheckpoint, look
 from asyncckpt.retention.pins import pin, unpin
-from asyncckpt.retention.policy import RetentionPolicy, best_of, newest_of
-from asyncckpt.retention.pruning import Score, Survey, prune, survey
+from asyncckpt.retention.policy import RetentionPolicy, Stored, best_of, newest_of
+from asyncckpt.retention.pruning import Score, Survey, is_read_back, prune, survey
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage.candidates import Candidate
 from asyncckpt.storage.files import Files
@@ -38,12 +40,25 @@ class Housekeeping:
         policy: What is to be kept.
         best_fn: Of the user.
         is_leader: This is rank 0.
+        lock: On rank 0: keeps other managers out of the root; None: it is shared with them.
         dead_after_s: As of `retention.pruning.prune`.
     """
 
     def __init__(
-        self, root: str, policy: RetentionPolicy, best_fn: Score | None, *, is_leader: bool, dead_after_s: float
+        self,
+        root: str,
+        policy: RetentionPolicy,
+        best_fn: Score | None,
+        *,
+        is_leader: bool,
+        dead_after_s: float,
+        lock: RootLock | None = None,
     ) -> None:
+        self._root_lock = lock
+        self._restored: SaveId | None = None
+        self._verified: set[SaveId] = set()
+        self._is_verifying = False
+
         self._dead_after_s = dead_after_s
         self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
         self._files, self._pid, self._umask = Files(), os.getpid(), current_umask()
@@ -65,7 +80,11 @@ class Housekeeping:
         """
         if self._is_behind:
             patience_s = 0.0
-        self._is_behind = not self._pruner.wait(patience_s, is_hurried)
+
+        def waits_no_more() -> bool:  # reading a checkpoint back takes as long as writing it: no save waits for that
+            return self._is_verifying or is_hurried()
+
+        self._is_behind = not self._pruner.wait(patience_s, waits_no_more) and not self._is_verifying
         if self._is_behind and patience_s and not is_hurried():
             _log.warning("what retention gives up in %s is not removed as fast as new steps are saved", self._root)
         with self._lock:
@@ -76,6 +95,7 @@ class Housekeeping:
         with self._lock:
             if is_committed:
                 self._broken.discard(save.name)
+                self._restored = None  # from here on the newest checkpoint names it
             holds = self._busy.get(save.name, set())
             holds.discard(save)
             if not holds:
@@ -94,8 +114,11 @@ class Housekeeping:
             self._pruner.request()
 
     def _prune(self) -> None:
+        if self._root_lock is not None and self._root_lock.is_lost:
+            _log.error("%s: nothing is removed any more: another training may have this directory now", self._root)
+            return
         with self._lock:
-            broken = set(self._broken)
+            broken, restored = set(self._broken), self._restored
         prune(
             self._root,
             self._files,
@@ -106,7 +129,20 @@ class Housekeeping:
             broken=broken,
             busy=self._busy.keys(),  # as it is when each is about to go: a save may begin meanwhile
             dead_after_s=self._dead_after_s,
+            restored=restored,
+            verifies=self._verifies,
         )
+
+    def _verifies(self, one: Stored) -> bool:
+        if one.save_id not in self._verified:
+            self._is_verifying = True
+            try:
+                if not is_read_back(os.path.join(self._root, one.name), one.save_id, self._files):
+                    return False
+            finally:
+                self._is_verifying = False
+            self._verified.add(one.save_id)
+        return True
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until it is removed, with a warning if that takes too long.
@@ -117,8 +153,12 @@ class Housekeeping:
             _log.warning("what retention gives up in %s is not removed yet", self._root)
 
     def close(self, left_s: float | None) -> None:
-        """Finish; `left_s` as what is left of a time of grace."""
-        self._pruner.close(WAIT_S if left_s is None else left_s)
+        """Finish, and let others have the root; `left_s` as what is left of a time of grace."""
+        try:
+            self._pruner.close(WAIT_S if left_s is None else left_s)
+        finally:
+            if self._root_lock is not None:
+                self._root_lock.release()
 
     def warn_of_others(self) -> None:
         """Say it when a training that has restored nothing begins to save beside another one's checkpoints.
@@ -173,12 +213,12 @@ class Housekeeping:
         return sorted(found, key=lambda one: one.path in self._abandoned)  # the order is kept otherwise
 
     def restored(self, found: RestoredCheckpoint) -> None:
-        """Take note of what was broken, and remove what an earlier process could not."""
+        """Take note of what was loaded, and of what was broken. Nothing is removed: who only reads has not the root."""
         with self._lock:
+            self._restored = SaveId.parse(found.save_id)
             self._broken |= {os.path.basename(one.path) for one in found.skipped}
         if found.path in self._abandoned and found.skipped:
             _log.warning("%s is of a branch that a rollback had left behind: nothing else is sound", found.path)
-        self.tidy()
 
     def pin(self, path: str) -> None:
         """As `retention.pins.pin`."""

@@ -14,13 +14,14 @@ from typing import Any
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.ends import EXIT_WAIT_S
-from asyncckpt.errors import CheckpointerClosedError, ConfigError
+from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.managing.advice import Advice
 from asyncckpt.managing.housekeeping import Hold, Housekeeping
 from asyncckpt.managing.preemption import Preemption
 from asyncckpt.managing.rendezvous import Rendezvous
 from asyncckpt.managing.resuming import Resuming
+from asyncckpt.managing.root_lock import RootLock, claim
 from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
 from asyncckpt.managing.time_plan import TimePlan
 from asyncckpt.retention.ancestry import told
@@ -44,7 +45,8 @@ class CheckpointManager(Resuming):
         checkpointer: Who saves; the manager does not close it. None: an `AsyncCheckpointer` of its own, made with
             `overwrite=True`, so that a step that is saved again after a rollback takes the old one's place.
         max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Those of `keep_period`
-            and pinned ones come on top. One goes only when a newer one is committed.
+            and pinned ones come on top. One goes only when a newer one is committed; the one that the run has restored
+            from only when a newer one of this run has been read back, too, and verified, behind the training, once.
         keep_period: Each checkpoint whose step is a multiple of it stays for ever.
         save_interval_steps: `should_save` is true for multiples of it.
         save_interval_s: It is true when so many seconds have passed since the last save. On several ranks rank 0's
@@ -60,6 +62,9 @@ class CheckpointManager(Resuming):
         grace_s: How long after the signal a save must be staged; what takes longer is logged as an error.
         mtbf_s: Mean seconds between failures of the job: after some saves, log what interval they make optimal.
         quarantine: `restore` puts broken checkpoints aside, as `restore_latest` does.
+        shared: Other managers may save to the root meanwhile, and each remove what the other has saved. Else a second
+            one is refused: rank 0 has the directory from its first save on, until it is closed or its process ends
+            (`.asyncckpt.lock`). Who only restores neither needs nor takes it. The same on all ranks.
         **fields: Fields of `CheckpointerConfig`, and `endpoint`, for the manager's own checkpointer.
 
     Raises:
@@ -86,6 +91,7 @@ class CheckpointManager(Resuming):
         grace_s: float = 25.0,
         mtbf_s: float | None = None,
         quarantine: bool = False,
+        shared: bool = False,
         **fields: Any,
     ) -> None:
         super().__init__(root, step_format, quarantine=quarantine)
@@ -98,6 +104,8 @@ class CheckpointManager(Resuming):
         if checkpointer is not None and fields:
             first = min(fields)
             raise ConfigError(f"{first} is a setting of the checkpointer that was given; set it there", field=first)
+        if type(shared) is not bool:
+            raise ConfigError(f"shared={shared!r}: expected True or False", field="shared", value=repr(shared))
         check_seconds("save_interval_s", save_interval_s)
         SavePolicy(save_interval_steps, save_on_steps, save_when, None)  # refuses before anything is started
         self._advice = Advice(mtbf_s)
@@ -113,11 +121,14 @@ class CheckpointManager(Resuming):
             self._together.prepare(self._preemption.stopping, clock if isinstance(clock, TimePlan) else None)
             self._times = clock
             self._policy = SavePolicy(save_interval_steps, save_on_steps, save_when, clock)
+            self._shared, self._is_claimed = shared, False
+            self._root_lock = RootLock(self.root) if rank.rank == 0 and not shared else None
             self._house = Housekeeping(
                 self.root,
                 policy,
                 best_fn,
                 is_leader=rank.rank == 0,
+                lock=self._root_lock,
                 dead_after_s=self.checkpointer.config.commit_timeout_s,
             )
         except BaseException:
@@ -176,14 +187,17 @@ class CheckpointManager(Resuming):
             What the checkpointer returns: a `SaveHandle`; None of a `SyncCheckpointer`, that has committed it.
 
         Raises:
+            DirectoryInUseError: Another manager, which is alive, saves to this root; on every rank.
             UnsupportedLeafError, ConfigError, ...: As `AsyncCheckpointer.save`, or `SyncCheckpointer.save`.
 
-        Blocks: as these do. With `on_busy="wait"` also, at most `slot_timeout_s`, for the removal of what earlier
-            commits have made superfluous, so that the disk does not fill up.
+        Blocks: as these do. The first save of several ranks waits for all of them. With `on_busy="wait"` also, at most
+            `slot_timeout_s`, for the removal of what earlier commits have made superfluous, so that the disk does not
+            fill up.
         """
         self._check_usable()
         self._check_ranks()
         step = checked_step(step)
+        self._claim_root()
         more = told(self._ancestry, metrics)
         config = self.checkpointer.config
         if not self._has_looked:
@@ -245,6 +259,20 @@ class CheckpointManager(Resuming):
             ConfigError: The manager was made with `preemption_signal=None`.
         """
         self._preemption.tell()
+
+    def _claim_root(self) -> None:
+        lock = self._root_lock
+        if self._shared or (self._is_claimed and lock is None):
+            return
+        if self._is_claimed and self._rank.world_size > 1:
+            return  # Housekeeping looks whether it was lost; one rank must not stay away from a save of all
+        try:
+            claim(lock, self.checkpointer._coordination, self.checkpointer.config.plan_timeout_s)
+        except DirectoryInUseError:
+            raise
+        except AsyncCkptError as error:  # the save will fail for the same reason, and say so
+            _log.warning("%s: the ranks do not know whether another training saves there: %s", self.root, error)
+        self._is_claimed = True
 
     # ---- the end
 

@@ -6,14 +6,16 @@ there.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.names import SaveId
 from asyncckpt.format.steps import lineage_key
 from asyncckpt.retention.ancestry import ancestry_in, is_ancestor, metrics_in
 from asyncckpt.retention.pins import is_pinned, pinned_in
@@ -23,6 +25,7 @@ from asyncckpt.storage.collecting import collect
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.garbage import Rules
 from asyncckpt.storage.retiring import is_whole, retire, retire_rest
+from asyncckpt.storage.verification import verify_checkpoint
 
 Score = Callable[[Mapping[str, Any]], float]
 """From the metrics that a checkpoint was saved with to a number."""
@@ -115,13 +118,20 @@ def prune(
     busy: Collection[str] = (),
     dead_after_s: float = 86400.0,
     delete: bool = True,
+    restored: SaveId | None = None,
+    verifies: Callable[[Stored], bool] | None = None,
 ) -> list[Pruned]:
     """Remove the checkpoints that the policy gives up, in the order in which they go.
 
     Nothing goes while the newest one is not whole on disk; nor, while the score fails on all metrics that there are,
     what earlier runs have saved with some: nobody knows the best of them. What fails to go is logged, and tried again
-    next time. With them go the files of saves that were begun and never committed, if they have not changed for
-    `dead_after_s`; for `garbage.QUIET_S` only, if a run that came after them has committed one.
+    next time. Nor does one that a run has restored from, while nothing newer of its own line has been verified: not a
+    checkpoint of that run, which is read back for it (once: only when the one that it went on from would go), nor has
+    a later run restored one of those. Each checkpoint of a manager names the one that its run went on from
+    (`retention.ancestry`), so every process knows that; a line of which nothing stays counts no more.
+
+    With them go the files of saves that were begun and never committed, if they have not changed for `dead_after_s`;
+    for `garbage.QUIET_S` only, if a run that came after them has committed one.
 
     Args:
         root: Absolute path.
@@ -133,11 +143,14 @@ def prune(
         busy: Names of directories to which a save is under way: they stay for now. Asked right before each goes.
         dead_after_s: Longer than any save lives: a worker gives one up after `commit_timeout_s`.
         delete: False only says what would go.
+        restored: What this run has restored from, until it has committed one of its own.
+        verifies: Whether a checkpoint is read back sound; None: by all of its checksums.
 
     Raises:
         OSError: `root` or its pins cannot be read: nothing was removed.
 
-    Blocks: for the removal; for who holds the lock of a directory, `collecting.LOCK_TIMEOUT_S` each.
+    Blocks: for the removal, and what is read back; for who holds the lock of a directory, `collecting.LOCK_TIMEOUT_S`
+    each.
     """
     found, pinned = survey(root, files, score=score, broken=broken), pinned_in(root, files)
     newest = newest_of(found.stored)
@@ -146,13 +159,18 @@ def prune(
     done = []
     unknown = _unknown(found, newest)
     is_sound = is_whole(os.path.join(root, newest.name), found.manifests[newest.name], files)
-    for one in to_delete(found.stored, policy, pinned):
+    doomed = to_delete(found.stored, policy, pinned)
+    resumed = _resumed(found, doomed, restored, verifies or _reads_back(root, files)) if is_sound else {}
+    for one in doomed:
         if not is_sound:
             done.append(Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole"))
         elif one.name in busy:
             done.append(Pruned(stored=one, is_removed=False, kept="a save to it is under way"))
         elif one.name in unknown:
             done.append(Pruned(stored=one, is_removed=False, kept="best_fn fails on all metrics: it may be the best"))
+        elif one.name in resumed:
+            _log.info("%s stays: %s", os.path.join(root, one.name), resumed[one.name])
+            done.append(Pruned(stored=one, is_removed=False, kept=resumed[one.name]))
         else:
             done.append(_pruned(root, one, files, umask, package, busy, delete=delete))
     if not is_sound:
@@ -174,6 +192,45 @@ def _unknown(found: Survey, newest: Stored) -> set[str]:
     if any(one.score is not None for one in found.stored):
         return set()
     return {one.name for one in found.stored if one.name in found.unscored and one.save_id.epoch < newest.save_id.epoch}
+
+
+def _resumed(
+    found: Survey, doomed: Sequence[Stored], restored: SaveId | None, verifies: Callable[[Stored], bool]
+) -> dict[str, str]:
+    """Return which of the doomed stay since a run went on from them and has nothing that is known to be sound; why."""
+    going = {one.name for one in doomed}
+    lines: dict[tuple[str, SaveId], list[Stored]] = {}  # by run, and what it went on from; the newest first
+    for one in found.stored:
+        ancestry = ancestry_in(found.manifests[one.name].metadata)
+        if ancestry and one.name not in going:
+            lines.setdefault((one.save_id.run_id, ancestry[0]), []).append(one)
+    origins, kept = {origin for _, origin in lines}, {}
+    for one in doomed:
+        if one.save_id == restored:
+            kept[one.name] = "this run has restored from it, and has committed nothing since"
+        for (_, origin), line in lines.items():
+            if origin != one.save_id or one.name in kept or any(later.save_id in origins for later in line):
+                continue
+            if not any(later.is_sound and verifies(later) for later in line):
+                kept[one.name] = f"the run of {line[0].name} has restored from it, and nothing newer of it verifies"
+    return kept
+
+
+def _reads_back(root: str, files: Files) -> Callable[[Stored], bool]:
+    return functools.cache(lambda one: is_read_back(os.path.join(root, one.name), one.save_id, files))
+
+
+def is_read_back(path: str, save_id: SaveId, files: Files) -> bool:
+    """Whether the checkpoint at `path` is that of `save_id`, and all of it is read back as it was written.
+
+    Blocks: for the reads, by one thread: a training may be under way.
+    """
+    verdict = verify_checkpoint(path, files, threads=1)
+    if verdict.contents is not None and verdict.contents.manifest.save_id != save_id:
+        return False  # replaced meanwhile
+    if verdict.faults:
+        _log.warning("%s does not verify: %s", path, verdict.faults[0])
+    return not verdict.faults
 
 
 def _pruned(

@@ -13,7 +13,7 @@ import real_worker
 import torch
 import trainings
 
-from asyncckpt.integrations.one_training import OneTraining
+from asyncckpt.managing.root_lock import RootLock
 
 pytest.importorskip("transformers", reason="`make test-frameworks` installs transformers")
 pytest.importorskip("accelerate", reason="`make test-frameworks` installs accelerate")
@@ -83,7 +83,8 @@ def test_of_two_ranks_one_is_told_to_stop_and_both_save_the_same_step(
 def test_a_training_in_the_directory_of_one_that_lives_is_refused(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path
 ) -> None:
-    other = OneTraining(str(tmp_path / "out"))
+    other = RootLock(str(tmp_path / "out"))
+    other.take()
     try:
         arguments = ["--dir", str(tmp_path / "out"), "--steps", "3"]
         with pytest.raises(Exception, match="DirectoryInUseError"):

@@ -342,6 +342,7 @@ SURFACE += [
             "preemption_signal": STOP,
             "grace_s": f"{M}test_what_is_not_staged_within_the_grace_is_said",
             "mtbf_s": f"{M}test_the_interval_is_suggested_in_the_log",
+            "shared": "integration/test_manager_root.py::test_those_that_mean_to_share_a_root_do",
             "quarantine": f"{M}test_a_broken_one_is_passed_over_and_that_is_said",
             "fields": f"{M}test_settings_that_make_no_sense_are_refused",
         },

@@ -230,6 +230,7 @@ class StandIn:
     """A checkpointer that begins saves and ends none."""
 
     rank_info, config, exchange = RankInfo(0, 1), CheckpointerConfig(), None
+    rank_changes, _coordination = 0, None
 
     def __init__(self) -> None:
         self.handles: list[SaveHandle] = []
@@ -245,6 +246,7 @@ def test_wherever_a_save_is_interrupted_its_directory_is_busy_for_as_long_as_it_
         manager = CheckpointManager(tmp_path, checkpointer=saver)
         with Interrupted(nth) as interrupted, contextlib.suppress(KeyboardInterrupt):
             manager.save(7, {})
+        manager._root_lock.release()  # type: ignore[union-attr]
         assert manager._house.busy == {"step-00000007" for _ in saver.handles}, f"place {nth}"
         for handle in saver.handles:
             handle.fail(TimeoutError("the test's end"))

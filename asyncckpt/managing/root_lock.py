@@ -1,0 +1,329 @@
+"""One training at a time in a directory: a lock that ends with the process that has it.
+
+Two that are alive would save under the same names, and each remove what the other one still needs. It is a lock of the
+open file `.asyncckpt.lock`: file systems of several nodes keep it, a dead one's is free, and it stays when this process
+opens and closes the file elsewhere, as who copies the directory does. Forked children let go of it.
+
+Where the file system has no locks, the file is a lease: its holder writes a new number into it every `RENEW_S`, and who
+finds one waits until it is renewed, and is refused, or has not been for `LEASE_S`, and takes it. Clocks of other
+machines do not count. A holder that was held up for longer loses it, and is told at its next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+
+from asyncckpt.coordination import Coordination
+from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_wire
+from asyncckpt.one_answer import same_answer
+
+LOCK_NAME = ".asyncckpt.lock"
+MAX_NBYTES = 4096
+"""Of what its holder has written into it."""
+
+LEASE_S = 30.0
+RENEW_S = 5.0
+"""Chosen: a second training is refused after so long, and a restarted one waits six times as long for a dead one."""
+
+SETTLE_S = 1.0
+"""Two that take a lease at once have seen by then who was the last: longer than between a look at it and the taking."""
+
+LOOK_S = 0.2
+
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""NFS without its lock service, Lustre without `-o flock`, FUSE."""
+
+_TRIES = 100
+"""So often it is opened anew at most, because who had it removed it meanwhile. Chosen."""
+
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""A `struct flock`."""
+
+_held: weakref.WeakValueDictionary[str, RootLock] = weakref.WeakValueDictionary()
+"""What this process has, by the path of the file."""
+
+_log = logging.getLogger("asyncckpt")
+
+
+class RootLock:
+    """See the module. Made by one rank; thread-safe.
+
+    Args:
+        directory: Made by `take` if it is not there.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._path = os.path.join(os.path.realpath(directory), LOCK_NAME)
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._fd, self._token = -1, ""
+        self._number = 0
+        self._is_unknown = self._is_released = False
+        self._ended = threading.Event()
+
+    def take(self) -> None:
+        """Take it, unless it is held. Where it cannot be known whether another one has it, that is said once.
+
+        Raises:
+            DirectoryInUseError: A training that is alive has it; or it was lost to one.
+
+        Blocks: not for a lock; for a lease that another one had, at most `LEASE_S` and a little more.
+        """
+        with self._lock:
+            if self._is_released or (self._is_held() and not self._is_lost()):
+                return
+            self._let_go()
+            if self._path in _held:
+                raise self._refusal(os.getpid(), socket.gethostname())
+            try:
+                os.makedirs(self._directory, exist_ok=True)
+                self._take()
+                _held[self._path] = self
+            except DirectoryInUseError:
+                raise
+            except OSError as error:
+                if not self._is_unknown:
+                    _log.warning("%s: whether another training saves there is not known: %s", self._directory, error)
+                self._is_unknown = True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was taken, and is another one's now, or nobody's: its file was removed or replaced."""
+        with self._lock:
+            return self._is_held() and self._is_lost()
+
+    def _is_held(self) -> bool:
+        return self._fd >= 0 or bool(self._token)
+
+    def _is_lost(self) -> bool:
+        if self._fd >= 0:
+            return not self._is_there(self._fd)
+        try:
+            return _read(self._path).get("token") != self._token
+        except FileNotFoundError:
+            return True
+        except OSError:  # it does not answer: that is no loss
+            return False
+
+    def _take(self) -> None:
+        for _ in range(_TRIES):
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+                if self._is_there(fd):
+                    self._fd, fd = fd, -1
+                    with contextlib.suppress(OSError):  # a full disk: it is held all the same
+                        os.ftruncate(self._fd, 0)
+                        os.pwrite(self._fd, self._text(), 0)
+                    return
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    raise self._refusal(*_holder(_parsed(os.pread(fd, MAX_NBYTES, 0)))) from error
+                if error.errno in _NO_LOCKS:
+                    self._take_lease()
+                    return
+                raise
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        raise OSError(errno.EBUSY, "it is removed again and again", self._path)
+
+    def _take_lease(self) -> None:
+        first = seen = _read(self._path)
+        deadline = time.monotonic() + LEASE_S
+        if seen:
+            _log.warning(
+                "%s: no file locks here, and process %s on %s has a lease of it; waiting up to %.0f s for its renewal "
+                "or its end",
+                self._directory,
+                *_holder(seen),
+                LEASE_S,
+            )
+        while seen and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            try:
+                seen = _read(self._path)
+            except FileNotFoundError:  # its holder has ended
+                break
+            if seen and seen != first:
+                raise self._refusal(*_holder(seen))
+        token = secrets.token_hex(8)
+        mine = f"{self._path}.{token}"
+        try:
+            with open(mine, "xb") as file:
+                file.write(self._text(token))
+            os.replace(mine, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(mine)
+            raise
+        time.sleep(SETTLE_S)
+        found = _read(self._path)
+        if found.get("token") != token:  # another one took it in the same moment, after us
+            raise self._refusal(*_holder(found))
+        self._token = token
+        thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), name="asyncckpt-lease")
+        thread.daemon = True
+        try:
+            thread.start()
+        except RuntimeError as error:  # can't start new thread
+            _log.warning("%s: the lease of this training is not renewed: %s", self._directory, error)
+
+    def renew(self) -> bool:
+        """Write a new number into the lease. Returns whether it is held still. Called by the thread of the lease."""
+        with self._lock:
+            if not self._token:
+                return False
+            self._number += 1
+            try:
+                with open(self._path, "r+b", buffering=0) as file:
+                    # IMPORTANT: into the file that was looked at: what has taken its place is another one's.
+                    if _parsed(file.read(MAX_NBYTES)).get("token") != self._token:
+                        raise FileNotFoundError
+                    file.seek(0)
+                    file.write(self._text(self._token))
+            except FileNotFoundError:
+                _log.error("%s: the lease of this training was lost: it was not renewed in time", self._directory)
+                return False
+            except OSError as error:
+                _log.warning("%s: the lease of this training is not renewed: %s", self._directory, error)
+            return True
+
+    def _text(self, token: str = "") -> bytes:
+        said = {"pid": os.getpid(), "host": socket.gethostname()}
+        more = {"token": token, "renewed": f"{self._number:012d}"} if token else {}  # always as long
+        return json.dumps({**said, **more}).encode()
+
+    def _is_there(self, fd: int) -> bool:
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:  # it does not answer: that is no loss
+            return True
+        return os.path.samestat(found, os.fstat(fd))
+
+    def _refusal(self, pid: int | None, host: str | None) -> DirectoryInUseError:
+        directory = os.path.dirname(self._path)
+        who = "an unknown process" if pid is None else f"process {pid} on {host}"
+        here = ", this one: close what saves there first" if (pid, host) == (os.getpid(), socket.gethostname()) else ""
+        return DirectoryInUseError(
+            f"{directory}: another training saves there, {who}{here}; wait for its end, or give this one a directory "
+            "of its own. A CheckpointManager that is to share it takes shared=True",
+            path=directory,
+            pid=pid,
+            host=host,
+        )
+
+    def release(self) -> None:
+        """Let others have it, for good. Twice is fine; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._is_released = True
+            self._ended.set()
+            # IMPORTANT: removed before it is free. After that it may be another one's.
+            if self._is_held() and not self._is_lost():
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._fd, self._token = self._fd, -1, ""
+        if _held.get(self._path) is self:
+            del _held[self._path]
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: else its parent's lock would last as long as it."""
+        self._lock = threading.Lock()
+        self._let_go()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_released") and self._is_held():
+            with contextlib.suppress(Exception):
+                self.release()
+
+
+def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -> None:
+    """Take a lock on rank 0, and learn on every rank whether that was possible; a collective.
+
+    Args:
+        lock: On rank 0; None: another rank.
+        ranks: How the ranks meet; None: there is one.
+        timeout_s: For the other ranks.
+
+    Raises:
+        DirectoryInUseError: A training that is alive has it; on every rank.
+        PlanTimeoutError, SaveFailedError, ...: The ranks cannot agree; rank 0 may have it.
+
+    Blocks: for the other ranks; and as `RootLock.take`.
+    """
+
+    if ranks is None and lock is None:  # a checkpointer of other parts, whose ranks meet nowhere
+        return
+
+    def take() -> str:
+        assert lock is not None
+        try:
+            lock.take()
+        except DirectoryInUseError as error:
+            return json.dumps(to_wire(error))
+        return "null"
+
+    said = take() if ranks is None else same_answer(ranks, take, timeout_s, "save()")
+    refusal = json.loads(said)
+    if refusal is not None:
+        error: AsyncCkptError = from_wire(refusal)
+        raise error
+
+
+def _renew(held: weakref.ref[RootLock], ended: threading.Event) -> None:
+    while not ended.wait(RENEW_S):
+        lock = held()
+        if lock is None or not lock.renew():
+            return
+        del lock
+
+
+def _forked() -> None:
+    for lock in list(_held.values()):
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _read(path: str) -> dict[str, object]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return _parsed(os.read(fd, MAX_NBYTES))
+    finally:
+        os.close(fd)
+
+
+def _parsed(said: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(said)
+    except ValueError:  # it is just being written
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _holder(said: dict[str, object]) -> tuple[int | None, str | None]:
+    pid, host = said.get("pid"), said.get("host")
+    return (pid, str(host)) if isinstance(pid, int) else (None, None)

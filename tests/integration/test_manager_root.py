@@ -1,0 +1,321 @@
+"""Whose the root of a CheckpointManager is, and that what a run went on from is not removed too soon."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from real_worker import DEADLINE_S, RealWorker, wait_until
+from storage_samples import flip_byte, shard_paths
+
+import asyncckpt
+from asyncckpt import CheckpointManager
+from asyncckpt.cli import main
+from asyncckpt.errors import AsyncCkptError, ConfigError, DirectoryInUseError
+from asyncckpt.managing import housekeeping
+from asyncckpt.managing.root_lock import LOCK_NAME
+
+HOLD = """
+import sys, torch, asyncckpt
+manager = asyncckpt.CheckpointManager(sys.argv[1], endpoint=sys.argv[2], preemption_signal=())
+handle = manager.save(int(sys.argv[3]), {"w": torch.full((300,), float(sys.argv[3])), "step": int(sys.argv[3])})
+handle.staged.result(60)
+print("saved", flush=True)
+sys.stdin.read()
+manager.close()
+"""
+
+
+@pytest.fixture
+def root(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def manager(shared_worker: RealWorker, root: pathlib.Path) -> Iterator[Callable[..., CheckpointManager]]:
+    """Makes managers of the test's root, and closes them."""
+    made: list[CheckpointManager] = []
+
+    def make(**options: Any) -> CheckpointManager:
+        made.append(CheckpointManager(root, endpoint=shared_worker.endpoint, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300,), float(step)), "step": step}
+
+
+def save(manager: CheckpointManager, *steps: int, **more: Any) -> None:
+    for step in steps:
+        handle = manager.save(step, state_of(step), **more)
+        assert handle is not None
+        handle.written.result(DEADLINE_S)
+        manager.wait()
+
+
+def restore(manager: CheckpointManager, step: int | None = None, **options: Any) -> int | None:
+    state = state_of(-1)
+    found = manager.restore(state, step, **options)
+    assert found is None or found.step == state["step"] == state["w"][0]
+    return None if found is None else found.step
+
+
+def damage(root: pathlib.Path, step: int) -> None:
+    """Flip the last byte of its data: its sizes and indexes are as they were."""
+    shard = shard_paths(str(root / f"step-{step:08d}"))[0]
+    flip_byte(shard, os.path.getsize(shard) - 1)
+
+
+def holding(root: pathlib.Path, worker: RealWorker, step: int) -> subprocess.Popen[bytes]:
+    """Another process that has saved to `root`, and lives on."""
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(root), worker.endpoint, str(step)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert other.stdout is not None and other.stdout.readline() == b"saved\n"
+    return other
+
+
+# ---- two managers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_manager_is_refused_at_its_first_save_by_name_and_may_read_before_and_after(
+    manager: Callable[..., CheckpointManager], shared_worker: RealWorker, root: pathlib.Path
+) -> None:
+    with holding(root, shared_worker, 1) as other, manager(max_to_keep=1) as second:
+        wait_until(lambda: second.all_steps() == [1], "it is committed")
+        assert restore(second) == 1
+        for _ in range(2):
+            with pytest.raises(DirectoryInUseError, match=f"process {other.pid} on .*shared=True") as raised:
+                second.save(2, state_of(2))
+            assert (raised.value.pid, raised.value.path) == (other.pid, str(root)) and raised.value.host
+        assert restore(second) == 1 and second.all_steps() == [1] and second.latest_step() == 1
+        other.communicate(b"", timeout=DEADLINE_S)
+        assert not (root / LOCK_NAME).exists()
+        save(second, 2)
+        assert second.all_steps() == [2]
+    assert not (root / LOCK_NAME).exists()
+
+
+def test_who_only_restores_takes_nothing_and_removes_nothing(manager: Callable[..., CheckpointManager]) -> None:
+    with manager() as training:
+        save(training, 1, 2, 3)
+        with manager(max_to_keep=1) as reader:
+            assert restore(reader) == 3
+        assert training.all_steps() == [1, 2, 3]
+        save(training, 4)
+    with manager(max_to_keep=1) as reader:
+        assert restore(reader) == 4
+        assert os.listdir(reader.root).count(LOCK_NAME) == 0
+
+
+def test_two_managers_of_one_process_take_turns(manager: Callable[..., CheckpointManager]) -> None:
+    first, second = manager(), manager()
+    save(first, 1)
+    with pytest.raises(DirectoryInUseError, match="close what saves there first"):
+        second.save(2, state_of(2))
+    first.close()
+    save(second, 2)
+    second.close()
+    assert manager().all_steps() == [1, 2]
+
+
+def test_after_a_killed_one_the_next_saves_at_once_while_the_worker_may_still_write(
+    manager: Callable[..., CheckpointManager], shared_worker: RealWorker, root: pathlib.Path
+) -> None:
+    with holding(root, shared_worker, 1) as other:
+        other.kill()
+    assert (root / LOCK_NAME).exists()
+    with manager() as again:
+        save(again, 2)
+        assert again.all_steps() == [1, 2], "the dead one's save was not lost either"
+
+
+def test_those_that_mean_to_share_a_root_do(manager: Callable[..., CheckpointManager]) -> None:
+    first, second = manager(shared=True), manager(shared=True)
+    save(first, 1)
+    save(second, 2)
+    assert first.all_steps() == [1, 2] and not os.path.exists(os.path.join(first.root, LOCK_NAME))
+    with pytest.raises(ConfigError, match="shared"):
+        manager(shared=1)
+
+
+def test_the_file_of_the_lock_is_nothing_that_a_command_lists_counts_or_removes(
+    manager: Callable[..., CheckpointManager], root: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with manager() as training:
+        save(training, 1, 2)
+        lock = root / LOCK_NAME
+        assert lock.exists()
+        for command in (
+            ["ls", str(root)],
+            ["ls", "--json", str(root)],
+            ["du", str(root)],
+            ["gc", str(root)],
+            ["gc", "--delete", str(root)],
+            ["gc", "--locks", "--delete", "--older-than", "0", str(root)],
+            ["verify", str(root / "step-00000001"), str(root / "step-00000002")],
+            ["prune", str(root), "--keep", "1", "--delete"],
+        ):
+            assert main(command) == 0, capsys.readouterr()
+            assert "asyncckpt.lock" not in capsys.readouterr().out, command
+        assert lock.exists() and training.all_steps() == [2]
+        found = asyncckpt.restore_latest(root)
+        assert found is not None and found.step == 2
+        save(training, 3)
+
+
+def refused(rank: int, root: str, endpoint: str) -> list[Any]:
+    with CheckpointManager(root, endpoint=endpoint) as second:
+        assert restore(second) == 1
+        try:
+            second.save(2, state_of(2))
+        except AsyncCkptError as error:
+            return [type(error).__name__, error.pid]  # type: ignore[attr-defined]
+    return ["saved"]
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_ranks_are_all_refused_by_the_name_of_who_has_it(
+    shared_worker: RealWorker, root: pathlib.Path, group: bool
+) -> None:
+    environ = {"MASTER_PORT": f"{root}"}
+    with holding(root, shared_worker, 1) as other:
+        arguments = (str(root), shared_worker.endpoint)
+        with rank_processes.running(2, refused, *arguments, group=group, environ=environ) as ranks:
+            assert ranks.results() == [["DirectoryInUseError", other.pid]] * 2
+        other.communicate(b"", timeout=DEADLINE_S)
+    with rank_processes.running(2, refused, *arguments, group=group, environ={"MASTER_PORT": f"{root}2"}) as ranks:
+        assert ranks.results() == [["saved"]] * 2
+    assert not (root / LOCK_NAME).exists()
+
+
+# ---- what a run went on from ----------------------------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "one": {"max_to_keep": 1},
+    "a period": {"max_to_keep": 1, "keep_period": 1000},
+    "the best": {"max_to_keep": 2, "best_fn": lambda metrics: metrics["loss"]},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_run_went_on_from_stays_until_a_newer_one_of_its_own_has_been_read_back(
+    manager: Callable[..., CheckpointManager], root: pathlib.Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"metrics": {"loss": 1.0}} if policy == "the best" else {}
+    with manager() as first:
+        save(first, 1, 2, metrics={"loss": 5.0})
+    with manager(**POLICIES[policy]) as second:
+        assert restore(second) == 2
+        handle = second.save(3, state_of(3), **more)
+        assert handle is not None
+        handle.durable.result(DEADLINE_S)
+        damage(root, 3)  # sizes and indexes say nothing of it
+        handle.written.result(DEADLINE_S)
+        second.wait()
+        gone_or_not = second.all_steps()
+    # The damage may have come after the look, but never a removal before one.
+    if "step-00000003 does not verify" in caplog.text:
+        assert 2 in gone_or_not
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("by", ["the manager", "another manager", "asyncckpt prune"])
+def test_nobody_removes_it_while_all_that_the_run_has_saved_since_is_damaged(
+    manager: Callable[..., CheckpointManager], root: pathlib.Path, policy: str, by: str
+) -> None:
+    metrics = {"metrics": {"loss": 1.0}} if policy == "the best" else {}
+    with manager() as first:
+        save(first, 1, 2, metrics={"loss": 5.0})
+    with manager() as second:
+        assert restore(second) == 2
+        save(second, 3, 4, **metrics)
+        damage(root, 3)
+        damage(root, 4)
+        if by == "the manager":
+            second._house._policy = manager(**POLICIES[policy])._house._policy
+            second._house.tidy()
+            second.wait()
+            assert 2 in second.all_steps() and 1 not in second.all_steps()
+            save(second, 5, **metrics)
+            second.wait()
+            assert second.all_steps() in ([5], [3, 5], [4, 5]), "the newest was read back"
+            return
+    if by == "another manager":
+        with manager(shared=True, **POLICIES[policy]) as third:
+            third._house.tidy()
+            third.wait()
+            assert 2 in third.all_steps() and 1 not in third.all_steps()
+    else:
+        keep = str(POLICIES[policy]["max_to_keep"])
+        best = ["--best", "loss"] if policy == "the best" else []
+        for _ in range(2):
+            assert main(["prune", str(root), "--keep", keep, *best, "--delete"]) == 0
+        assert 2 in manager().all_steps() and 1 not in manager().all_steps()
+    with manager(**POLICIES[policy]) as last:
+        assert restore(last, source="disk") == 2, "the newest that is sound, and it is there"
+        save(last, 6, **metrics)
+        last.wait()
+        assert last.all_steps() == ([2, 6] if policy == "the best" else [6])
+
+
+def test_a_failed_first_save_removes_nothing_of_what_was_restored_by_its_step(
+    manager: Callable[..., CheckpointManager], root: pathlib.Path
+) -> None:
+    with manager() as first:
+        save(first, 1, 2, 3)
+    with manager(max_to_keep=1) as second:
+        assert restore(second, 1) == 1
+        (root / "step-00000004").write_text("in the way")
+        handle = second.save(4, state_of(4))
+        assert handle is not None and handle.written.exception(DEADLINE_S) is not None
+        second.wait()
+        assert second.all_steps() == [1, 3], "the newest, and what this run went on from"
+        save(second, 5)
+        assert second.all_steps() == [5]
+
+
+def test_of_a_chain_of_restarts_only_the_last_origin_is_kept(manager: Callable[..., CheckpointManager]) -> None:
+    for step in range(1, 6):
+        with manager(max_to_keep=1) as one:
+            assert restore(one) == (step - 1 or None)
+            save(one, step)
+            assert one.all_steps() == [step]
+
+
+def test_no_save_waits_while_a_checkpoint_is_read_back(
+    manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> bool:
+        reading.set()
+        return go.wait(DEADLINE_S)
+
+    monkeypatch.setattr(housekeeping, "is_read_back", slow)
+    with manager() as first:
+        save(first, 1)
+    with manager(max_to_keep=1, slot_timeout_s=1000.0) as second:
+        assert restore(second) == 1
+        for step in (2, 3):
+            handle = second.save(step, state_of(step))
+            assert handle is not None
+            handle.written.result(DEADLINE_S)
+            assert reading.wait(DEADLINE_S)
+        go.set()
+        second.wait()
+        assert second.all_steps() == [3]
