@@ -170,7 +170,8 @@ def every_leaf() -> dict[Any, Any]:
 def bits_of(tensor: torch.Tensor) -> bytes:
     """Return the elements' bytes in row-major order."""
     with torch.no_grad():
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # also of a single element, whose stride may be any
         return flat.view(torch.uint8).numpy().tobytes() if _HAS_NUMPY else bytes(flat.view(torch.uint8).tolist())
 
 

@@ -16,7 +16,7 @@ from asyncckpt.format.layout import BoxSpec
 from asyncckpt.format.names import is_reserved
 from asyncckpt.planning.sharding.recognising import describer, is_of_torch, local_tensors
 from asyncckpt.planning.state_dict import PLAIN_TENSORS
-from asyncckpt.planning.torch_types import dtype_name, is_wrapper, why_unreadable
+from asyncckpt.planning.torch_types import dtype_name, flat_bytes, is_wrapper, why_unreadable
 
 
 class Items(NamedTuple):
@@ -153,6 +153,6 @@ def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:
             type_name=str(tensor.dtype),
         )
     with torch.no_grad():
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        assert tensor.numel() * tensor.itemsize == spec.nbytes == math.prod(spec.sizes) * tensor.itemsize
-        return tensor.reshape(-1).view(torch.uint8)
+        found = flat_bytes(tensor)
+        assert found.numel() == spec.nbytes == math.prod(spec.sizes) * tensor.itemsize
+        return found

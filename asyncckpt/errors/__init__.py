@@ -273,7 +273,10 @@ class LeafTypeMismatchError(
 
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
-    """One tensor or container of the target has two names under which two were saved; nothing was changed."""
+    """One memory, container or object of the target has two names, and cannot hold what was saved under both.
+
+    Nothing was changed, unless they are different views of one memory: then the tensors have been filled.
+    """
 
 
 class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=("path", "fqn", "type_name", "detail")):

@@ -18,6 +18,7 @@ from torch.serialization import register_package, skip_data
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.planning.torch_types import flat_bytes
 
 _FIRST = -1
 """Priority of our tagger: before those of torch, of which the first has 10."""
@@ -155,7 +156,7 @@ def captured_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
         if nbytes:
-            elements.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            elements.append(flat_bytes(tensor))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return Captured((len(text).to_bytes(8, "little") + text, *elements))

@@ -2,7 +2,8 @@
 
 Directly, a load needs no memory beside its targets but the readers' buffers. By way of a copy (`low_memory=False`),
 which takes as much memory again as the targets that are there, all that is read has been verified before the first of
-these targets changes; and what goes to a GPU is copied from pinned memory, at the speed of its bus.
+these targets changes; and what goes to a GPU is copied from pinned memory, at the speed of its bus. Targets that share
+memory are filled last, one after the other.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.failpoints import reach
 from asyncckpt.loading.fetching import read_files
 from asyncckpt.loading.placements import Placement, ranges_by_file
+from asyncckpt.loading.shared_memory import Tie, check_ties, fill_shared, overlapping
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.sinks import fill_box, new_tensor
-from asyncckpt.loading.target_tensors import Filling, placements_of, tell_types
+from asyncckpt.loading.target_tensors import Filling, names_of, placements_of, tell_types
 from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_ahead import ReadAhead
@@ -53,6 +56,15 @@ class Filler:
         self._contents, self._files, self._shared, self._ahead = contents, files, shared, ahead
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
+    def check_ties(self, ties: Sequence[Tie]) -> None:
+        """Check that targets with two names can hold what was saved under each; changes nothing.
+
+        Raises:
+            AliasMismatchError: One cannot.
+            CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+        """
+        check_ties(ties, self._read_boxes, self._contents.path)
+
     def fill(self, existing: Sequence[Filling], new: Sequence[Filling], plain: Sequence[Placement] = ()) -> None:
         """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
 
@@ -64,11 +76,16 @@ class Filler:
         Raises:
             CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
             InsufficientMemoryError: There is no room for the copy.
+            AliasMismatchError: Two targets share memory, and their values differ.
             StateLoadError: A registered type refused its shards.
             SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
         """
         changed, fresh = [*plain, *placements_of(existing)], placements_of(new)
         watched = [target for _, target, _, _ in changed if not target.is_inference()]
+        placed = changed + fresh
+        shared = overlapping([p.target for p in placed]) if changed else []
+        if shared:
+            changed, fresh = _without(changed, shared, 0), _without(fresh, shared, len(changed))
         if self._low_memory:
             # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
             tell_of_change(watched)
@@ -80,6 +97,9 @@ class Filler:
             reach("load: copies verified")
             tell_of_change(watched)
             _copy_over(staged, copied)
+        if shared:
+            names = names_of(plain, [*existing, *new])
+            fill_shared([placed[n] for n in shared], [names[n] for n in shared], self._read_boxes, self._contents.path)
         tell_of_change(watched)
         reach("load: tensors filled")
         tell_types([*existing, *new], self._contents.path)
@@ -91,11 +111,21 @@ class Filler:
             save_id = str(self._contents.manifest.save_id)
             self._shared.read(self._contents.path, save_id, placements, self._read_files)
 
-    def _read_files(self, placements: Sequence[Placement]) -> None:
+    def _read_boxes(self, placements: Sequence[Placement]) -> None:
+        """Read a few megabytes, from which nothing is learnt about the device."""
+        self._read_files(placements, self._threads or DEFAULT_THREADS)
+
+    def _read_files(self, placements: Sequence[Placement], threads: int | None = None) -> None:
         ranges = ranges_by_file(self._contents, placements, self._verify)
         if self._ahead is not None:
             self._ahead.stop()
-        read_files(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
+        read_files(self._contents, ranges, self._files, threads=threads or self._threads, verify=self._verify)
+
+
+def _without(placements: Sequence[Placement], numbers: Sequence[int], first: int) -> list[Placement]:
+    """Return `placements`, which are counted from `first` on, without some of them."""
+    left_out = set(numbers)
+    return [placement for n, placement in enumerate(placements, first) if n not in left_out]
 
 
 def tell_of_change(changed: Sequence[torch.Tensor]) -> None:

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import AliasMismatchError
 from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.matching import Mismatch, Replaced, match
-from asyncckpt.loading.placements import SavedBox, box_of, needed_nbytes
+from asyncckpt.loading.placements import Placement, SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list
-from asyncckpt.loading.target_tensors import placements_of
+from asyncckpt.loading.shared_memory import overlapping
+from asyncckpt.loading.target_tensors import names_of, placements_of
 from asyncckpt.paths import absolute_path
+from asyncckpt.planning.torch_types import why_no_memory
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
@@ -41,6 +42,8 @@ class LoadPlan:
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
+        shared: FQNs of target tensors that share memory, and were saved as tensors of their own: where their values
+            differ, which only a load finds out, that is `AliasMismatchError`.
         nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
     """
 
@@ -48,11 +51,12 @@ class LoadPlan:
     unexpected: tuple[str, ...]
     mismatched: tuple[MismatchedLeaf, ...]
     unavailable: tuple[str, ...]
+    shared: tuple[str, ...]
     nbytes: int
 
     @property
     def fits(self) -> bool:
-        """Whether the load would raise nothing, `strict` or not."""
+        """Whether the load would raise nothing, `strict` or not; but see `shared`."""
         return not (self.missing or self.mismatched or self.unavailable)
 
 
@@ -98,13 +102,19 @@ def plan_load(
     new = [node[1] for place in [*matches.replaced, *matches.grown] for _, node in leaves(place.node) if node[0] != "O"]
     boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
     standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
-    placed = [*matches.placements, *placements_of([*matches.tensors, *standing])]
-    boxes += [box_of(placement) for placement in placed]
+    fillings = [*matches.tensors, *standing]
+    placed = [*matches.placements, *placements_of(fillings)]
+    names = names_of(matches.placements, fillings)
+    real = [n for n, placement in enumerate(placed) if why_no_memory(placement.target) is None]
+    shared = [names[real[n]] for n in overlapping([placed[n].target for n in real])]
+    ties = [Placement(tie.other, *shard) for tie in matches.ties for shard in tie.shards]
+    boxes += [box_of(placement) for placement in (*placed, *ties)]
     return LoadPlan(
         missing=tuple(matches.missing),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),
+        shared=tuple(dict.fromkeys([*shared, *(fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn))])),
         nbytes=needed_nbytes(boxes),
     )
 
@@ -123,8 +133,6 @@ def _unread(replaced: Iterable[Replaced], saved: SavedTree, contents: Contents) 
 
 
 def _leaf(error: Mismatch) -> MismatchedLeaf:
-    if isinstance(error, AliasMismatchError):
-        return MismatchedLeaf(error.other_fqn, "a tensor of its own", f"one tensor with {error.fqn!r}")
     return MismatchedLeaf(error.fqn, _side(error.saved), _side(error.wanted))
 
 

@@ -48,9 +48,10 @@ def load(
             `load_state_dict()` are given the state that was saved under their name, whole; a module's tensors are
             filled in place before that, in the bare module, and what it has and the checkpoint lacks counts as missing.
             Without a target, nesting, key types, aliases and objects come back as saved, states of modules and
-            optimizers as dicts. Two names of one tensor are filled from one that was saved as such, or are an error;
-            other views that share memory are each filled, in no order: they hold what was saved where that agrees, as
-            it does in a state that was saved with such views.
+            optimizers as dicts. Tensors that share memory hold what was saved under each of their names, or are
+            an error: two names of one tensor are filled from one, or from two with equal values, and a name that was
+            not saved counts as filled with its other one; other views that share elements are read again and compared
+            when they have been filled.
         keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
             not one selects anything are an error, `strict` or not.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
@@ -98,8 +99,8 @@ def load(
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
             of other ranks.
-        AliasMismatchError: One tensor of the target has two names, under which two tensors were saved; or one object or
-            container, and other values were saved.
+        AliasMismatchError: Tensors of the target share memory, or objects are one, and the values that were saved under
+            their names differ.
         UnsupportedLeafError: The target holds something that no checkpoint can, or tensors without memory (meta, fake);
             or this torch lacks a dtype, or makes no real tensors here, in FakeTensorMode.
         OverlappingShardsError: The shards of a target tensor share elements.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import AliasMismatchError, ConfigError, LeafTypeMismatchError, ShapeMismatchError
+from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.alike import alike_placements, object_leaves
 from asyncckpt.loading.empty_places import (
@@ -26,6 +26,7 @@ from asyncckpt.loading.key_names import KeyMap, renamer
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes, selected
+from asyncckpt.loading.shared_memory import Tie
 from asyncckpt.loading.standing import standing_tensors
 from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
@@ -36,7 +37,7 @@ from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
 from asyncckpt.planning.torch_types import torch_dtype, why_no_memory
 from asyncckpt.storage.contents import SavedTensor
 
-Mismatch = ShapeMismatchError | LeafTypeMismatchError | AliasMismatchError
+Mismatch = ShapeMismatchError | LeafTypeMismatchError
 
 
 def _raised(error: Mismatch) -> None:
@@ -64,6 +65,7 @@ class Matches:
         targets: The target.
         tensors: What is read into which value; a tensor with several names is there once.
         placements: The same of plain tensors that are filled whole, as they stand.
+        ties: Tensors with two names under which two tensors were saved: filled from the first, if both are equal.
         filled: Paths of the target's tensors and arrays that are filled in place; where no module is in the target,
             nobody asks for them, and they may be left out.
         filled_fqns: Their FQNs.
@@ -71,6 +73,7 @@ class Matches:
         grown: Lists that take more members than they have; their nodes hold those.
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
+            A tensor that is filled under another name is not missing.
         lost: FQNs of modules, other objects and subtrees of which nothing was found at all.
         left_empty: FQNs of empty dicts of the target that a checkpoint of another format has nothing for.
         shared: What fills one container or object of the target under two names: FQN and saved node of both.
@@ -83,6 +86,7 @@ class Matches:
     targets: Targets
     tensors: list[Filling] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
+    ties: list[Tie] = field(default_factory=list)
     filled: list[Path] = field(default_factory=list)
     filled_fqns: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
@@ -125,7 +129,6 @@ def match(
         ShapeMismatchError: A tensor was saved with another global shape, or a list or tuple with another length.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container; or the target's dtype is of a kind that
             cannot hold such values: integers for floating point numbers, say.
-        AliasMismatchError: One tensor of the target has two names, under which two tensors were saved.
         ConfigError: A target tensor whose elements share memory, so that it cannot be filled; `selection`
             names a part of an object that takes its state as a whole.
     """
@@ -170,6 +173,7 @@ def match(
             refuse(leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
         else:
             matching.tensor(leaf, found[1])
+    matching.take_ties()
     if matching.absent_paths:
         found_paths = [*matches.filled, *(place.path for place in matches.replaced), *matching.empty_paths]
         matches.lost += lost_subtrees(flat.tree, matching.absent_paths, found_paths, targets.is_module)
@@ -195,10 +199,11 @@ class _Matching:
     def __init__(self, matches: Matches, saved: SavedTree, path: str, refuse: Callable[[Mismatch], None]) -> None:
         self.matches = matches
         self._saved, self._path, self._refuse = saved, path, refuse
-        # The target's tensor: by which FQN, from which saved tensor. And of a registered type, whose parts may be
-        # copies: the first number of each value.
-        self._filled: dict[int, tuple[str, int]] = {}
+        # The target's tensor: by which FQN, and which saved tensors its names have. And of a registered type, whose
+        # parts may be copies: the first number of each value.
+        self._filled: dict[int, tuple[str, list[int]]] = {}
         self._values: dict[int, int] = {}
+        self._absent_tensors: list[TargetLeaf] = []
         self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}
         self.absent_paths: list[Path] = []
         self.empty_paths: list[Path] = []
@@ -257,6 +262,8 @@ class _Matching:
         else:
             matches.missing.append(fqn)
             self.absent_paths.append(path)
+            if node[0] in ("T", "N"):
+                self._absent_tensors.append(leaf)
 
     def place(self, leaf: TargetLeaf, value: Any, selection: Selection, saved_fqn: str) -> None:
         """Match a leaf with a container that was saved: an empty mapping, or the object `value`, may take all of it."""
@@ -311,26 +318,37 @@ class _Matching:
         else:
             own = self._values.setdefault(id(value), node[1])
         target = target_tensor(value, fqn)
-        first, number = self._filled.setdefault(own, (fqn, found))
+        first, numbers = self._filled.setdefault(own, (fqn, []))
         matches.filled.append(path)
         matches.filled_fqns.append(fqn)
         matches.without_memory += [(fqn, part) for part, _ in target.shards if why_no_memory(part) is not None]
-        if first != fqn and number == found:
+        if found in numbers:
             return
+        numbers.append(found)
         if target.global_shape != tensor.global_shape:
             self._refuse(_shape_mismatch(fqn, tensor, target, self._path))
             return
         check_fillable(target, fqn)
-        if first != fqn:
-            if 0 not in target.global_shape:  # also where none of its elements are: alike on all ranks
-                self._refuse(_alias_mismatch(first, fqn, self._path))
-            return
         if target.dtype != torch_dtype(tensor.dtype):
             if not target.holds_values_of(tensor):
                 self._refuse(_kind_mismatch(fqn, tensor, target, self._path))
                 return
             matches.converted.append(fqn)
+        if len(numbers) > 1:
+            matches.ties.append(Tie(first, fqn, self._saved.tensors[numbers[0]], tensor, target.shards))
+            return
         matches.tensors.append((tensor, target))
+
+    def take_ties(self) -> None:
+        """Count leaves that were not saved as filled where their tensor is filled under another name."""
+        matches = self.matches
+        for path, fqn, node, holder, key in self._absent_tensors:
+            own = node[1] if node[0] == "N" else self._values.get(id(unmarked(holder[key])), node[1])
+            if own in self._filled:
+                matches.missing.remove(fqn)
+                self.absent_paths.remove(path)
+                matches.filled.append(path)
+                matches.filled_fqns.append(fqn)
 
 
 def _is_object(node: Node, found: Node) -> bool:
@@ -393,14 +411,4 @@ def _kind_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str
         fqn=fqn,
         saved=saved.dtype,
         wanted=wanted,
-    )
-
-
-def _alias_mismatch(first: str, fqn: str, path: str) -> AliasMismatchError:
-    return AliasMismatchError(
-        f"{path}: {first!r} and {fqn!r} are one tensor in the target and were saved as two, whose values may differ; "
-        "nothing was changed. Untie them in the target, or leave one of them out by keys",
-        path=path,
-        fqn=first,
-        other_fqn=fqn,
     )

@@ -202,6 +202,7 @@ class _Load:
         made = [*matches.replaced, *matches.grown]
         fresh = self._fresh([place.node for place in made], matches.standing)
         self._report_factories((place.path, place.node) for place in made)
+        self._filler.check_ties(matches.ties)
         self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         holders = [place for place in matches.replaced if place.holder is not None]
         for place in matches.replaced:

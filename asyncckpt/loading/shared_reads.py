@@ -21,7 +21,7 @@ from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
 from asyncckpt.memory.copying import copy_bytes
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
 from asyncckpt.process_group import GroupMeeting, find_exchange
 
 ARRIVE_TIMEOUT_S = 60.0
@@ -210,7 +210,7 @@ def _give(placements: Sequence[Placement], segment: Segment, buffer: torch.Tenso
     if target.device.type == "cpu":
         copy_bytes(buffer.data_ptr() + segment.at, target.data_ptr() + segment.position, segment.nbytes)
         return
-    flat = target.view(-1).view(torch.uint8)
+    flat = flat_bytes(target)
     buffer[segment.at : segment.at + segment.nbytes].copy_(flat[segment.position : segment.position + segment.nbytes])
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import AsyncCkptError, ConfigError, OverlappingShardsError, StateLoadError, UnsupportedLeafError
+from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.loading.placements import Placement
 from asyncckpt.planning.sharding.recognising import committed, sharded
 from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
@@ -21,11 +22,13 @@ class TargetTensor(NamedTuple):
 
     Attributes:
         value: The leaf.
+        fqn: Its name in the target; "" where nobody has named it.
         dtype, global_shape: Of the whole tensor.
         shards: What this process holds of it; may be empty.
     """
 
     value: Any
+    fqn: str
     dtype: torch.dtype
     global_shape: tuple[int, ...]
     shards: tuple[LocalShard, ...]
@@ -49,7 +52,7 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
 
     Args:
         value: A tensor, or a value of a type that has shards.
-        fqn: Its name, for messages.
+        fqn: Its name, for messages; "" if it has none.
 
     Raises:
         UnsupportedLeafError: Its shards cannot be what they say.
@@ -57,7 +60,7 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
     """
     if type(value) in PLAIN_TENSORS:
         shape = tuple(value.shape)
-        return TargetTensor(value, value.dtype, shape, (LocalShard(value, (0,) * len(shape)),))
+        return TargetTensor(value, fqn, value.dtype, shape, (LocalShard(value, (0,) * len(shape)),))
     try:
         found = sharded(value)
     except UnsupportedLeafError as error:
@@ -65,16 +68,16 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
     except OverlappingShardsError as error:
         raise named(error, fqn) from None
     if isinstance(found, Sharded):
-        return TargetTensor(value, found.dtype, tuple(found.global_shape), tuple(found.shards))
+        return TargetTensor(value, fqn, found.dtype, tuple(found.global_shape), tuple(found.shards))
     if found is None:
         plain = plain_parameter(value)
-        return _whole(value, value) if plain is None else _whole(plain, plain)
-    return _whole(value, found)
+        return _whole(value, fqn, value) if plain is None else _whole(plain, fqn, plain)
+    return _whole(value, fqn, found)
 
 
-def _whole(value: Any, tensor: torch.Tensor) -> TargetTensor:
+def _whole(value: Any, fqn: str, tensor: torch.Tensor) -> TargetTensor:
     shape = tuple(tensor.shape)
-    return TargetTensor(value, tensor.dtype, shape, (LocalShard(tensor, (0,) * len(shape)),))
+    return TargetTensor(value, fqn, tensor.dtype, shape, (LocalShard(tensor, (0,) * len(shape)),))
 
 
 def refuse_without_memory(tensors: Iterable[tuple[str, torch.Tensor]], path: str) -> None:
@@ -149,6 +152,13 @@ def placements_of(fillings: Iterable[Filling]) -> list[Placement]:
         for tensor, offsets in target.shards
         if tensor.numel()
     ]
+
+
+def names_of(plain: Iterable[Placement], fillings: Iterable[Filling]) -> list[str]:
+    """Return the target's names of `plain`, which have those that were saved, and of what `placements_of` returns."""
+    parts = [target.fqn or saved.fqn for saved, target in fillings for tensor, _ in target.shards if tensor.numel()]
+    owned = ((saved.fqn, split_per_rank_name(saved.fqn)) for saved, _, _, _ in plain)
+    return [*(fqn if own is None else own[0] for fqn, own in owned), *parts]
 
 
 def tell_types(fillings: Iterable[Filling], path: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from asyncckpt.planning.torch_types import flat_bytes
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 _GROUPS = (
     ("float16_groups", "fp32_from_float16_groups"),  # Megatron-LM: Float16OptimizerWithFloat16Params
@@ -144,4 +146,4 @@ def _is_pair(weight: Any, master: Any) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """NaN is not equal to itself, its bits are."""
     local = getattr(tensor, "_local_tensor", tensor)
-    return torch.as_tensor(local).reshape(-1).contiguous().view(torch.uint8)
+    return flat_bytes(torch.as_tensor(local))

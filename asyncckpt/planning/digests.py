@@ -20,6 +20,7 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
+from asyncckpt.planning.torch_types import flat_bytes
 from asyncckpt.protocol.samples import encode_samples
 
 MAX_THREADS = 4
@@ -233,7 +234,7 @@ def _elements(tensor: torch.Tensor, window: Window) -> torch.Tensor:
         else:
             numbers = torch.arange(window.start, window.start + window.n, device=bits.device)
             found = bits[torch.unravel_index(numbers, bits.shape)]
-        return found.view(torch.uint8)
+        return flat_bytes(found)
 
 
 def _fetched(elsewhere: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, bytes]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from asyncckpt.format import numpy_scalars
+from asyncckpt.planning.torch_types import flat_bytes
 
 _log = logging.getLogger("asyncckpt.loading")
 
@@ -88,7 +89,7 @@ def array_of(tensor: torch.Tensor) -> Any:
     try:
         return tensor.numpy()
     except RuntimeError:  # a torch without its bridge to numpy
-        data = bytearray(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+        data = bytearray(flat_bytes(tensor).tolist())
         return numpy.frombuffer(data, dtype=name).reshape(tuple(tensor.shape))
 
 

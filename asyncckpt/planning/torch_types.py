@@ -52,6 +52,15 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or end * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements, row-major, as flat uint8 on the tensor's device: a copy only if they do not lie there so.
+
+    A single element may have any stride and is contiguous all the same, which a view of another width refuses.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether its elements are what a subclass makes of every call (`__torch_dispatch__`), not what lies in its memory.
 

@@ -142,9 +142,9 @@ def test_names_that_share_a_tensor_on_one_side_only_go_the_long_way(
     if untie == "target":
         asyncckpt.load(path, target)
         assert_equal(target, original)
-    else:
-        with pytest.raises(AliasMismatchError):
-            asyncckpt.load(path, target)
+    else:  # two tensors of equal values
+        asyncckpt.load(path, target)
+        assert_equal(target["model"], original["model"])
     assert ways == [False]
 
 

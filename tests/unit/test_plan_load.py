@@ -81,7 +81,11 @@ def test_a_tensor_counts_once_however_many_names_it_has(tmp_path: Path) -> None:
     assert plan_load(path, {"a": torch.zeros(5), "b": torch.zeros(5)}).nbytes == 20
     both = torch.zeros(5)
     plan = plan_load(path, {"a": both, "c": both})
-    assert plan.mismatched == (("c", "a tensor of its own", "one tensor with 'a'"),)
+    assert (plan.mismatched, plan.shared, plan.nbytes) == ((), ("a", "c"), 40)
+    assert plan_load(path, {"a": both, "b": both}).shared == ()
+    matrix = torch.zeros(5, 2)
+    assert plan_load(path, {"a": matrix[:, 0], "c": matrix[:, 1]}).shared == ()
+    assert plan_load(path, {"a": both, "c": torch._neg_view(both)}).shared == ("a", "c")
 
 
 def test_values_of_other_ranks_are_told_apart(tmp_path: Path) -> None:

@@ -177,6 +177,43 @@ def test_stock_saves_store_the_values_of_lazy_views(tmp_path: Path, planner: Any
     assert {n: states.bits_of(t) for n, t in target.items()} == {n: states.bits_of(t) for n, t in expected.items()}
 
 
+def single_elements() -> dict[str, torch.Tensor]:
+    """Single elements of larger tensors, which are contiguous and may have any stride."""
+    matrix, z = torch.arange(12.0).view(3, 4), torch.full((1,), 3 + 4j)
+    return {
+        "of_a_slice": torch.arange(8.0)[1::2][:1],
+        "of_a_matrix": matrix[1:2, 2:3],
+        "of_a_column": matrix.t()[3:, :1],
+        "real": z.real,
+        "imag": z.imag,
+        "lazy": torch._neg_view(z.imag),
+        "conj": z.conj(),
+        "half": torch.ones(9, dtype=torch.bfloat16)[::3][1:2],
+    }
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+def test_single_elements_of_any_stride_are_saved_and_filled(tmp_path: Path, layout: str) -> None:
+    state = single_elements()
+    expected = expected_of(state)
+    with SyncCheckpointer(fsync=False, rank_info=ALONE, layout=layout) as checkpointer:
+        checkpointer.save(state, tmp_path / "c")
+    check(tmp_path / "c", expected)
+    target = {name: value.zero_() for name, value in single_elements().items()}
+    asyncckpt.load(tmp_path / "c", target)
+    assert {n: states.bits_of(t) for n, t in target.items()} == {n: states.bits_of(t) for n, t in expected.items()}
+
+
+@pytest.mark.parametrize("planner", [None, ShardedSavePlanner], ids=["stock", "ours"])
+def test_stock_saves_store_single_elements_of_any_stride(tmp_path: Path, planner: Any) -> None:
+    state: dict[str, Any] = dict(single_elements())
+    if planner is not None:
+        state = {name: asyncckpt.ShardedSlice(t, tuple(t.shape), (0,) * t.dim()) for name, t in state.items()}
+    options = {} if planner is None else {"planner": planner()}
+    dcp_calls.save(state, StorageWriter(tmp_path / "c", sync_files=False), **options)
+    check(tmp_path / "c", expected_of(single_elements()))
+
+
 def test_a_mark_around_a_lazy_view_changes_nothing_of_its_values(tmp_path: Path) -> None:
     z = torch.randn(5, dtype=torch.complex64)
     with SyncCheckpointer(fsync=False, rank_info=ALONE) as checkpointer:

@@ -1,0 +1,276 @@
+"""Targets that lie in the same memory, and whether they can hold what was saved under each of their names.
+
+A tie is one tensor with two names. It is filled from one saved tensor, or from two with equal values, which are
+compared before anything changes. Other views that share memory (transposed, reshaped, a slice of a fused tensor, the
+imaginary part of a complex one) are filled one after the other, and then each is compared with what was saved under its
+name. Tensors that only lie among each other, such as the columns of one matrix, are told apart by their strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from asyncckpt.errors import AliasMismatchError
+from asyncckpt.loading.placements import Placement
+from asyncckpt.loading.sinks import fill_box, new_tensor
+from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
+from asyncckpt.storage.contents import SavedTensor
+
+WINDOW_NBYTES = 16 << 20
+"""Of elements that are compared at once: host memory takes a few times as much, whatever the tensors' sizes."""
+
+MAX_PAIRS = 100_000
+"""So many pairs of tensors are told apart by their strides, which takes 0.5 s. Of further ones it is asked whether they
+hold what was saved, as of those that share memory."""
+
+Read = Callable[[Sequence[Placement]], None]
+"""Reads boxes of saved tensors into plain ones."""
+
+Window = tuple[int, Placement]
+"""A box of one of several targets, by its number."""
+
+_CPU = torch.device("cpu")
+
+
+# ---- which share memory
+
+
+class Extent(NamedTuple):
+    """Where a tensor's elements lie: from address `start` on and before `end`, `itemsize` bytes at each of `steps`.
+
+    `steps`: (bytes from one index to the next, how many indices) of the dimensions that have several, none 0.
+    """
+
+    start: int
+    end: int
+    itemsize: int
+    steps: tuple[tuple[int, int], ...]
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """Return where the elements of a tensor that has some lie."""
+    start, width = tensor.data_ptr(), tensor.itemsize
+    steps = tuple((s * width, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s)
+    return Extent(start, start + width + sum(step * (n - 1) for step, n in steps), width, steps)
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of the tensors that may share memory with another one, ascending.
+
+    What certainly shares none is left out: what lies apart, and slices of one tensor that have no element in common.
+    """
+    spans = [
+        (t.data_ptr(), t.data_ptr() + t.nbytes if t.is_contiguous() else extent_of(t).end, n)
+        for n, t in enumerate(tensors)
+    ]
+    spans.sort()
+    reach = 0
+    for start, end, _ in spans:
+        if start < reach:
+            break
+        if start:
+            reach = end
+    else:
+        return []
+    return sorted(_overlapping([(extent_of(tensors[n]), n) for start, _, n in spans if start and tensors[n].numel()]))
+
+
+def _overlapping(extents: Iterable[tuple[Extent, int]]) -> set[int]:
+    """`extents` ascend."""
+    found: set[int] = set()
+    reaching: list[tuple[Extent, int]] = []  # those that reach beyond where the current one begins
+    n_pairs = 0
+    for extent, number in extents:
+        reaching = [one for one in reaching if one[0].end > extent.start]
+        for other, earlier in reaching:
+            if number not in found or earlier not in found:
+                n_pairs += 1
+                if n_pairs > MAX_PAIRS or not are_apart(other, extent):
+                    found |= {number, earlier}
+        reaching.append((extent, number))
+    return found
+
+
+def are_apart(one: Extent, other: Extent) -> bool:
+    """Whether two tensors certainly share no byte.
+
+    Outer dimensions of both repeat with a common period; within it, what the inner dimensions of one reach must lie
+    beside what those of the other do.
+    """
+    if one.end <= other.start or other.end <= one.start:
+        return True
+    steps = {step for step, _ in one.steps + other.steps}
+    for least in steps:
+        period = math.gcd(*(step for step in steps if step >= least))
+        at = (other.start - one.start) % period
+        if at >= one.itemsize and at >= _inner(one, least) and at + _inner(other, least) <= period:
+            return True
+    return False
+
+
+def _inner(extent: Extent, least: int) -> int:
+    """Return the bytes that an extent reaches over without the dimensions whose step is `least` or more."""
+    return extent.itemsize + sum(step * (n - 1) for step, n in extent.steps if step < least)
+
+
+# ---- whether they hold what was saved
+
+
+class Tie(NamedTuple):
+    """A tensor of the target with two names under which two tensors were saved.
+
+    Attributes:
+        fqn, other_fqn: The names, as the target has them.
+        saved, other: What was saved under them, of one global shape.
+        shards: What this process holds of the target: plain tensors with their offsets.
+    """
+
+    fqn: str
+    other_fqn: str
+    saved: SavedTensor
+    other: SavedTensor
+    shards: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
+
+
+def check_ties(ties: Sequence[Tie], read: Read, path: str) -> None:
+    """Check that what was saved under both names of each tie is equal, bit by bit, in the target's dtype.
+
+    Args:
+        ties: Of each, what this process holds is compared.
+        read: As `Read`.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        AliasMismatchError: Two differ.
+
+    Blocks: for the reads.
+    """
+    parts = [(n, Placement(tie.saved, *shard)) for n, tie in enumerate(ties) for shard in tie.shards]
+    for batch in _batches(parts):
+        others = [(n, window._replace(saved=ties[n].other)) for n, window in batch]
+        for (n, _), one, other in zip(batch, _values(batch, read, _CPU), _values(others, read, _CPU), strict=True):
+            if not torch.equal(flat_bytes(one), flat_bytes(other)):
+                tie = ties[n]
+                raise _mismatch(tie.fqn, tie.other_fqn, path, "are one tensor in the target", "nothing was changed")
+
+
+def fill_shared(placements: Sequence[Placement], names: Sequence[str], read: Read, path: str) -> None:
+    """Fill targets that share memory, one after the other, and check that each holds what was saved under its name.
+
+    Args:
+        placements: What is filled.
+        names: Their FQNs, as the target has them.
+        read: As `Read`.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        AliasMismatchError: One does not, since another one with other values lies there too.
+
+    Blocks: for the reads, two of everything.
+    """
+    parts = list(enumerate(placements))
+    for batch in _batches(parts):
+        for (_, window), value in zip(batch, _values(batch, read), strict=True):
+            fill_box(window.target, (0,) * value.dim(), value)
+    for batch in _batches(parts):
+        for (n, window), value in zip(batch, _values(batch, read), strict=True):
+            place = _first_difference(window.target, value)
+            if place is not None:
+                # What lies there now is of the last one that was filled and has an element there.
+                there = (m for m, one in parts if m != n and _holds(extent_of(one.target), place))
+                other = max(there, default=n)
+                one, two = (names[m] for m in sorted((n, other)))
+                left = "the tensors of the target are filled, these with values of both; its objects are as they were"
+                raise _mismatch(one, two, path, "share memory in the target", left)
+
+
+def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:
+    """Cut targets into boxes, and group these so that no group has more than `WINDOW_NBYTES`."""
+    batch: list[Window] = []
+    left = WINDOW_NBYTES
+    for number, part in parts:
+        width = max(part.target.itemsize, torch_dtype(part.saved.dtype).itemsize)
+        for window in _windows(part._replace(target=part.target.detach()), WINDOW_NBYTES // width):
+            nbytes = window.target.numel() * width
+            if nbytes > left:
+                yield batch
+                batch, left = [], WINDOW_NBYTES
+            batch.append((number, window))
+            left -= nbytes
+    if batch:
+        yield batch
+
+
+def _windows(part: Placement, limit: int) -> Iterator[Placement]:
+    """Cut a target into boxes of at most `limit` elements."""
+    saved, target, offsets, _ = part
+    if not target.numel():
+        return
+    if target.numel() <= limit:
+        yield Placement(saved, target, offsets)
+        return
+    dim = next(d for d, n in enumerate(target.shape) if n > 1)
+    n = target.shape[dim]
+    step = max(1, limit * n // target.numel())
+    for at in range(0, n, step):
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        yield from _windows(Placement(saved, target.narrow(dim, at, min(step, n - at)), moved), limit)
+
+
+def _values(batch: Sequence[Window], read: Read, device: torch.device | None = None) -> list[torch.Tensor]:
+    """Read what was saved in boxes, and return it in the dtypes of their targets, and on their devices or on one."""
+    found = [new_tensor(tuple(w.target.shape), torch_dtype(w.saved.dtype), _CPU) for _, w in batch]
+    read([Placement(w.saved, value, w.offsets) for (_, w), value in zip(batch, found, strict=True)])
+    return [
+        _converted(value, w.target.dtype, device or w.target.device) for (_, w), value in zip(batch, found, strict=True)
+    ]
+
+
+def _converted(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if (value.dtype, value.device) == (dtype, device):
+        return value
+    made = new_tensor(tuple(value.shape), dtype, device)
+    fill_box(made, (0,) * value.dim(), value)
+    return made
+
+
+def _first_difference(target: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Return the address of the first byte of `target` that is not as in `value`; None: all are."""
+    found, wanted = flat_bytes(target), flat_bytes(value)
+    if torch.equal(found, wanted):
+        return None
+    at, byte = divmod(int((found != wanted).view(torch.uint8).argmax()), target.itemsize)
+    place = target.data_ptr() + byte
+    for size, step in zip(reversed(target.shape), reversed(target.stride()), strict=True):
+        at, index = divmod(at, size)
+        place += index * step * target.itemsize
+    return place
+
+
+def _holds(extent: Extent, address: int) -> bool:
+    """Whether the byte at `address` is of one of the elements."""
+    if not extent.steps:
+        return extent.start <= address < extent.end
+    step, n = max(extent.steps)
+    inner = list(extent.steps)
+    inner.remove((step, n))
+    end = extent.end - step * (n - 1)  # of what lies at the first index
+    first, last = max(0, -(-(address + 1 - end) // step)), min(n - 1, (address - extent.start) // step)
+    return any(
+        _holds(Extent(extent.start + step * i, end + step * i, extent.itemsize, tuple(inner)), address)
+        for i in range(first, last + 1)
+    )
+
+
+def _mismatch(fqn: str, other_fqn: str, path: str, how: str, left: str) -> AliasMismatchError:
+    return AliasMismatchError(
+        f"{path}: {fqn!r} and {other_fqn!r} {how}, and the values that were saved under them differ; {left}. Give each "
+        "memory of its own in the target, or leave one of them out by keys",
+        path=path,
+        fqn=fqn,
+        other_fqn=other_fqn,
+    )
