@@ -7,11 +7,11 @@ torch at the top, so that the quick commands answer at once.
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
 from collections.abc import Sequence
 
-from asyncckpt import __version__
+from asyncckpt import __version__, standard_streams
 from asyncckpt.cli import (
     convert,
     demo,
@@ -82,16 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    args = parser().parse_args(argv)
+    with standard_streams.usable():
+        try:
+            args = parser().parse_args(argv)
+        except SystemExit as error:  # it has printed its help, or what is wrong
+            code = error.code if isinstance(error.code, int) else 0
+            raise SystemExit(standard_streams.exit_code(code)) from None
+        return standard_streams.exit_code(_run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code: int = COMMANDS[args.command].run(args)
-        sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, `head` say, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
     except KeyboardInterrupt:
         return 130
     except (AsyncCkptError, OSError) as error:
-        say(f"asyncckpt {args.command}: {error}", file=sys.stderr)
+        if error is standard_streams.lost_output():
+            return EXIT_FAILED
+        with contextlib.suppress(OSError):
+            say(f"asyncckpt {args.command}: {error}", file=sys.stderr)
         return exit_code_of(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import sys
 import time
@@ -23,7 +24,9 @@ DESCRIPTION = (
     "Show what the worker is doing, drawn anew every second: of each rank the step that it saves or saved last, how "
     "far that is, how much of it is staged (all of it: safe from the trainer's end) and written, how fast, its slots, "
     "and how old its last durable step is. Above them each run's newest checkpoint: what a restart would go on from. "
-    "Ctrl-C ends it. Into a pipe it prints one table after the other; --json one object a line."
+    "It waits for a worker that is not there yet, and goes on with the next one; what a worker that hangs or has gone "
+    "said last is marked STALE within 3 s. Ctrl-C ends it. Into a pipe it prints one table after the other; --json one "
+    "object a line."
 )
 EXAMPLES = (
     "asyncckpt top",
@@ -32,8 +35,10 @@ EXAMPLES = (
     "asyncckpt top --endpoint ipc:///run/user/1000/asyncckpt/job7.sock",
 )
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 86400.0
-PATIENCE_S = 30.0
-"""How long a worker may be silent, while another one takes its place say, before this command gives up."""
+ASK_EVERY_S, ANSWER_WITHIN_S = 1.0, 1.5
+"""Together less than the 3 s within which a worker that hangs or has gone is shown as such."""
+
+ANSWERS, STALE, WAITING = "answers", "stale", "waiting"
 
 _CLEAR, _BELOW = "\x1b[H\x1b[2J", "\x1b[H\x1b[J"
 
@@ -57,33 +62,45 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 5 when no worker answers."""
+    """Run the command; exit code 5 when no worker answers and only one table is wanted."""
     endpoint = args.endpoint or endpoint_from_environment() or default_of_this_user()
-    live = sys.stdout.isatty() and not args.once and not args.json
-    before: Mapping[str, Any] | None = None
+    if args.once:
+        _show(watched(endpoint, status_of(endpoint), None), live=False, as_json=args.json)
+        return EXIT_OK
     with contextlib.suppress(KeyboardInterrupt):
-        seen = watched(endpoint, status_of(endpoint), before)
-        if live:
-            sys.stdout.write(_CLEAR)
-        while True:
-            _show(seen, live=live, as_json=args.json)
-            if args.once:
-                break
-            before = seen
-            time.sleep(args.interval)
-            seen = _next(endpoint, before, args.interval)
+        _watch(endpoint, args.interval, live=sys.stdout.isatty() and not args.json, as_json=args.json)
     return EXIT_OK
 
 
-def _next(endpoint: str, before: Mapping[str, Any], interval_s: float) -> dict[str, Any]:
-    deadline = time.monotonic() + PATIENCE_S
+def _watch(endpoint: str, interval_s: float, *, live: bool, as_json: bool) -> None:
+    """Show what the worker says, whichever is there, until Ctrl-C."""
+    answered: dict[str, Any] | None = None
+    shown_state, shown_at = "", -math.inf
+    if live:
+        sys.stdout.write(_CLEAR)
     while True:
-        try:
-            return watched(endpoint, status_of(endpoint), before)
-        except WorkerUnavailableError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(interval_s)
+        began = time.monotonic()
+        report = _asked(endpoint)
+        state = ANSWERS if report is not None else STALE if answered is not None else WAITING
+        # Also between two tables, the worker is asked: what it does not answer any more is said at once.
+        if state != shown_state or began - shown_at >= interval_s:
+            if report is not None:
+                seen = answered = watched(endpoint, report, answered)
+            elif answered is not None:
+                seen = {**answered, "state": STALE, "silent_s": time.time() - answered["time"]}
+            else:
+                seen = {**watched(endpoint, {}, None), "state": WAITING}
+            if state != WAITING or state != shown_state or live or as_json:
+                _show(seen, live=live, as_json=as_json)
+            shown_state, shown_at = state, began
+        time.sleep(max(0.0, began + min(interval_s, ASK_EVERY_S) - time.monotonic()))
+
+
+def _asked(endpoint: str) -> dict[str, Any] | None:
+    try:
+        return status_of(endpoint, ANSWER_WITHIN_S)
+    except WorkerUnavailableError:
+        return None
 
 
 def watched(endpoint: str, report: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -103,6 +120,8 @@ def watched(endpoint: str, report: Mapping[str, Any], before: Mapping[str, Any] 
     counters = report.get("counters") or {}
     return {
         "time": now,
+        "state": ANSWERS,
+        "silent_s": None,
         "endpoint": endpoint,
         "pid": report.get("pid"),
         "uptime_s": report.get("uptime_s"),
@@ -140,6 +159,11 @@ def _show(seen: Mapping[str, Any], *, live: bool, as_json: bool) -> None:
 
 def frame(seen: Mapping[str, Any]) -> list[str]:
     """Return the lines of one table."""
+    if seen["state"] == WAITING:
+        return [f"no worker at {seen['endpoint']} yet; waiting for one"]
+    if seen["state"] == STALE:
+        silent = f"STALE: the worker has not answered for {_age(seen['silent_s'])}; it hangs, has gone, or is replaced"
+        return [f"{silent}. What it said last:", *frame({**seen, "state": ANSWERS})]
     memory = f"{_size(seen['private_nbytes'])} + slots" if seen["private_nbytes"] is not None else "-"
     draining = ", DRAINING" if seen["draining"] else ""
     lines = [

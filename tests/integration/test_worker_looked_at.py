@@ -7,15 +7,17 @@ import ctypes
 import json
 import os
 import pathlib
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -272,6 +274,67 @@ def test_top_shows_runs_and_ranks_and_its_json_is_one_line(
 
 def test_top_of_a_worker_that_is_not_there_is_exit_code_5(endpoint: str) -> None:
     assert cli.main(["top", "--once", "--endpoint", endpoint]) == 5
+
+
+@contextlib.contextmanager
+def top(*arguments: str) -> Iterator[Callable[[Callable[[str], bool]], str]]:
+    """Run `asyncckpt top`; yields what returns the next of its lines that holds something."""
+    command = [sys.executable, "-m", "asyncckpt", "top", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    reader = threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True)
+    reader.start()
+
+    def next_line(holds: Callable[[str], bool]) -> str:
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds(line := lines.get(timeout=max(0.1, deadline - time.monotonic()))):
+            pass
+        return line
+
+    try:
+        yield next_line
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("interval", ["0.1", "3600"])
+def test_top_waits_for_a_worker_marks_what_is_stale_and_goes_on_with_the_next_one(endpoint: str, interval: str) -> None:
+    def says(state: str) -> Callable[[str], bool]:
+        return lambda line: json.loads(line)["state"] == state
+
+    with top("--json", "--interval", interval, "--endpoint", endpoint) as next_line:
+        assert json.loads(next_line(says("waiting")))["pid"] is None
+        with running(endpoint) as worker:
+            first = json.loads(next_line(says("answers")))
+            with worker.frozen():
+                stale = json.loads(next_line(says("stale")))
+                assert stale["pid"] == first["pid"] and stale["silent_s"] > 0
+            next_line(says("answers"))
+            worker.kill()
+            worker.wait_gone()
+            next_line(says("stale"))
+        with running(endpoint):
+            assert json.loads(next_line(says("answers")))["pid"] != first["pid"]
+
+
+def test_top_says_in_words_what_it_waits_for_and_what_is_stale(endpoint: str) -> None:
+    with top("--interval", "0.1", "--endpoint", endpoint) as next_line:
+        assert "waiting" in next_line(lambda line: endpoint in line)
+        with running(endpoint) as worker:
+            next_line(lambda line: line.startswith(f"worker {worker.status()['pid']}"))
+            worker.kill()
+            worker.wait_gone()
+            next_line(lambda line: line.startswith("STALE"))
+
+
+def test_what_is_stale_is_marked_within_three_seconds() -> None:
+    assert cli.top.ASK_EVERY_S + cli.top.ANSWER_WITHIN_S < 3
 
 
 def test_the_events_tell_of_each_save_from_both_sides(seen: tuple[RealWorker, pathlib.Path]) -> None:

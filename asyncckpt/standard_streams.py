@@ -1,0 +1,111 @@
+"""stdin, stdout and stderr of a command, whatever it was given: closed, a pipe that nobody reads, full, ASCII only.
+
+cron jobs, daemons and CI runners start commands so. Without this, Python has no `sys.stdout` where it was closed, ends
+with code 120 where it cannot be flushed, and the next file that is opened takes the number of what was closed: whatever
+a library prints would go into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+EXIT_FAILED = 1
+
+
+@contextlib.contextmanager
+def usable() -> Iterator[None]:
+    """Open what was closed, onto /dev/null. Inside, what the encoding of stdout or stderr does not have is escaped."""
+    _open_closed()
+    streams: list[Any] = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
+    stdout = sys.stdout
+    sys.stdout = _Noting(stdout)
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
+        for stream, errors in zip(streams, before, strict=True):
+            with contextlib.suppress(OSError, ValueError):  # full, or closed meanwhile
+                stream.reconfigure(errors=errors)
+
+
+def _open_closed() -> None:
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null == fd:
+                os.set_inheritable(fd, True)
+            else:
+                os.dup2(null, fd)
+                os.close(null)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+class _Noting:
+    """A stream that remembers the first thing that went wrong, whoever has caught it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost: OSError | None = None
+
+    def write(self, text: str) -> int:
+        with self._noted():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._noted():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.lost = self.lost or error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lost_output() -> OSError | None:
+    """Flush stdout, and return why some of the output inside of `usable` was lost, if it was."""
+    _flush(sys.stdout)
+    return getattr(sys.stdout, "lost", None)
+
+
+def exit_code(code: int) -> int:
+    """Flush both; return `code`, or of a command that did well, `EXIT_FAILED` if some of its output was lost.
+
+    That is said on stderr. Of a pipe whose reader has gone, as `head` goes when it has had enough, nothing is.
+    """
+    lost = lost_output()
+    if lost is not None and not isinstance(lost, BrokenPipeError):
+        with contextlib.suppress(OSError):
+            print(f"asyncckpt: stdout cannot be written: {lost}", file=sys.stderr)
+    _flush(sys.stderr)
+    return code or (EXIT_FAILED if lost is not None else 0)
+
+
+def _flush(stream: TextIO) -> None:
+    """Flush. Where that fails, drop what is left, so that nobody tries again."""
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+            stream.flush()
+    except ValueError:  # closed
+        pass
