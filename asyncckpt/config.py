@@ -51,8 +51,11 @@ class CheckpointerConfig:
             training less in front; without an optimizer it is "blocking". "device"
             copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
             has no room for that, and for what lies in host memory, it is "auto".
-        overlap_check: "hash" digests whatever is copied behind the training, at `save()`, after the copy and in the
-            slot: for tests, since it finds writes that no version counter sees; "off" trusts hooks and counters.
+        overlap_check: How writes are looked for that no version counter sees, to what is copied behind the training.
+            "sample" digests a window of each tensor, at `save()`, after the copy and in the slot: less than 1 % of the
+            bytes, other ones at each save, all of them within 128 saves (of more than 2,048 tensors, and 256 on
+            devices, some at each save, and all somewhat later; on devices only row-major ones). It finds what it looks
+            at, and proves nothing. "hash" digests everything: for tests. "off" trusts hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
@@ -100,7 +103,7 @@ class CheckpointerConfig:
     """
 
     staging: str = "auto"
-    overlap_check: str = "off"
+    overlap_check: str = "sample"
     slots: int = 2
     on_busy: str = "wait"
     slot_timeout_s: float = 600.0
@@ -225,7 +228,7 @@ def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str |
 _MAX_SECONDS = 10_000_000.0
 _CHOICES = {
     "staging": ("auto", "blocking", "overlap", "device"),
-    "overlap_check": ("off", "hash"),
+    "overlap_check": ("sample", "off", "hash"),
     "on_busy": ("wait", "skip", "error"),
     "on_worker_loss": ("resubmit", "fail"),
     "keep_in_memory": ("none", "latest"),

@@ -157,14 +157,15 @@ def sample_digests(
     return Samples(names, bytes(split), b"".join(digests), left)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of `tensor` as integers of the same width, where there are such."""
     integer = _INTEGERS.get(tensor.element_size())
     return tensor.detach() if integer is None else tensor.detach().view(integer)
 
 
 _INITIALISED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _INITIALISED += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-_ONES = {dtype: int(_bits(torch.ones((), dtype=dtype))) for dtype in _INITIALISED}
+_ONES = {dtype: int(bits_of(torch.ones((), dtype=dtype))) for dtype in _INITIALISED}
 """The bits of one, as an integer of the same width, in the dtypes that are initialised with ones."""
 
 
@@ -182,7 +183,7 @@ def _as_initialised(tensor: torch.Tensor) -> bool:
     with torch.no_grad():
         if not tensor.numel():
             return False
-        bits = _bits(tensor)
+        bits = bits_of(tensor)
         if bits.is_complex():
             return False
         first = int(bits[(0,) * bits.dim()])
@@ -208,7 +209,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
         RuntimeError: From torch, when they cannot be read.
     """
     with torch.no_grad():  # it is per thread
-        bits = _bits(tensor)
+        bits = bits_of(tensor)
         if bits.device.type == "cpu" and bits.is_contiguous():
             return block_digest(_memory(bits.data_ptr(), bits.numel() * bits.element_size()))
         digest, dimension = xxhash.xxh3_64(), row_dimension(bits.shape)
@@ -221,6 +222,11 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     return digest.intdigest().to_bytes(DIGEST_NBYTES, "little")
 
 
+def memory_digest(address: int, nbytes: int) -> bytes:
+    """Return the 8-byte checksum of memory of this process."""
+    return block_digest(_memory(address, nbytes))
+
+
 def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * nbytes).from_address(address) if nbytes else (ctypes.c_char * 0)()
 
@@ -228,7 +234,7 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 def _elements(tensor: torch.Tensor, window: Window) -> torch.Tensor:
     """Return the window's bytes, where the tensor is."""
     with torch.no_grad():
-        bits = _bits(tensor)
+        bits = bits_of(tensor)
         if bits.is_contiguous():
             found = bits.view(-1)[window.start : window.start + window.n]
         else:

@@ -67,11 +67,11 @@ def window_of(turn: Turn, n_elements: int, itemsize: int, sequence: int) -> Wind
     if n_elements <= per_window:
         return Window(0, n_elements)
     n_windows = -(-n_elements // per_window)
-    start = (sequence // turn.period * _stride(n_windows)) % n_windows * per_window
+    start = (sequence // turn.period * stride_of(n_windows)) % n_windows * per_window
     return Window(start, min(per_window, n_elements - start))
 
 
 @functools.cache
-def _stride(n_windows: int) -> int:
+def stride_of(n_windows: int) -> int:
     """Return a step that visits all windows: about the golden section of them, without a common divisor."""
     return next(n for n in itertools.count(max(1, int(n_windows * 0.618))) if math.gcd(n, n_windows) == 1)

@@ -116,10 +116,15 @@ class SlotImage:
             self._split = (later, now, rest)
         return self._split[1:]
 
-    def pairs(self, tensors: Sequence[torch.Tensor], share: Share) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (tensor number, what is copied of it, its place) for every box of a share."""
+    def numbers(self, boxes: Sequence[int]) -> list[int]:
+        """Return whose boxes these are: the tensors' numbers."""
+        return [self._numbers[n] for n in boxes]
+
+    def pairs(
+        self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return (tensor number, what is copied of it, its place) for boxes."""
         with torch.no_grad():
-            boxes = [*(box[0] for box in share.large), *share.small]
             found = [(n, self._numbers[n], tensors[self._numbers[n]]) for n in boxes]
             return [
                 (number, cut_out(tensor, self._partial[n]) if n in self._partial else tensor, self._targets[n])

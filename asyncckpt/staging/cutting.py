@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,3 +45,23 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
     integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)
+
+
+def runs(tensor: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:
+    """Yield views that hold the elements `start` to `end` of a tensor, counted row by row, in their order."""
+    if start >= end:
+        return
+    if (start, end) == (0, tensor.numel()):
+        yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // row), end // row
+    if first > last:  # within one row
+        yield from runs(tensor[last], start - last * row, end - last * row)
+        return
+    if start < first * row:
+        yield from runs(tensor[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield tensor[first:last]
+    if last * row < end:
+        yield from runs(tensor[last], 0, end - last * row)

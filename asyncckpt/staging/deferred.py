@@ -206,6 +206,8 @@ class DeferredCopy:
             # counters, and a snapshot checked after it would count as torn.
             if self._given_up is None:
                 self._check(watch)
+                if self._transfer is not None:
+                    watch.check_on_devices(self._transfer.fetch_watched())
         copied = time.perf_counter()
         with self._lock:
             # IMPORTANT: whoever gives up goes on and changes the tensors, so nothing may be sealed from here on.

@@ -134,6 +134,7 @@ class Engine:
         windows: Sequence[torch.Tensor] = (),
         snapshot: Snapshot | None = None,
         *,
+        watched: Sequence[torch.Tensor] = (),
         overlapped: bool,
     ) -> tuple[Share, Transfer | None]:
         """Copy what must be before `save()` returns, and begin with the rest as far as no thread is needed for it.
@@ -146,6 +147,8 @@ class Engine:
             shares: What must be copied, and the rest, as `SlotImage.split` gives them.
             windows: Bytes of tensors on devices, for which `is_apart` holds: the result's `fetch` returns them.
             snapshot: Of `snapshot`; then all tensors on devices are in the rest.
+            watched: Bytes of tensors on devices: the result's `fetch_watched` returns them, before and after the
+                copies.
             overlapped: False waits for all copies.
 
         Returns:
@@ -170,14 +173,25 @@ class Engine:
             with torch.no_grad():
                 for n in known.held:
                     kept[n] = kept[n].detach()
-        apart = [(place, w) for w in windows if (place := self._device.device_of(w)) is not None]
-        transfer = Transfer(self._device, image, known.boxes, kept, apart, snapshot, pinned=pinned)
+        transfer = Transfer(
+            self._device,
+            image,
+            known.boxes,
+            kept,
+            self._placed(windows),
+            snapshot,
+            watched=self._placed(watched),
+            pinned=pinned,
+        )
         room.in_flight = transfer  # IMPORTANT: first, so that nobody gets the room before its copies have ended
         transfer.start()
         image.fill(tensors, save_id, known.host[0])
         if not overlapped:
             transfer.finish(lambda: False)
         return known.host[1], transfer
+
+    def _placed(self, windows: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        return [(place, w) for w in windows if (place := self._device.device_of(w)) is not None]
 
     def _know(self, image: SlotImage, address: int, places: list[int | None], now: Share, rest: Share) -> _Known:
         self._known.pop(image, None)  # its buffers, before others are made

@@ -28,7 +28,7 @@ from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.requests import News
 from asyncckpt.staging.ring_copy import RingCopy
 from asyncckpt.staging.segmented import SegmentedImage
-from asyncckpt.staging.torn import SourceWatch
+from asyncckpt.staging.torn import MOST, Source, SourceWatch, Turns, window_in, windows_of
 from asyncckpt.staging.transfer import Transfer
 
 SEGMENT_NBYTES = 16 << 20
@@ -103,10 +103,14 @@ class Rings:
         config: For `arena_limit_bytes`, `keep_in_memory`, `slot_timeout_s` and `overlap_check`.
         engine: Copies from devices.
         overlap: Says what may be copied behind the training.
+        turns: Of the windows that are looked at.
     """
 
-    def __init__(self, process: Streams, config: CheckpointerConfig, engine: Engine, overlap: Overlap) -> None:
+    def __init__(
+        self, process: Streams, config: CheckpointerConfig, engine: Engine, overlap: Overlap, turns: Turns
+    ) -> None:
         self._process, self._config, self._engine, self._overlap = process, config, engine, overlap
+        self._turns = turns
         self._said = False
 
     def size(self, plan: SavePlan, asked: SaveRequest) -> Sized:
@@ -151,9 +155,15 @@ class Rings:
         places = self._engine.places(flat.tensors)
         later, owners, tensors = self._later(flat.tensors, places, plan)
         watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
-        if self._config.overlap_check == "hash":
+        if later and self._config.overlap_check != "off":
             # The slot's bytes are gone by the time that they could be compared: the sources alone are.
-            watch.digest([(n, flat.tensors[n], flat.tensors[n]) for n in sorted(later)])
+            sources = [Source(n, flat.tensors[n], None) for n in sorted(later)]
+            if self._config.overlap_check == "hash":
+                watch.digest(sources)
+            else:
+                chosen = windows_of(len(sources), self._turns.next(plan), MOST)
+                sampled = [(sources[at], window_in(sources[at].tensor.numel(), *piece)) for at, *piece in chosen]
+                watch.sample([(source, window) for source, window in sampled if window.n])
         image = ring_image_of(slot, plan, sized.ring)
         control, counters = slot.memory.control, Counters(slot.memory, slot.generation)
         counters.reset()

@@ -12,7 +12,7 @@ from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, sa
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.ring import Ring
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.staging.cutting import copyable, cut_out, nbytes_before
+from asyncckpt.staging.cutting import copyable, cut_out, nbytes_before, runs
 from asyncckpt.staging.moving import FULL, Pace, careful_move
 
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -156,29 +156,9 @@ class SegmentedImage:
         # Boxes lie at multiples of their items' size, and segments end at multiples of every one.
         assert piece.start % itemsize == piece.end % itemsize == 0
         at = cell + piece.at
-        for run in _runs(source, piece.start // itemsize, piece.end // itemsize):
+        for run in runs(source, piece.start // itemsize, piece.end // itemsize):
             nbytes = run.numel() * itemsize
             memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(at), dtype=torch.uint8)
             pairs[0].append(copyable(memory.view(run.dtype).view(run.shape)))
             pairs[1].append(copyable(run))
             at += nbytes
-
-
-def _runs(tensor: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:
-    """Yield views that hold the elements `start` to `end` of a tensor, counted row by row, in their order."""
-    if start >= end:
-        return
-    if (start, end) == (0, tensor.numel()):
-        yield tensor
-        return
-    row = tensor.numel() // tensor.shape[0]
-    first, last = -(-start // row), end // row
-    if first > last:  # within one row
-        yield from _runs(tensor[last], start - last * row, end - last * row)
-        return
-    if start < first * row:
-        yield from _runs(tensor[first - 1], start - (first - 1) * row, row)
-    if first < last:
-        yield tensor[first:last]
-    if last * row < end:
-        yield from _runs(tensor[last], 0, end - last * row)

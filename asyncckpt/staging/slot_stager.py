@@ -30,6 +30,7 @@ from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.requests import News, Requests, Telling
 from asyncckpt.staging.rings import Rings, ring_image_of
+from asyncckpt.staging.torn import Turns
 from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import MANY_BOXES, image_of, warm
 from asyncckpt.staging.whole import Whole
@@ -70,8 +71,9 @@ class SlotStager(CheckpointStager):
         )
         self.overlap = overlap or Overlap(config)
         self._engine = engine or Engine(config)
-        self._whole = Whole(process, config, self._engine, self.overlap)
-        self._rings = Rings(process, config, self._engine, self.overlap)
+        turns = Turns()
+        self._whole = Whole(process, config, self._engine, self.overlap, turns)
+        self._rings = Rings(process, config, self._engine, self.overlap, turns)
         self._telling = Telling(config, self._engine.is_apart)
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:

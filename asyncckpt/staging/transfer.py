@@ -51,6 +51,7 @@ class Transfer:
         boxes: By device.
         tensors: The state's, by number; detached, so that nothing frees what they hold.
         windows: Bytes that `fetch` returns, as they are at `start`: (device, uint8).
+        watched: Bytes that `fetch_watched` returns, as they are before the copies, and after them.
         snapshot: Room on the devices for copies of the sources: then `boxes` has everything in `rest`.
         pinned: The slot is pinned, and copies need not be waited for one by one.
     """
@@ -64,12 +65,16 @@ class Transfer:
         windows: Sequence[tuple[int, torch.Tensor]] = (),
         snapshot: Snapshot | None = None,
         *,
+        watched: Sequence[tuple[int, torch.Tensor]] = (),
         pinned: bool,
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
-        self._windows, self._gathered = windows, dict[int, torch.Tensor]()
+        self._windows, self._watched = windows, watched
+        self._gathered, self._before, self._after = (dict[int, torch.Tensor]() for _ in range(3))
         self._snapshot, self._kept = snapshot, dict[int, list[torch.Tensor]]()
-        self._sizes = [(index, window.numel()) for index, window in windows]
+        self._sizes, self._watched_sizes = (
+            [(index, window.numel()) for index, window in some] for some in (windows, watched)
+        )
         self._touched: dict[int, Event | None] = {}
         self._owner_pid = os.getpid()
 
@@ -102,26 +107,33 @@ class Transfer:
                 reach("device: copying")
                 if boxes is not None and boxes.now:
                     boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
-                gathered = self._gather(index)
+                gathered = self._gather(index, self._windows, self._gathered)
+                gathered = self._gather(index, self._watched, self._before) or gathered
                 # IMPORTANT: behind the windows too. They may be of tensors that no hook guards, and the replicas of a
                 # step later differ from what the other ranks compare.
                 if gathered or (self._pinned and boxes is not None and boxes.now):
                     self._device.wait(current, self._device.record(side))
                 if self._pinned and boxes is not None and boxes.rest:
                     boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=True)
+                    self._gather(index, self._watched, self._after)
                 self._touched[index] = self._device.record(side)
                 reach("device: copies begun")
 
-    def _gather(self, index: int) -> bool:
+    def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: dict[int, torch.Tensor]) -> bool:
         """Put the windows of a device side by side, there: they may be changed as soon as that has run.
+
+        Args:
+            index: Of the device.
+            some: Windows, of any device.
+            into: Gets them.
 
         Returns:
             Whether there are any.
         """
-        windows = [window for place, window in self._windows if place == index]
+        windows = [window for place, window in some if place == index]
         if windows:
             sizes = [window.numel() for window in windows]
-            self._gathered[index] = buffer = self._device.allocate(sum(sizes), index)
+            into[index] = buffer = self._device.allocate(sum(sizes), index)
             self._device.copy(list(torch.split(buffer, sizes)), windows, non_blocking=True)
         return bool(windows)
 
@@ -131,14 +143,27 @@ class Transfer:
         Raises:
             RuntimeError: From a device.
         """
-        here, at = {}, dict.fromkeys(self._gathered, 0)
-        for index, buffer in self._gathered.items():
+        found = self._fetched(self._gathered, self._sizes)
+        reach("device: samples fetched")
+        return found
+
+    def fetch_watched(self) -> list[tuple[bytes, bytes]]:
+        """Return the watched windows before and after the copies, which have ended. Blocks as `fetch`.
+
+        Raises:
+            RuntimeError: From a device.
+        """
+        before, after = (self._fetched(some, self._watched_sizes) for some in (self._before, self._after))
+        return list(zip(before, after, strict=True))
+
+    def _fetched(self, gathered: Mapping[int, torch.Tensor], sizes: Sequence[tuple[int, int]]) -> list[bytes]:
+        here, at = {}, dict.fromkeys(gathered, 0)
+        for index, buffer in gathered.items():
             here[index] = torch.empty(buffer.numel(), dtype=torch.uint8)
             with self._device.on_stream(self._device.side_stream(index)):
                 self._device.copy([here[index]], [buffer], non_blocking=False)
-        reach("device: samples fetched")
         found = []
-        for index, nbytes in self._sizes:
+        for index, nbytes in sizes:
             found.append(ctypes.string_at(here[index].data_ptr() + at[index], nbytes))
             at[index] += nbytes
         return found
@@ -171,6 +196,7 @@ class Transfer:
                     with self._device.on_stream(side):
                         self._touched[index] = None
                         boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=False)
+                        self._gather(index, self._watched, self._after)
                         self._touched[index] = self._device.record(side)
         deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
         while not self.ended() and not given_up():
@@ -215,7 +241,7 @@ class Transfer:
 
     def _let_go(self) -> None:
         """Drop the sources. IMPORTANT: only when the copies have ended."""
-        self._tensors = self._windows = ()
+        self._tensors = self._windows = self._watched = ()
         self._snapshot = None if self._snapshot is None else self._snapshot._replace(buffers={})
         self._kept.clear()
 

@@ -11,6 +11,7 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.sampling import Window
 from asyncckpt.staging import early
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.deferred import Copies
@@ -20,7 +21,7 @@ from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.requests import News, seal_with
 from asyncckpt.staging.rings import Begun, Sized
 from asyncckpt.staging.snapshots import Snapshot
-from asyncckpt.staging.torn import SourceWatch
+from asyncckpt.staging.torn import MOST, MOST_ON_DEVICES, Source, SourceWatch, Turns, window_in, windows_of
 from asyncckpt.staging.warmth import image_of
 
 
@@ -32,10 +33,19 @@ class Whole:
         config: For `staging` and `overlap_check`.
         engine: Copies.
         overlap: Says what may be copied behind the training.
+        turns: Of the windows that are looked at.
     """
 
-    def __init__(self, doorbell: early.Doorbell, config: CheckpointerConfig, engine: Engine, overlap: Overlap) -> None:
+    def __init__(
+        self,
+        doorbell: early.Doorbell,
+        config: CheckpointerConfig,
+        engine: Engine,
+        overlap: Overlap,
+        turns: Turns,
+    ) -> None:
         self._doorbell, self._config, self._engine, self._overlap = doorbell, config, engine, overlap
+        self._turns = turns
 
     def begin(
         self,
@@ -64,11 +74,25 @@ class Whole:
                 flat.tensors[n] = flat.tensors[n].detach()
         now, rest = image.split(later)
         watch = SourceWatch(flat, watched, owners, save_id=save_id, step=step, path=path)
-        if self._config.overlap_check == "hash":
-            watch.digest([pair for pair in image.pairs(flat.tensors, rest) if pair[0] in watched])
+        looked_at: list[torch.Tensor] = []
+        if watched and self._config.overlap_check != "off":
+            boxes = [*(box[0] for box in rest.large), *rest.small]
+            boxes = [n for n, number in zip(boxes, image.numbers(boxes), strict=True) if number in watched]
+            if self._config.overlap_check == "hash":
+                watch.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
+            else:
+                looked_at = self._sample(watch, image, flat.tensors, boxes)
         windows = [window for _, window in news.samples.apart]
         left, transfer = self._engine.copy(
-            slot, image, flat.tensors, save_id, (now, rest), windows, snapshot, overlapped=bool(later)
+            slot,
+            image,
+            flat.tensors,
+            save_id,
+            (now, rest),
+            windows,
+            snapshot,
+            watched=looked_at,
+            overlapped=bool(later),
         )
         seal: Callable[[], None] = partial(slot.memory.control.seal, sized.request, image.body_end)
         if windows and transfer is not None:
@@ -81,6 +105,23 @@ class Whole:
             seal = slot.memory.control.finish
         return Begun(copies, later, left, flat.tensors, watch, seal, transfer)
 
+    def _sample(
+        self, watch: SourceWatch, image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Digest windows of what is copied from the host's memory; returns those of what is copied from devices.
+
+        What lies on a device, and not row-major, is left out: to read a window of it takes kernels by itself.
+        """
+        turn, places = self._turns.next(image.plan), self._engine.places(tensors)
+        numbers = image.numbers(boxes)
+        here = [n for n, number in zip(boxes, numbers, strict=True) if places[number] is None]
+        there = []
+        if len(here) < len(boxes):
+            there = [n for n, number in zip(boxes, numbers, strict=True) if places[number] is not None]
+        watch.sample(_chosen(image, tensors, here, turn, MOST))
+        chosen = _chosen(image, tensors, there, turn, MOST_ON_DEVICES)
+        return watch.sample_on_devices([(s, w) for s, w in chosen if s.tensor.is_contiguous()])
+
     def _later(
         self, image: SlotImage, tensors: Sequence[torch.Tensor]
     ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
@@ -90,3 +131,17 @@ class Whole:
         if snapshot is None:
             return later, owners, None
         return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot
+
+
+def _chosen(
+    image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int], turn: int, most: int
+) -> list[tuple[Source, Window]]:
+    """Return what is looked at of boxes at a save."""
+    chosen = windows_of(len(boxes), turn, most)
+    pairs = image.pairs(tensors, [boxes[at] for at, _, _ in chosen])
+    found = []
+    for pair, (_, piece, pieces) in zip(pairs, chosen, strict=True):
+        window = window_in(pair[2].numel(), piece, pieces)
+        if window.n:
+            found.append((Source(*pair), window))
+    return found

@@ -141,7 +141,7 @@ def test_a_state_dict_of_data_is_watched_by_the_optimizer_s_own_counters(
 
 
 @pytest.mark.parametrize("when", ["before its copy", "after its copy"])
-def test_hashes_find_writes_that_no_counter_sees(
+def test_digests_find_writes_that_no_counter_sees(
     shared_worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     model, optimizer = linear()
@@ -156,7 +156,7 @@ def test_hashes_find_writes_that_no_counter_sees(
             next(model.parameters()).data.add_(1)
 
     monkeypatch.setattr(SlotImage, "copy", copy_and_write)
-    for check, error in (("off", None), ("hash", SnapshotTornError)):
+    for check, error in (("off", None), ("sample", SnapshotTornError), ("hash", SnapshotTornError)):
         with AsyncCheckpointer(endpoint=shared_worker.endpoint, overlap_check=check) as checkpointer:
             checkpointer.attach(optimizer)
             writing[0] = False
@@ -170,7 +170,7 @@ def test_hashes_find_writes_that_no_counter_sees(
                 assert not (tmp_path / check / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("check", ["off", "hash"])
+@pytest.mark.parametrize("check", ["off", "sample", "hash"])
 def test_a_step_s_own_writes_never_tear(shared_worker: RealWorker, tmp_path: pathlib.Path, check: str) -> None:
     model, optimizer = linear(fused=True)
     with AsyncCheckpointer(endpoint=shared_worker.endpoint, overlap_check=check) as checkpointer:

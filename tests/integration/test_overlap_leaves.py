@@ -18,7 +18,7 @@ from asyncckpt.staging.copy_cpu import SlotImage
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-@pytest.mark.parametrize("check", ["off", "hash"])
+@pytest.mark.parametrize("check", ["off", "sample", "hash"])
 def test_every_leaf_that_is_copied_behind_the_training_comes_back_bit_for_bit(
     shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate, check: str
 ) -> None:

@@ -12,7 +12,7 @@ from asyncckpt.errors import SnapshotTornError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.planning.state_dict import flatten  # noqa: E402
 from asyncckpt.staging.ownership import Owners  # noqa: E402
-from asyncckpt.staging.torn import SourceWatch  # noqa: E402
+from asyncckpt.staging.torn import Source, SourceWatch  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 
@@ -135,7 +135,7 @@ def test_tensors_without_a_counter_are_left_to_the_hashes() -> None:
 def test_digests_see_what_counters_do_not(where: str) -> None:
     source, target = torch.arange(6.0).view(2, 3).t(), torch.zeros(3, 2)
     found = watch({"a": source})
-    found.digest([(0, source, target)])
+    found.digest([Source(0, source, target)])
     target.copy_(source)
     found.check()
     (source if where == "source" else target).data[1, 1] = -1.0

@@ -24,7 +24,7 @@ from asyncckpt.errors import (  # noqa: E402
 from asyncckpt.memory.ring import Ring  # noqa: E402
 from asyncckpt.protocol import request  # noqa: E402
 from asyncckpt.staging import overlap, rings  # noqa: E402
-from asyncckpt.staging.segmented import _runs  # noqa: E402
+from asyncckpt.staging.cutting import runs  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -143,7 +143,7 @@ def test_random_pieces_of_random_strides_are_the_elements_in_their_order(rng: ra
         flat = tensor.reshape(-1)
         start = rng.randrange(0, flat.numel() + 1)
         end = rng.randrange(start, flat.numel() + 1)
-        found = [run.reshape(-1) for run in _runs(tensor, start, end)]
+        found = [run.reshape(-1) for run in runs(tensor, start, end)]
         assert torch.equal(torch.cat([*found, flat[:0]]), flat[start:end])
 
 

@@ -1,0 +1,414 @@
+"""`overlap_check`: which writes that no version counter sees are found, to what is copied behind the training."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import states  # noqa: E402
+from overlapping import COPIER, copy_all_behind  # noqa: E402
+from simulated_saves import Saver, two_devices, use_small_pieces  # noqa: E402
+
+from asyncckpt.errors import SnapshotTornError  # noqa: E402
+from asyncckpt.memory.ring import Ring  # noqa: E402
+from asyncckpt.protocol.request import RING_UNIT_NBYTES  # noqa: E402
+from asyncckpt.staging import rings, torn, whole  # noqa: E402
+from asyncckpt.staging.copy_cpu import Share, SlotImage  # noqa: E402
+from asyncckpt.staging.torn import MOST, SAVES, Turns, window_in, windows_of  # noqa: E402
+from tests.simulated_device import SimulatedDevice  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def all_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        copy_all_behind(patch.setattr)
+        yield
+
+
+@pytest.fixture
+def device(rng: random.Random) -> Iterator[SimulatedDevice]:
+    with two_devices(rng) as made:
+        yield made
+
+
+@pytest.fixture
+def saver(device: SimulatedDevice, request: pytest.FixtureRequest) -> Iterator[Saver]:
+    made = Saver(device, **{"staging": "overlap", **getattr(request, "param", {})})
+    yield made
+    device.frozen = False
+    device.drain()
+    made.close()
+
+
+class Writer:
+    """Writes while the copier copies: after so many boxes of each kind; `None`: nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.write: Callable[[], Any] | None = None
+        self.large = self.small = 0
+        copy = SlotImage.copy
+
+        def copied(image: SlotImage, tensors: Any, share: Share, *pace: Any) -> None:
+            if self.write is None or threading.current_thread().name != COPIER:
+                return copy(image, tensors, share, *pace)
+            copy(image, tensors, Share(share.large[: self.large], share.small[: self.small]), *pace)
+            self.write()
+            return copy(image, tensors, Share(share.large[self.large :], share.small[self.small :]), *pace)
+
+        monkeypatch.setattr(SlotImage, "copy", copied)
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Writer:
+    return Writer(monkeypatch)
+
+
+def some_tensor(rng: random.Random) -> Any:
+    """A tensor of any dtype and layout; tiny ones, and empty ones, too."""
+    dtype = rng.choice(states.ALL_DTYPES)
+    rows, columns = rng.choice([(0, 4), (1, 1), (1, 7), (3, 5), (40, 40), (130, 300), (300, 131)])
+    made = states.tensor_of(dtype, (rows, columns), rng.randrange(1 << 30))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return made.t()
+    if kind == 1:
+        return made[::2]
+    if kind == 2 and columns > 1:
+        return made[:, 1:]
+    if kind == 3:
+        return made.view(-1)
+    return torch.nn.Parameter(made) if dtype.is_floating_point and kind == 4 else made
+
+
+def overwrite(tensor: Any) -> None:
+    """Write other bits to every element, as no version counter sees it."""
+    hidden = tensor.data
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: None}[tensor.element_size()]
+    if tensor.dtype is torch.bool or integer is None:
+        hidden.copy_(~hidden if tensor.dtype is torch.bool else hidden + 1)
+        if integer is None:
+            hidden.copy_(torch.ones_like(hidden))
+    else:
+        bits = hidden.view(integer)
+        bits.copy_(bits ^ torch.tensor(1, dtype=integer))
+
+
+# ---- which windows
+
+
+@pytest.mark.parametrize("n_tensors", [1, 2, 7, MOST, MOST + 1, 3 * MOST, 40 * MOST, 130 * MOST])
+def test_every_element_is_looked_at_within_the_bound_and_never_more_than_the_limit_at_once(n_tensors: int) -> None:
+    period = -(-n_tensors // MOST)
+    bound = period * -(-SAVES // period)
+    assert bound < SAVES + n_tensors / MOST + 1
+    some = sorted({0, 1, n_tensors // 2, n_tensors - 1} & set(range(n_tensors)))
+    sizes = [1, 5, 127, 128, 1000, 70_000]
+    seen: dict[tuple[int, int], list[tuple[int, int]]] = {(n, size): [] for n in some for size in sizes}
+    for turn in range(bound):
+        chosen = windows_of(n_tensors, turn + 5, MOST)
+        assert len(chosen) <= MOST
+        for n, piece, pieces in chosen:
+            if n in some:
+                for size in sizes:
+                    window = window_in(size, piece, pieces)
+                    assert 0 < window.n <= max(1, -(-size // pieces))
+                    seen[n, size].append((window.start, window.start + window.n))
+    for (_, size), found in seen.items():
+        covered = 0
+        for start, end in sorted(found):
+            assert start <= covered
+            covered = max(covered, end)
+        assert covered == size
+
+
+@pytest.mark.parametrize("n_tensors", [1, 100, MOST, 7 * MOST])
+def test_less_than_one_percent_is_looked_at(n_tensors: int, rng: random.Random) -> None:
+    size = rng.randrange(16_384, 1_000_000)
+    for turn in range(20):
+        looked_at = sum(window_in(size, piece, pieces).n for _, piece, pieces in windows_of(n_tensors, turn, MOST))
+        assert looked_at < 0.01 * size * n_tensors
+
+
+def test_structures_that_are_saved_in_turn_come_to_all_their_windows() -> None:
+    turns = Turns()
+    plans = [object() for _ in range(3)]
+    seen = [[turns.next(plan) for plan in plans] for _ in range(10)]
+    for of_one in zip(*seen, strict=True):
+        assert list(of_one) == list(range(of_one[0], of_one[0] + 10))
+    for _ in range(100):  # as where every save has another structure
+        turns.next(object())
+    assert turns.next(object()) > 100
+
+
+# ---- what is found
+
+
+@pytest.mark.parametrize("case", range(25))
+def test_a_mixture_whose_every_tensor_was_written_to_is_always_found(
+    saver: Saver, writer: Writer, rng: random.Random, case: int
+) -> None:
+    rng.seed(rng.random() + case)
+    state = {f"t{n}": some_tensor(rng) for n in range(rng.randrange(2, 12))}
+    state["some"] = torch.ones(rng.choice([1, 1000, 100_000]))
+    for _ in range(4):
+        writer.write = None
+        assert saver.ended(saver.save(state)) is None
+        writer.large, writer.small = rng.randrange(4), rng.randrange(8)
+        writer.write = lambda: [overwrite(tensor) for tensor in state.values()]
+        error = saver.ended(saver.save(state))
+        assert isinstance(error, SnapshotTornError)
+        assert error.fqn in state
+        assert "no version counter" in str(error)
+
+
+@pytest.mark.parametrize("dtype", states.ALL_DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["row-major", "transposed", "strided"])
+def test_a_write_to_the_whole_of_one_tensor_is_found_at_once(
+    saver: Saver, writer: Writer, dtype: Any, layout: str
+) -> None:
+    tensor = states.tensor_of(dtype, (60, 70), 3)
+    tensor = {"row-major": tensor, "transposed": tensor.t(), "strided": tensor[::2, 1::3]}[layout]
+    state = {"a": torch.zeros(500), "b": tensor, "c": torch.zeros(500)}
+    writer.write = partial(overwrite, tensor)
+    error = saver.ended(saver.save(state))
+    assert isinstance(error, SnapshotTornError) and error.fqn == "b"
+
+
+@pytest.mark.parametrize("when", ["before its copy", "after its copy"])
+@pytest.mark.parametrize("shape", [(1,), (77,), (40, 50), (70_000,)], ids=str)
+def test_a_write_to_one_element_is_found_within_the_bound_of_saves(
+    saver: Saver, writer: Writer, rng: random.Random, shape: tuple[int, ...], when: str
+) -> None:
+    tensor = torch.zeros(shape)
+    state = {"a": torch.zeros(300), "b": tensor.t() if len(shape) > 1 else tensor, "c": torch.zeros(5)}
+    element = rng.randrange(tensor.numel())
+    writer.large = writer.small = 0 if when == "before its copy" else 9
+
+    def write() -> None:
+        tensor.data.view(-1)[element] += 1
+
+    writer.write = write
+    errors = [saver.ended(saver.save(state)) for _ in range(SAVES)]
+    found = [error for error in errors if error is not None]
+    assert found
+    assert all(isinstance(error, SnapshotTornError) and error.fqn == "b" for error in found)
+
+
+CHECKS = [("off", 0), ("sample", 1), ("hash", SAVES)]
+
+
+@pytest.mark.parametrize(("saver", "least"), [({"overlap_check": c}, n) for c, n in CHECKS], indirect=["saver"])
+def test_a_write_to_one_window_of_many_is_found_never_sometimes_and_always(
+    saver: Saver, writer: Writer, least: int
+) -> None:
+    tensor = torch.zeros(SAVES * 100)
+    writer.write = lambda: tensor.data[:100].add_(1)
+    errors = [saver.ended(saver.save({"w": tensor})) for _ in range(SAVES)]
+    n_found = sum(isinstance(error, SnapshotTornError) for error in errors)
+    assert n_found == least
+
+
+@pytest.mark.parametrize("saver", [{"overlap_check": c} for c, _ in CHECKS], indirect=True)
+def test_what_nobody_writes_to_is_never_torn(saver: Saver, rng: random.Random) -> None:
+    state = {**states.every_tensor(), **{f"r{n}": some_tensor(rng) for n in range(20)}}
+    for _ in range(10):
+        assert saver.ended(saver.save(state)) is None
+
+
+def test_a_write_once_everything_is_staged_tears_nothing(saver: Saver) -> None:
+    state = {"w": torch.zeros(5000)}
+    for n in range(10):
+        handle = saver.save(state)
+        saver.stager.overlap.fence.wait()
+        state["w"].data.fill_(n + 1)
+        assert saver.ended(handle) is None
+
+
+@pytest.mark.parametrize("saver", [{"staging": "blocking"}, {"overlap_check": "off"}], indirect=True)
+def test_nothing_is_digested_where_nothing_is_copied_later_or_the_check_is_off(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> bytes:
+        raise AssertionError("digested")
+
+    monkeypatch.setattr(torn, "tensor_digest", refuse)
+    monkeypatch.setattr(torn, "memory_digest", refuse)
+    assert saver.ended(saver.save({"w": torch.ones(100_000)})) is None
+
+
+def test_of_many_tensors_no_more_than_the_limit_are_looked_at(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "MOST", 10)
+    looked_at: list[int] = []
+    sample = torn.SourceWatch.sample
+    monkeypatch.setattr(
+        torn.SourceWatch, "sample", lambda self, found: [looked_at.append(len(found)), sample(self, found)]
+    )
+    state = {f"t{n}": torch.ones(300) for n in range(35)}
+    for _ in range(8):
+        assert saver.ended(saver.save(state)) is None
+    assert set(looked_at) <= {8, 9}
+
+
+def test_one_box_of_a_tensor_that_is_cut_over_files_is_looked_at_like_any_other(
+    device: SimulatedDevice, writer: Writer
+) -> None:
+    saver = Saver(device, staging="overlap", max_shard_bytes=64 * 1024)
+    tensor = torch.zeros(500, 300)
+    writer.write = lambda: overwrite(tensor[450:])
+    errors = [saver.ended(saver.save({"w": tensor})) for _ in range(3)]
+    assert all(isinstance(error, SnapshotTornError) and error.fqn == "w" for error in errors)
+    saver.close()
+
+
+# ---- through a ring
+
+
+def test_a_ring_s_sources_are_sampled(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "REQUEST_SLACK_NBYTES", 4096)
+    saver = Saver(device, staging="overlap", arena_limit_bytes=16 * RING_UNIT_NBYTES)
+    state = {f"t{n}": torch.full((3000 + n, 100), float(n)) for n in range(8)}
+    streamed: list[Any] = []
+    stream = saver.process.stream
+
+    def held(*arguments: Any) -> Any:
+        check = stream(*arguments)
+        streamed.append(saver.process.rings[str(arguments[0])])
+        streamed[-1].held.set()
+        return check
+
+    saver.process.stream = held  # type: ignore[method-assign]
+    for written in (False, True, False):
+        handle = saver.save(state)
+        assert not handle.staged.done()
+        if written:
+            overwrite(state["t3"])
+        streamed[-1].held.clear()
+        error = saver.ended(handle)
+        assert isinstance(error, SnapshotTornError) is written
+        assert getattr(error, "fqn", "t3") == "t3"
+    assert isinstance(streamed[-1].ring, Ring)
+    saver.close()
+
+
+# ---- on devices
+
+
+ON_DEVICES = [
+    {},
+    {"use_pinned_memory": False},
+    {"use_non_blocking_copy": False},
+]
+
+
+def on_devices(device: SimulatedDevice) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {
+        "large": device.put(torch.randn(12_000), 0),
+        "other": device.put(torch.randn(5_000).to(torch.bfloat16), 1),
+        "empty": device.put(torch.empty(0, 3), 0),
+        **{f"small{n}": device.put(torch.randn(n + 1), n % 2) for n in range(12)},
+        "columns": device.put(torch.randn(40, 30), 1).t(),
+        "host": torch.randn(30_000),
+    }
+
+
+@pytest.mark.parametrize("saver", ON_DEVICES, indirect=True)
+def test_a_kernel_that_no_fence_holds_back_is_found_where_it_writes_before_the_copies_have_ended(
+    saver: Saver, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_pieces(monkeypatch)
+    state = on_devices(device)
+    for n in range(8):
+        assert saver.ended(saver.save(state)) is None
+        device.drain()
+        device.frozen = True
+        handle = saver.save(state)
+        assert not handle.staged.done(), "nobody has waited for a device"
+        stream = device.new_stream(0)  # which waits for nothing: it runs beside the copies, or after them
+        for name in ("large", "small2"):
+            stream.queue.append(("run", partial(state[name].data.fill_, float(n + 7))))
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        saver.know(state)
+        device.frozen = False
+        error = saver.ended(handle)
+        if error is None:  # it ran after everything, or before everything: then nothing is mixed
+            assert saver.content(handle)["large"] in (
+                states_bytes(before["large"]),
+                states_bytes(torch.full_like(before["large"], float(n + 7))),
+            )
+        else:
+            assert isinstance(error, SnapshotTornError)
+            assert error.fqn in ("large", "small2")
+        device.drain()
+    assert not device.violations
+
+
+def states_bytes(tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("saver", ON_DEVICES, indirect=True)
+def test_steps_behind_the_fence_never_tear_what_lies_on_devices(
+    saver: Saver, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_pieces(monkeypatch)
+    state = on_devices(device)
+    for n in range(20):
+        saver.know(state)
+        expected = {name: states_bytes(tensor) for name, tensor in state.items()}
+        handle = saver.save(state)
+        device.some()
+        saver.stager.overlap.fence.wait()
+        for tensor in state.values():
+            index = device.device_of(tensor)
+            if index is None:
+                tensor.data.fill_(float(n))
+            elif tensor.numel():
+                device.launch(index, partial(tensor.data.fill_, float(n)))
+        device.some()
+        assert saver.ended(handle) is None, "the fence puts what comes next behind the windows, too"
+        assert saver.content(handle) == expected
+        device.drain()
+    assert not device.violations
+
+
+def test_windows_of_devices_are_read_without_waiting_for_them(saver: Saver, device: SimulatedDevice) -> None:
+    state = on_devices(device)
+    device.frozen = True
+    handle = saver.save(state)
+    saver.stager.overlap.fence.wait()
+    assert device.busy and not handle.staged.done(), "nothing has run, and nobody has waited"
+    device.frozen = False
+    assert saver.ended(handle) is None
+
+
+# ---- DTensors
+
+
+def test_shards_of_dtensors_are_sampled(saver: Saver, writer: Writer) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        local = torch.zeros(100, 30)
+        mesh = init_device_mesh("cpu", (1,))
+        whole_of = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+        assert saver.ended(saver.save({"w": whole_of})) is None
+        writer.write = partial(overwrite, local)
+        error = saver.ended(saver.save({"w": whole_of}))
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(error, SnapshotTornError) and error.fqn == "w"
