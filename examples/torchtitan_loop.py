@@ -54,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> str:
         folder=args.dir,
         interval=3,
         keep_latest_k=2,
-        attach=[optimizer],
     )
     checkpointer.load(step=-1)  # <-
     while state.step < args.steps:

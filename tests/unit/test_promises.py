@@ -42,6 +42,49 @@ def test_the_bounds_that_the_table_names_are_the_defaults() -> None:
     assert "an interpreter's exit longer than 5 s" in ROWS["P13"]
 
 
+EXCEPTION = (
+    "writes that no counter sees (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` "
+    "and the fence"
+)
+ABOUT_ATTACH = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/concepts.md",
+    "docs/performance.md",
+    "docs/frameworks/torchtitan.md",
+    "docs/frameworks/transformers.md",
+    "asyncckpt/overlapping.py",
+]
+
+
+@pytest.mark.parametrize("name", ["P2", "P7"])
+def test_what_is_not_promised_of_copies_behind_the_training_stands_beside_the_promise(name: str) -> None:
+    assert f"Not promised: {EXCEPTION}." in ROWS[name]
+
+
+@pytest.mark.parametrize("name", ABOUT_ATTACH)
+def test_it_stands_in_the_same_words_wherever_optimizers_are_attached(name: str) -> None:
+    assert EXCEPTION in " ".join((REPOSITORY / name).read_text().split())
+
+
+def test_every_page_that_attaches_says_it() -> None:
+    pages = [
+        REPOSITORY / "README.md",
+        *(REPOSITORY / "docs").glob("*.md"),
+        *(REPOSITORY / "docs/frameworks").glob("*.md"),
+    ]
+    found = {str(page.relative_to(REPOSITORY)) for page in pages if re.search(r"attach\(|attach=", page.read_text())}
+    assert found <= set(ABOUT_ATTACH)
+
+
+def test_no_first_example_attaches() -> None:
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    first = {page: re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in pages}
+    assert [page for page, block in first.items() if block is not None and "attach" in block[1]] == []
+    examples = [*(REPOSITORY / "examples").glob("*.py"), REPOSITORY / "asyncckpt/__init__.py"]
+    assert [path for path in examples if re.search(r"attach\(|attach=", path.read_text())] == []
+
+
 def test_the_list_has_sixteen_promises(check: ModuleType) -> None:
     assert list(check.PROMISES) == [f"P{n}" for n in range(1, 17)]
 
