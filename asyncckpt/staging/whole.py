@@ -77,7 +77,8 @@ class Whole:
         looked_at: list[torch.Tensor] = []
         if watched and self._config.overlap_check != "off":
             boxes = [*(box[0] for box in rest.large), *rest.small]
-            boxes = [n for n, number in zip(boxes, image.numbers(boxes), strict=True) if number in watched]
+            if watched is not later:
+                boxes = [n for n, number in zip(boxes, image.numbers(boxes), strict=True) if number in watched]
             if self._config.overlap_check == "hash":
                 watch.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
             else:
@@ -113,11 +114,11 @@ class Whole:
         What lies on a device, and not row-major, is left out: to read a window of it takes kernels by itself.
         """
         turn, places = self._turns.next(image.plan), self._engine.places(tensors)
-        numbers = image.numbers(boxes)
-        here = [n for n, number in zip(boxes, numbers, strict=True) if places[number] is None]
-        there = []
-        if len(here) < len(boxes):
-            there = [n for n, number in zip(boxes, numbers, strict=True) if places[number] is not None]
+        here, there = boxes, list[int]()
+        if any(place is not None for place in places):
+            placed = [(n, places[number]) for n, number in zip(boxes, image.numbers(boxes), strict=True)]
+            here = [n for n, place in placed if place is None]
+            there = [n for n, place in placed if place is not None]
         watch.sample(_chosen(image, tensors, here, turn, MOST))
         chosen = _chosen(image, tensors, there, turn, MOST_ON_DEVICES)
         return watch.sample_on_devices([(s, w) for s, w in chosen if s.tensor.is_contiguous()])
