@@ -53,7 +53,7 @@ class CheckpointerConfig:
             has no room for that, and for what lies in host memory, it is "auto".
         overlap_check: How writes are looked for that no version counter sees, to what is copied behind the training.
             "sample" digests a window of each tensor, at `save()`, after the copy and in the slot: less than 1 % of the
-            bytes, other ones at each save, all of them within 128 saves (of more than 2,048 tensors, and 256 on
+            bytes, other ones at each save, all of them within 128 saves (of more than 1,024 tensors, and 256 on
             devices, some at each save, and all somewhat later; on devices only row-major ones). It finds what it looks
             at, and proves nothing. "hash" digests everything: for tests. "off" trusts hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still

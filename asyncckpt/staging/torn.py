@@ -34,7 +34,7 @@ SAVES = 128
 """Within so many saves of one structure every byte of up to `MOST` tensors is looked at, each time less than 1 % of
 them; with `n` tensors within fewer than `SAVES + n / MOST`."""
 
-MOST = 2048
+MOST = 1024
 """Tensors in the host's memory that are looked at at one save; of more, every so manieth. Chosen: 1.3 us each where no
 cache holds them, and beyond 4 KiB what it takes to read 1 % of them."""
 
