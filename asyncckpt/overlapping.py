@@ -36,9 +36,9 @@ class Overlapping(Checkpointer):
 
         The condition: nothing else changes these tensors before `fence()` or `staged`. A module may be attached too:
         then its `load_state_dict()` waits as well. That of any other module, and every other write, fails the save
-        with `SnapshotTornError` as far as a version counter sees it. Not promised: writes that no counter sees (`.data`,
-        raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` and the fence. `overlap_check` looks
-        for them, and cannot find all.
+        with `SnapshotTornError` as far as a version counter sees it. Not promised: writes that no counter sees
+        (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` and the fence.
+        `overlap_check` looks for them, and cannot find all.
 
         Args:
             *optimizers: `torch.optim.Optimizer` objects, and `torch.nn.Module` objects. Twice is fine. Optimizers are
