@@ -20,6 +20,7 @@ from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.key_names import KeyMap, missing_hint
 from asyncckpt.loading.map_location import MapLocation
 from asyncckpt.loading.matching import Matches, match
+from asyncckpt.loading.object_states import load_state
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_objects import SavedObjects
@@ -27,8 +28,8 @@ from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.staged_bytes import Bytes
-from asyncckpt.loading.target_tensors import TargetTensor, refuse_without_memory
-from asyncckpt.loading.targets import Targets, load_state
+from asyncckpt.loading.target_tensors import TargetTensor, conversions, refuse_without_memory
+from asyncckpt.loading.targets import Targets
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.containers import has_lost_factory
@@ -205,6 +206,7 @@ class _Load:
         self._filler.check_ties(matches.ties)
         self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         holders = [place for place in matches.replaced if place.holder is not None]
+        filled = conversions(matches.tensors) if holders else {}
         for place in matches.replaced:
             if place.holder is None:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
@@ -213,7 +215,7 @@ class _Load:
         matches.targets.hand_over([*matches.filled, *(place.path for place in matches.replaced)], self._path)
         self._touched |= {place.fqn for place in matches.replaced}
         for place in holders:
-            load_state(place.holder, fresh.build(place.node), place.fqn, self._path)
+            load_state(place.holder, fresh.build(place.node), place.fqn, self._path, filled)
         return state_dict, matches.missing
 
     def new(self) -> tuple[Any, list[str]]:

@@ -161,6 +161,13 @@ def names_of(plain: Iterable[Placement], fillings: Iterable[Filling]) -> list[st
     return [*(fqn if own is None else own[0] for fqn, own in owned), *parts]
 
 
+def conversions(fillings: Iterable[Filling]) -> dict[int, bool]:
+    """Return by address of its storage, for each value that is filled, whether what was saved has another dtype."""
+    return {
+        at: target.dtype != torch_dtype(saved.dtype) for saved, target in fillings for at in memory_of(target.value)
+    }
+
+
 def tell_types(fillings: Iterable[Filling], path: str) -> None:
     """Tell the values of registered types, once each, that all their shards are filled.
 

@@ -8,16 +8,15 @@ their state by `load_state_dict`.
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-from asyncckpt.errors import StateLoadError
 from asyncckpt.format.keys import python_key
 from asyncckpt.format.tree import Path, fqn_of
+from asyncckpt.loading.object_states import load_state
 from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
 
@@ -172,33 +171,6 @@ def is_loadable(value: Any) -> bool:
     return isinstance(value, Whole) or (
         hasattr(value, "state_dict") and callable(getattr(value, "load_state_dict", None))
     )
-
-
-def load_state(value: Any, state: Any, fqn: str, path: str) -> None:
-    """Call `load_state_dict` of `value`.
-
-    Raises:
-        StateLoadError: It raised.
-    """
-    try:
-        if isinstance(value, torch.nn.Module) and _takes_strict(value):
-            value.load_state_dict(state, strict=False)  # what is missing has been reported, by the rules of `load`
-        else:
-            value.load_state_dict(state)
-    except Exception as error:
-        kind, detail = type(value).__name__, f"{type(error).__name__}: {error}"
-        raise StateLoadError(
-            f"{path}: load_state_dict() of {fqn!r}, a {kind}, refused what was saved: {detail}",
-            path=path,
-            fqn=fqn,
-            type_name=kind,
-            detail=detail,
-        ) from error
-
-
-def _takes_strict(module: torch.nn.Module) -> bool:
-    parameters = inspect.signature(module.load_state_dict).parameters.values()
-    return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def unmarked(value: Any) -> Any:

@@ -1,0 +1,406 @@
+"""torch's own optimizers and schedulers: saved, restored into fresh ones, and trained on as with torch.save."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pathlib
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import asyncckpt  # noqa: E402
+from asyncckpt import SyncCheckpointer  # noqa: E402
+from asyncckpt.errors import StateLoadError  # noqa: E402
+
+L = torch.optim.lr_scheduler
+O = torch.optim  # noqa: E741
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedulers that step before their optimizers, and deprecated arguments
+        yield
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1, bias=False))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: O.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "plain SGD": lambda p: O.SGD(p, 0.1),
+    "Adam": lambda p: O.Adam(p, 0.1, amsgrad=True),
+    "Adam with a tensor rate": lambda p: O.Adam(p, torch.tensor(0.1)),
+    "Adam fused": lambda p: O.Adam(p, 0.1, fused=True),
+    "Adam single": lambda p: O.Adam(p, 0.1, foreach=False),
+    "AdamW": lambda p: O.AdamW(p, 0.1),
+    "Adamax": lambda p: O.Adamax(p, 0.1),
+    "Adadelta": lambda p: O.Adadelta(p, 0.1),
+    "Adagrad": lambda p: O.Adagrad(p, 0.1, initial_accumulator_value=0.5),
+    "ASGD": lambda p: O.ASGD(p, 0.1, t0=2),
+    "NAdam": lambda p: O.NAdam(p, 0.1, momentum_decay=0.01),
+    "RAdam": lambda p: O.RAdam(p, 0.1),
+    "RMSprop": lambda p: O.RMSprop(p, 0.1, momentum=0.9, centered=True),
+    "Rprop": lambda p: O.Rprop(p, 0.1),
+    "Adafactor": lambda p: O.Adafactor(p, 0.1),
+    "LBFGS": lambda p: O.LBFGS(list(p), 0.1, max_iter=3, history_size=4),
+    "groups": lambda p: O.AdamW([{"params": [q], "lr": 0.01 * (n + 1)} for n, q in enumerate(p)]),
+}
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: L.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: L.MultiStepLR(o, [2, 4, 4, 7]),
+    "ExponentialLR": lambda o: L.ExponentialLR(o, 0.9),
+    "ConstantLR": lambda o: L.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: L.LinearLR(o, 0.1, total_iters=5),
+    "PolynomialLR": lambda o: L.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: L.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: L.CosineAnnealingWarmRestarts(o, 2, 2),
+    "CyclicLR": lambda o: L.CyclicLR(o, 0.01, 0.2, 3, cycle_momentum=False),
+    "OneCycleLR": lambda o: L.OneCycleLR(o, 0.3, 12),
+    "LambdaLR": lambda o: L.LambdaLR(o, lambda n: 0.9**n),
+    "LambdaLR of objects": lambda o: L.LambdaLR(o, Decay(0.7)),
+    "MultiplicativeLR": lambda o: L.MultiplicativeLR(o, lambda n: 0.95),
+    "SequentialLR": lambda o: L.SequentialLR(
+        o, [L.LinearLR(o, 0.1, total_iters=3), L.MultiStepLR(o, [2, 4]), L.StepLR(o, 1)], [3, 9]
+    ),
+    "ChainedScheduler": lambda o: L.ChainedScheduler([L.MultiStepLR(o, [1, 3]), L.ExponentialLR(o, 0.9)]),
+    "ReduceLROnPlateau": lambda o: L.ReduceLROnPlateau(o, "min", 0.5, patience=1),
+    "SWALR": lambda o: O.swa_utils.SWALR(o, 0.01, anneal_epochs=5),
+}
+
+
+class Decay:
+    """A callable object, whose `__dict__` a LambdaLR keeps."""
+
+    def __init__(self, base: float) -> None:
+        self.base, self.calls, self.seen = base, 0, deque([1], 3)
+
+    def __call__(self, n: int) -> float:
+        self.calls += 1
+        self.seen.append(n)
+        return float(self.base**n)
+
+
+class Training:
+    """A model, its optimizer and a scheduler, trained on data that follows from the step."""
+
+    def __init__(self, optimizer: str, scheduler: str) -> None:
+        self.model = model()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.n = 0
+
+    def train(self, steps: int) -> list[Any]:
+        seen = []
+        for _ in range(steps):
+            data = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.n))
+            self.n += 1
+
+            def closure(data: torch.Tensor = data) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = (self.model(data) - 1).square().mean()
+                loss.backward()
+                return loss
+
+            loss = float(self.optimizer.step(closure))
+            self.scheduler.step(*[loss] if isinstance(self.scheduler, L.ReduceLROnPlateau) else [])
+            seen.append((loss, [float(group["lr"]) for group in self.optimizer.param_groups]))
+        return seen
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+
+def types_of(value: Any) -> Any:
+    """Return the types and bits in a state."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, value.detach().reshape(-1).tolist())
+    if isinstance(value, dict):
+        return type(value), [(key, types_of(member)) for key, member in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value), [types_of(member) for member in value], getattr(value, "maxlen", None)
+    return type(value), None if callable(value) else value
+
+
+PAIRS = [(name, "MultiStepLR") for name in OPTIMIZERS] + [("SGD", name) for name in SCHEDULERS]
+PAIRS += [("Adam with a tensor rate", "SequentialLR"), ("LBFGS", "ChainedScheduler"), ("groups", "OneCycleLR")]
+
+
+@pytest.mark.parametrize("into", ["object", "state"])
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
+def test_a_restored_training_goes_on_bit_for_bit_as_with_torch_save(
+    tmp_path: pathlib.Path, optimizer: str, scheduler: str, into: str
+) -> None:
+    first = Training(optimizer, scheduler)
+    first.train(4)
+    allow_pickle = _has_functions(first.scheduler.state_dict())
+    with SyncCheckpointer(allow_pickle=allow_pickle) as checkpointer:
+        checkpointer.save(first.parts, tmp_path / "a")
+    held = io.BytesIO()
+    torch.save({name: part.state_dict() for name, part in first.parts.items()}, held)
+    held.seek(0)
+    stock, ours = Training(optimizer, scheduler), Training(optimizer, scheduler)
+    states = torch.load(held, weights_only=False)
+    for name, part in stock.parts.items():
+        part.load_state_dict(copy.deepcopy(states[name]))  # some take entries out of it
+    if into == "object":
+        asyncckpt.load(tmp_path / "a", ours.parts, allow_pickle=allow_pickle)
+    else:
+        found = asyncckpt.load(tmp_path / "a", allow_pickle=allow_pickle)
+        for name, part in ours.parts.items():
+            assert types_of(found[name]) == types_of(states[name]), name
+            part.load_state_dict(found[name])
+    for name, part in ours.parts.items():
+        assert types_of(part.state_dict()) == types_of(stock.parts[name].state_dict()), name
+    stock.n = ours.n = first.n
+    wanted = first.train(8)
+    assert stock.train(8) == wanted
+    assert ours.train(8) == wanted
+    for name, part in ours.parts.items():
+        assert types_of(part.state_dict()) == types_of(stock.parts[name].state_dict()), name
+
+
+def _has_functions(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(map(_has_functions, state.values()))
+    return any(map(_has_functions, state)) if isinstance(state, (list, tuple)) else callable(state)
+
+
+def test_the_state_of_sparse_adam_comes_back(tmp_path: pathlib.Path) -> None:
+    def made() -> tuple[torch.nn.Embedding, Any]:
+        torch.manual_seed(1)
+        embedding = torch.nn.Embedding(6, 3, sparse=True)
+        return embedding, O.SparseAdam(embedding.parameters(), 0.1)
+
+    def step(embedding: torch.nn.Embedding, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        embedding(torch.tensor([1, 3])).square().sum().backward()
+        optimizer.step()
+
+    embedding, optimizer = made()
+    step(embedding, optimizer)
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"m": embedding, "o": optimizer}, tmp_path / "a")
+    other, restored = made()
+    asyncckpt.load(tmp_path / "a", {"m": other, "o": restored})
+    step(embedding, optimizer)
+    step(other, restored)
+    assert torch.equal(embedding.weight, other.weight)
+    assert types_of(optimizer.state_dict()) == types_of(restored.state_dict())
+
+
+@pytest.mark.skipif(not hasattr(O, "Muon"), reason="this torch has no Muon")
+def test_the_state_of_muon_comes_back(tmp_path: pathlib.Path) -> None:
+    def made() -> tuple[Any, Any]:
+        weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4) / 12)
+        return weight, O.Muon([weight], 0.1)
+
+    def step(weight: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        weight.sin().sum().backward()
+        optimizer.step()
+
+    weight, optimizer = made()
+    step(weight, optimizer)
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"w": weight, "o": optimizer}, tmp_path / "a")
+    other, restored = made()
+    asyncckpt.load(tmp_path / "a", {"w": other, "o": restored})
+    step(weight, optimizer)
+    step(other, restored)
+    assert torch.equal(weight, other)
+    assert types_of(optimizer.state_dict()) == types_of(restored.state_dict())
+
+
+def test_an_averaged_model_and_a_scaler_come_back(tmp_path: pathlib.Path) -> None:
+    def made() -> dict[str, Any]:
+        inner = model()
+        averaged = O.swa_utils.AveragedModel(
+            inner, multi_avg_fn=O.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
+        return {"m": inner, "a": averaged, "s": torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)}
+
+    parts = made()
+    with torch.no_grad():
+        for parameter in parts["m"].parameters():
+            parameter += 1
+    parts["a"].update_parameters(parts["m"])
+    parts["s"].scale(torch.ones(1))
+    parts["s"].update(4.0)
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save(parts, tmp_path / "a")
+    others = made()
+    asyncckpt.load(tmp_path / "a", others)
+    for name, part in parts.items():
+        assert types_of(part.state_dict()) == types_of(others[name].state_dict()), name
+
+
+# ---- exactly as it was saved
+
+ENTRIES: dict[str, Callable[[], Any]] = {
+    "float32": lambda: torch.full((4,), 1.0001),
+    "float64": lambda: torch.full((4,), 1.00000001, dtype=torch.float64),
+    "float16": lambda: torch.full((4,), 1.001, dtype=torch.float16),
+    "NaN": lambda: torch.tensor([float("nan"), 1.0001, float("inf"), -0.0]),
+    "int64": lambda: torch.tensor([1 << 40, 2, 3, 257]),
+    "bool": lambda: torch.tensor([True, False, True, True]),
+    "uint8": lambda: torch.tensor([255, 1, 2, 3], dtype=torch.uint8),
+    "0-d": lambda: torch.tensor(1.0001, dtype=torch.float64),
+    "in a list": lambda: [torch.full((2,), 1.0001), None, 3],
+    "in a tuple": lambda: (torch.full((2,), 1.0001), "x"),
+    "in a dict": lambda: {"a": torch.full((2,), 1.0001), "b": {"c": [torch.tensor(257)]}},
+    "in an OrderedDict": lambda: OrderedDict(a=torch.full((2,), 1.0001)),
+    "in a Counter": lambda: Counter(a=2, b=1),
+    "in a defaultdict": lambda: defaultdict(list, a=[torch.full((2,), 1.0001)]),
+    "in a deque": lambda: deque([torch.full((2,), 1.0001), 2], 5),
+    "text": lambda: "a text",
+    "bytes": lambda: b"some bytes",
+    "an empty list": list,
+    "an int": lambda: 3,
+    "None": lambda: None,
+}
+
+
+class Popping(O.SGD):
+    """Keeps something of its own, and gives the rest to torch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": {(0, 1): torch.ones(2)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict.pop("own", None)
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("kind", [O.SGD, Popping])
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_what_an_optimizer_keeps_of_a_parameter_is_exactly_what_was_saved(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, name: str, dtype: Any, has_state: bool, kind: Any
+) -> None:
+    def made(entry: Any) -> tuple[Any, Any]:
+        weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = kind([weight], 0.1, momentum=0.9)
+        if entry is not None:
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros(4, dtype=dtype)
+            optimizer.state[weight]["kept"] = entry
+        return weight, optimizer
+
+    weight, optimizer = made(1)
+    optimizer.state[weight]["kept"] = ENTRIES[name]()
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"w": weight, "o": optimizer}, tmp_path / "a")
+    other, restored = made(copy.deepcopy(ENTRIES[name]()) if has_state else None)
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        asyncckpt.load(tmp_path / "a", {"w": other, "o": restored})
+    assert repr(types_of(restored.state[other]["kept"])) == repr(types_of(ENTRIES[name]()))
+    assert restored.state[other]["momentum_buffer"].dtype == dtype
+    assert not caplog.records
+
+
+def test_the_tensors_of_a_state_are_filled_in_place_and_stay_in_their_own_dtype(tmp_path: pathlib.Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = O.SGD([weight], 0.1, momentum=0.9)
+    moment = optimizer.state[weight]["momentum_buffer"] = torch.full((4,), 1.0001)
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"o": optimizer}, tmp_path / "a")
+    moment.zero_()
+    asyncckpt.load(tmp_path / "a", {"o": optimizer})
+    assert optimizer.state[weight]["momentum_buffer"] is moment and torch.equal(moment, torch.full((4,), 1.0001))
+
+
+def test_where_the_parameters_are_converted_their_state_is_too_which_is_said(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(dtype: Any) -> tuple[Any, Any]:
+        inner = model().to(dtype)
+        return inner, O.Adam(inner.parameters(), 0.1)
+
+    def step(inner: Any, optimizer: Any) -> None:
+        inner(torch.ones(2, 4, dtype=next(inner.parameters()).dtype)).sum().backward()
+        optimizer.step()
+
+    inner, optimizer = made(torch.float32)
+    step(inner, optimizer)
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"m": inner, "o": optimizer}, tmp_path / "a")
+    other, restored = made(torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        asyncckpt.load(tmp_path / "a", {"m": other, "o": restored})
+    assert {state["exp_avg"].dtype for state in restored.state.values()} == {torch.bfloat16}
+    (said,) = [record.getMessage() for record in caplog.records if "load_state_dict() of 'o'" in record.getMessage()]
+    assert "float32" in said and "bfloat16" in said and "o.state.0.exp_avg" in said
+    step(other, restored)
+
+
+class Halving:
+    """Converts what it is given, as a quantizing optimizer or an EMA in half precision does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": [self.tensor], "n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["shadow"][0].half()
+
+
+def test_an_object_that_converts_what_it_is_given_is_named(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"ema": Halving(torch.full((3,), 1.0001))}, tmp_path / "a")
+    holder = Halving(torch.zeros(3))
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        asyncckpt.load(tmp_path / "a", {"ema": holder})
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert holder.tensor.dtype == torch.float16
+    assert "'ema', a Halving" in said and "'ema.shadow.0' was saved as float32 and is float16 now" in said
+
+
+class Quantized(O.SGD):
+    """Makes other values of its state, of the parameters' dtype: what it made stays."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["kept"] = (state["kept"] * 3).to(torch.bfloat16)
+
+
+def test_what_an_optimizer_makes_of_its_state_itself_stays_and_is_said(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = Quantized([weight], 0.1)
+    optimizer.state[weight]["kept"] = torch.ones(4)
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"o": optimizer}, tmp_path / "a")
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        asyncckpt.load(tmp_path / "a", {"o": optimizer})
+    assert torch.equal(optimizer.state[weight]["kept"], torch.full((4,), 3.0, dtype=torch.bfloat16))
+    assert "'o', a Quantized" in caplog.text
+
+
+@pytest.mark.parametrize("groups", [[[0]], [[0], [1]], [[0, 1, 2]]])
+def test_other_parameter_groups_are_a_typed_error(tmp_path: pathlib.Path, groups: list[list[int]]) -> None:
+    def made(groups: list[list[int]]) -> Any:
+        return O.SGD([{"params": [torch.nn.Parameter(torch.ones(2)) for _ in group]} for group in groups], 0.1)
+
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"o": made([[0, 1]])}, tmp_path / "a")
+    with pytest.raises(StateLoadError) as caught:
+        asyncckpt.load(tmp_path / "a", {"o": made(groups)})
+    assert (caught.value.fqn, caught.value.type_name) == ("o", "SGD")
