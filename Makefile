@@ -100,7 +100,7 @@ test-fault: .venv/.dev
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/test_layout_dcp.py \
 		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py tests/integration/test_ring_takeover.py \
 		tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py
-	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
+	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_LOADS=2000 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" \
 		tests/unit/test_worker_simulation.py tests/unit/test_worker_crash_simulation.py tests/unit/test_worker_early_simulation.py \
 		tests/unit/test_worker_ring_simulation.py tests/unit/test_worker_kept_simulation.py tests/unit/test_workers_simulation.py \

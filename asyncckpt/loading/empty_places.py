@@ -18,11 +18,12 @@ from asyncckpt.planning.containers import form_in
 
 MAPPINGS = ("d", "o")
 SEQUENCES = ("l", "t")
+_SEQUENCE_TYPES = (list, tuple, deque)
 
 
 def is_empty_object(value: Any) -> bool:
     """Whether an object leaf of a target holds nothing: None, or a list, tuple or deque of nothing else."""
-    return value is None or (type(value) in (list, tuple, deque) and all(map(is_empty_object, value)))
+    return value is None or (type(value) in _SEQUENCE_TYPES and all(map(is_empty_object, value)))
 
 
 def refused_for(
@@ -41,7 +42,7 @@ def refused_for(
         return None if found[0] in MAPPINGS else leaf_mismatch(fqn, kind_of(found), "container", path)
     if value is None or found[0] == "O":
         return None
-    if found[0] not in SEQUENCES or type(value) not in (list, tuple, deque):
+    if found[0] not in SEQUENCES or type(value) not in _SEQUENCE_TYPES:
         return leaf_mismatch(fqn, kind_of(found), "object", path)
     if value and len(value) != len(found[1]):
         return length_mismatch(fqn, len(found[1]), len(value), path)
@@ -96,7 +97,7 @@ def further_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[No
     """Return the saved members that a shorter list of a target takes besides its own; None: it cannot.
 
     A history grows while a training runs: new objects at the end of a list are taken. Tuples, and lists whose further
-    members hold tensors, say how many there are; so do the groups of an optimizer.
+    members hold tensors, say how many there are; so do the groups of an optimizer. A deque may have room for no more.
 
     Args:
         tree: The target's.

@@ -250,8 +250,9 @@ class _Matching:
 
     def _absent(self, leaf: TargetLeaf, saved_fqn: str) -> None:
         """Say what there is in the place of `saved_fqn`, which the checkpoint does not have."""
-        path, fqn, node, _, _ = leaf
+        path, fqn, node, holder, key = leaf
         saved, matches = self._saved, self.matches
+        matches.targets.keep_empty(unmarked(holder[key]))
         above = next((prefix for prefix in prefixes(saved_fqn) if prefix in saved.leaves), None)
         if above is not None:
             self._refuse(leaf_mismatch(above, kind_of(saved.leaves[above]), "container", self._path))

@@ -9,7 +9,7 @@ their state by `load_state_dict`.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Targets:
     def __init__(self, state_dict: Any) -> None:
         self._root = state_dict
         self._modules: dict[Path, _Module] = {}
+        self._kept: set[int] = set()
 
     def open(self, value: Any, path: Path) -> Any:
         """Return what of an object with a `state_dict()` is filled: of a module its state, else the object itself.
@@ -71,7 +72,7 @@ class Targets:
     def fixed_at(self, path: Path) -> str | None:
         """Return the type of the container that does not let what stands at a path be replaced; None if it can be."""
         for container in reversed(self._containers(path)):
-            if isinstance(container, (list, deque, MutableMapping, PerRank)):
+            if isinstance(container, (MutableSequence, MutableMapping, PerRank)):
                 return None
             if not isinstance(container, tuple):
                 return type(container).__name__
@@ -104,7 +105,11 @@ class Targets:
     def replace_at(self, path: Path, new: Any) -> None:
         """Put `new` at a path; an empty dict or list that stands there takes its members."""
         root, rest = self._located(path)
-        replace_at(root, rest, new)
+        _replace_at(root, rest, new, self._kept)
+
+    def keep_empty(self, container: Any) -> None:
+        """Let an empty container stay so: in other places where it stands, too, another one takes its place."""
+        self._kept.add(id(container))
 
     def _located(self, path: Path) -> tuple[Any, Path]:
         if self._modules:
@@ -180,20 +185,24 @@ def unmarked(value: Any) -> Any:
     return value
 
 
-def replace_at(value: Any, path: Path, new: Any) -> Any:
+def _replace_at(value: Any, path: Path, new: Any, kept: set[int]) -> Any:
     """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
+
+    Args:
+        value, path, new: See above.
+        kept: Ids of containers that take no members; added to.
 
     Returns:
         `value`, or the tuple that stands for it now. A `PerRank` stays one, and gets another value.
     """
     if isinstance(value, PerRank):
-        value.value = replace_at(value.value, path, new)
+        value.value = _replace_at(value.value, path, new, kept)
         return value
     if not path:
-        return _taken(value, new)
+        return _taken(value, new, kept)
     key = python_key(path[0])
     old = value[key]
-    child = replace_at(old, path[1:], new)
+    child = _replace_at(old, path[1:], new, kept)
     if isinstance(value, tuple):
         members = [child if n == key else member for n, member in enumerate(value)]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
@@ -202,12 +211,15 @@ def replace_at(value: Any, path: Path, new: Any) -> Any:
     return value
 
 
-def _taken(old: Any, new: Any) -> Any:
+def _taken(old: Any, new: Any, kept: set[int]) -> Any:
     """Return what stands in the place of `old` from now on: itself, with the members of `new`, if it is empty.
 
     Whoever holds an empty dict, list or deque of the target sees what was saved there. One that stands in several
-    places is empty in the first of them only; the others get a container of their own.
+    places takes what was saved in the first of them; the others get a container of their own.
     """
+    if id(old) in kept:
+        return new
+    kept.add(id(old))
     if isinstance(old, MutableMapping) and not old and isinstance(new, Mapping):
         for key, value in new.items():
             old[key] = value

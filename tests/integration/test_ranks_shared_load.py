@@ -112,7 +112,7 @@ def test_without_a_process_group_it_is_refused(saved: str) -> None:
 
 
 def test_another_word_is_refused(saved: str) -> None:
-    with pytest.raises(ConfigError, match="'none' or 'broadcast'"):
+    with pytest.raises(ConfigError, match="'each' or 'broadcast'"):
         asyncckpt.load(saved, redundant_reads="once")
 
 
