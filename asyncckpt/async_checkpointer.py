@@ -110,8 +110,10 @@ class AsyncCheckpointer(Overlapping):
         self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
 
     def _follow_ranks(self) -> None:
-        if self._closed or self._in_callback() or not self._saving.acquire(blocking=False):
-            return  # the save that is under way, or the next call in the training thread, does it
+        if self._closed or os.getpid() != self._owner_pid or self._member.is_current() or self._in_callback():
+            return
+        if not self._saving.acquire(blocking=False):
+            return  # the next call in the training thread does it
         try:
             super()._follow_ranks()
         finally:

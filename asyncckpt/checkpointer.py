@@ -114,9 +114,9 @@ class Checkpointer(ABC):
         """Take the rank that this process has now: saves from here on are a run of their own if it is another one."""
         if self._closed or os.getpid() != self._owner_pid:
             return
-        now, before = self._member.now(), self._rank
-        if now is self._member:
+        if self._member.is_current():
             return
+        now, before = Membership(self.config.rank_info), self._rank
         _log.info(
             "this process is rank %d of %d in a process group that the checkpointer had not seen; before it was rank "
             "%d of %d. The ranks agree anew in the next save",

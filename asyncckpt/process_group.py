@@ -73,7 +73,7 @@ class Membership:
         given: The user's rank; it stays, whatever process group there is.
 
     Attributes:
-        rank: When this was made; `now` looks again.
+        rank: When this was made; `is_current` looks again.
         name: Name of the checkpointer among those of its ranks; all ranks make them, or first use them with a new
             process group, in the same order. "" with one rank.
 
@@ -91,8 +91,8 @@ class Membership:
         elif self.rank.world_size > 1:
             self.name = f"group-{next(_counts.setdefault(group, itertools.count()))}"
 
-    def now(self) -> Membership:
-        """Return this object, or another one if this process is another rank, or in another process group, by now.
+    def is_current(self) -> bool:
+        """Whether this process is still this rank, in this process group.
 
         A process group that was destroyed still counts until another one is made. One that is made for the ranks that
         torchrun's environment has named is no change.
@@ -100,16 +100,16 @@ class Membership:
         Raises:
             ConfigError: As `find_rank_info`.
         """
-        group = _default_group()
-        if group is None:
-            return self if self._group is not None or find_rank_info(self._given) == self.rank else Membership(None)
-        known = None if self._group is None else self._group()
-        if known is not group:
-            knew_group, is_other_rank = self._group is not None, find_rank_info(self._given) != self.rank
-            if is_other_rank or (knew_group and self.rank.world_size > 1):
-                return Membership(self._given)
+        group, known = _default_group(), None if self._group is None else self._group()
+        if group is known is not None or (group is None and self._group is not None):
+            return True
+        if find_rank_info(self._given) != self.rank:
+            return False
+        if group is not None:
+            if self._group is not None and self.rank.world_size > 1:
+                return False
             self._group = weakref.ref(group)
-        return self
+        return True
 
 
 def _default_group() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from real_worker import DEADLINE_S, RealWorker, manifest_of
 
 import asyncckpt
+import asyncckpt.dcp
 from asyncckpt import AsyncCheckpointer, CheckpointManager, PerRank, RankInfo, SyncCheckpointer
 from asyncckpt.errors import ConfigError
 
@@ -348,3 +350,45 @@ def test_a_manager_takes_a_checkpointer_made_before_the_process_group(
     tmp_path: pathlib.Path, shared_worker: RealWorker
 ) -> None:
     assert run(shared_worker, manages_after, str(tmp_path)) == [0, 1]
+
+
+def writes_by_stock_calls(rank: int, root: str) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    writer = asyncckpt.dcp.StorageWriter(f"{root}/0")
+    for number, place in enumerate((rank, 1 - rank)):
+        join(place, 2, f"{root}/group-{number}")
+        state = {"common": torch.arange(1000.0), f"own-{place}": torch.full((5,), float(place))}
+        writer.reset(f"{root}/{number}")
+        dcp.save(state, storage_writer=writer)
+        dist.barrier()
+        dist.destroy_process_group()
+    writer.close()
+    return [sorted(asyncckpt.load(f"{root}/{number}")) for number in (0, 1)]
+
+
+def test_a_storage_writer_made_before_the_process_group_and_kept_over_it_writes_as_the_ranks_of_each(
+    tmp_path: pathlib.Path, shared_worker: RealWorker
+) -> None:
+    for found in run(shared_worker, writes_by_stock_calls, str(tmp_path)):
+        assert found == [["common", "own-0", "own-1"]] * 2
+
+
+def test_looking_at_the_rank_in_another_thread_refuses_no_save(tmp_path: pathlib.Path, checkpointer: Any) -> None:
+    stop, failed = threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            if checkpointer.rank_info != (0, 1) or checkpointer.rank_changes:
+                failed.append(checkpointer.rank_info)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for step in range(200):
+            handle = checkpointer.save({"w": torch.ones(3)}, tmp_path / str(step), step=step)
+        handle.written.result(DEADLINE_S)
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
