@@ -259,6 +259,7 @@ class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields
 class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fields=("path", "fqn", "saved", "wanted")):
     """A tensor was saved with another shape than the target has, or a list with another length; nothing was changed.
 
+    Or loading code of a module of the target made the other shape; then values of that module may have changed.
     `saved`, `wanted`: shapes, or lists of one length each.
     """
 
@@ -284,7 +285,11 @@ class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=(
 
 
 class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("path", "fqn", "type_name", "detail")):
-    """`load_state_dict()` of an object in the target raised; the cause is chained. The rest of the target is filled."""
+    """`load_state_dict()` of an object in the target raised; the cause is chained.
+
+    Tensors and plain objects of the target have been filled; objects that come behind it have not been given their
+    states. Of a module whose own loading code decides what is missing, nothing behind it has been filled either.
+    """
 
 
 class PerRankUnavailableError(

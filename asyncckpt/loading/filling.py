@@ -65,13 +65,21 @@ class Filler:
         """
         check_ties(ties, self._read_boxes, self._contents.path)
 
-    def fill(self, existing: Sequence[Filling], new: Sequence[Filling], plain: Sequence[Placement] = ()) -> None:
+    def fill(
+        self,
+        existing: Sequence[Filling],
+        new: Sequence[Filling],
+        plain: Sequence[Placement] = (),
+        *,
+        alone: bool = False,
+    ) -> None:
         """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
 
         Args:
             existing: What the user has.
             new: What was made for this load, and nobody has seen yet.
             plain: What the user has in plain tensors that are filled whole.
+            alone: This rank reads for itself, whatever the others do.
 
         Raises:
             CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
@@ -89,11 +97,11 @@ class Filler:
         if self._low_memory:
             # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
             tell_of_change(watched)
-            self._read(changed + fresh)
+            self._read(changed + fresh, alone=alone)
         else:
             copied = changed + [p for p in fresh if p.target.device.type != "cpu"]
             staged = _copies(copied)
-            self._read(staged + [p for p in fresh if p.target.device.type == "cpu"])
+            self._read(staged + [p for p in fresh if p.target.device.type == "cpu"], alone=alone)
             reach("load: copies verified")
             tell_of_change(watched)
             _copy_over(staged, copied)
@@ -104,8 +112,8 @@ class Filler:
         reach("load: tensors filled")
         tell_types([*existing, *new], self._contents.path)
 
-    def _read(self, placements: Sequence[Placement]) -> None:
-        if self._shared is None:
+    def _read(self, placements: Sequence[Placement], *, alone: bool) -> None:
+        if self._shared is None or alone:
             self._read_files(placements)
         else:
             save_id = str(self._contents.manifest.save_id)

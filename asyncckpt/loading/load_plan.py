@@ -39,6 +39,8 @@ class LoadPlan:
 
     Attributes:
         missing: FQNs of the target, and keys, that are not in the checkpoint.
+        undecided: FQNs of modules that are not there either, and that the module's own loading code (hooks of
+            `load_state_dict`, say) may make of what was saved; whether they are missing is known when it has run.
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
@@ -48,6 +50,7 @@ class LoadPlan:
     """
 
     missing: tuple[str, ...]
+    undecided: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[MismatchedLeaf, ...]
     unavailable: tuple[str, ...]
@@ -56,7 +59,7 @@ class LoadPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the load would raise nothing, `strict` or not; but see `shared`."""
+        """Whether the load would raise nothing, `strict` or not; but see `shared` and `undecided`."""
         return not (self.missing or self.mismatched or self.unavailable)
 
 
@@ -102,7 +105,8 @@ def plan_load(
     new = [node[1] for place in [*matches.replaced, *matches.grown] for _, node in leaves(place.node) if node[0] != "O"]
     boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
     standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
-    fillings = [*matches.tensors, *standing]
+    own_ways = [filling for module in matches.undecided for filling in module.tensors]
+    fillings = [*matches.tensors, *own_ways, *standing]
     placed = [*matches.placements, *placements_of(fillings)]
     names = names_of(matches.placements, fillings)
     real = [n for n, placement in enumerate(placed) if why_no_memory(placement.target) is None]
@@ -111,6 +115,7 @@ def plan_load(
     boxes += [box_of(placement) for placement in (*placed, *ties)]
     return LoadPlan(
         missing=tuple(matches.missing),
+        undecided=tuple(f"{module.fqn}.{name}" for module in matches.undecided for name in module.undecided),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),

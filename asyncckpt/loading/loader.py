@@ -30,7 +30,14 @@ def load(
 
     Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
     every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
-    leaves some targets filled and others not.
+    leaves some targets filled and others not. So may loading code of a module's own: see below.
+
+    A module has loading code of its own where a submodule has hooks of `load_state_dict` or overrides
+    `_load_from_state_dict`. It is shown the saved names, values and versions, as a stock `load_state_dict` would show
+    them, also names that the module does not have. What is missing when it has run is a missing key. If a name was not
+    saved that it may make of others, its module is filled first, and nothing else changes before that is known. Plain
+    tensors that such code is shown are read beside the module (`low_memory` does not count them), unless the code is
+    torch's own; sharded ones are filled in place before.
 
     Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
     where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only; a
@@ -47,6 +54,7 @@ def load(
             in place where they are writable and dtype and shape are the saved ones, else replaced. Objects with a
             `load_state_dict()` are given the state that was saved under their name, whole; a module's tensors are
             filled in place before that, in the bare module, and what it has and the checkpoint lacks counts as missing.
+            A module whose state holds dicts or lists is given all of it new.
             Without a target, nesting, key types, aliases and objects come back as saved, states of modules and
             optimizers as dicts. Tensors that share memory hold what was saved under each of their names, or are
             an error: two names of one tensor are filled from one, or from two with equal values, and a name that was
@@ -94,7 +102,7 @@ def load(
             all of them, and says which wrapper's prefix explains it, and what `key_map` to pass. Or the checkpoint was
             overwritten meanwhile, by one that lacks what had been read.
         ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared. Or a
-            list or tuple was saved with another length.
+            list or tuple was saved with another length. Or loading code of a module made it of another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container that cannot take its place.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those

@@ -23,6 +23,7 @@ from asyncckpt.loading.empty_places import (
     selected_part,
 )
 from asyncckpt.loading.key_names import KeyMap, renamer
+from asyncckpt.loading.modules import ModuleTarget, Whole
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import HOLE, Selection, prefixes, selected
@@ -30,7 +31,7 @@ from asyncckpt.loading.shared_memory import Tie
 from asyncckpt.loading.standing import standing_tensors
 from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
-from asyncckpt.loading.targets import Targets, Whole, is_loadable, unmarked
+from asyncckpt.loading.targets import Targets, is_loadable, unmarked
 from asyncckpt.per_rank import PerRank
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
@@ -80,6 +81,7 @@ class Matches:
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
         found: Everything that is read, by its saved FQN.
+        undecided: Modules whose own loading code decides what of them is missing; their tensors are not in `tensors`.
         without_memory: FQNs of what is filled and has no memory, with the tensors.
     """
 
@@ -99,6 +101,7 @@ class Matches:
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
     found: dict[str, Node] = field(default_factory=dict)
+    undecided: list[ModuleTarget] = field(default_factory=list)
     without_memory: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
 
@@ -147,6 +150,9 @@ def match(
     for leaf in target_leaves(flat.tree, targets):
         leaf_path, fqn, node, _, _ = leaf
         value = flat.objects[node[1]] if node[0] == "O" else None
+        module = targets.module_at(leaf_path)
+        if module is not None and matching.module_decides(module, leaf, selection, rename):
+            continue
         if node[0] == "O" and is_loadable(value):
             saved_fqn = fqn if rename is None else rename(fqn)
             place = Replaced(leaf_path, fqn, node, value)
@@ -173,6 +179,8 @@ def match(
             refuse(leaf_mismatch(fqn, kind_of(found), kind_of(node), path))
         else:
             matching.tensor(leaf, found[1])
+    for module in targets.modules:
+        matching.end(module, selection)
     matching.take_ties()
     if matching.absent_paths:
         found_paths = [*matches.filled, *(place.path for place in matches.replaced), *matching.empty_paths]
@@ -247,6 +255,63 @@ class _Matching:
             self.matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(member, (*at, n)))
         self.own((id(self.matches.targets.value_at(path)), None), fqn, ("l", further))
         self.matches.grown.append(Replaced(path, fqn, ("l", further)))
+
+    def module_decides(
+        self, module: ModuleTarget, leaf: TargetLeaf, selection: Selection, rename: Callable[[str], str] | None
+    ) -> bool:
+        """Match a leaf of a module, if that is for the module's own code; else say that it is a leaf like others."""
+        path, fqn, node, _, _ = leaf
+        if fqn not in selection:
+            return False
+        name, saved_fqn = module.name_of(fqn), fqn if rename is None else rename(fqn)
+        module.saved_fqns[name] = saved_fqn
+        there = self._saved.node_at(saved_fqn)
+        own = module.own_value(name)
+        if there is None:
+            if self._saved.is_away(saved_fqn) or not module.decides(name):
+                return False
+            self._note_memory(fqn, own)
+            return True
+        module.show(name, saved_fqn)
+        if node[0] != "T" or not module.takes_new(name, node, there[1], self._saved):
+            return False
+        self._note_memory(fqn, own)
+        self._take_new(module, Replaced(path, fqn, self._saved.without_holes(there[1])), there)
+        return True
+
+    def _take_new(self, module: ModuleTarget, place: Replaced, there: tuple[Path, Node]) -> None:
+        at, node = there
+        self.matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
+        self.matches.replaced.append(place)
+        if node[0] == "T":
+            like = module.like(module.name_of(place.fqn), self._saved.tensors[node[1]])
+            if like is not None:
+                self.matches.standing.setdefault(node[1], like)
+
+    def _note_memory(self, fqn: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value) and why_no_memory(value):
+            self.matches.without_memory.append((fqn, value))
+
+    def end(self, module: ModuleTarget, selection: Selection) -> None:
+        """Match what was saved of a module and it does not have, and say what of it is undecided."""
+        matches = self.matches
+        for name, saved_fqn, node in list(module.further(self._saved, matches.found)):
+            fqn = f"{module.fqn}.{name}"
+            there = self._saved.node_at(saved_fqn)
+            if there is None or fqn not in selection:
+                continue
+            module.show(name, saved_fqn)
+            self._take_new(module, Replaced((*module.path, name), fqn, self._saved.without_holes(node)), there)
+        module.take_ties()
+        if not module.was_found:
+            names = [f"{module.fqn}.{name}" for name in module.undecided]
+            matches.missing += names
+            self.absent_paths += [(*module.path, name) for name in module.undecided]
+            module.undecided.clear()
+        if module.undecided:
+            matches.undecided.append(module)
+        else:
+            matches.tensors += module.tensors
 
     def _absent(self, leaf: TargetLeaf, saved_fqn: str) -> None:
         """Say what there is in the place of `saved_fqn`, which the checkpoint does not have."""
@@ -338,7 +403,8 @@ class _Matching:
         if len(numbers) > 1:
             matches.ties.append(Tie(first, fqn, self._saved.tensors[numbers[0]], tensor, target.shards))
             return
-        matches.tensors.append((tensor, target))
+        module = matches.targets.module_at(path)
+        (matches.tensors if module is None else module.tensors).append((tensor, target))
 
     def take_ties(self) -> None:
         """Count leaves that were not saved as filled where their tensor is filled under another name."""

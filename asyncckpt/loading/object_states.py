@@ -20,6 +20,7 @@ import torch
 from asyncckpt.errors import StateLoadError
 from asyncckpt.format.tree import Path, fqn_of
 from asyncckpt.loading.target_tensors import memory_of
+from asyncckpt.planning.stateful import unwrapped
 
 _log = logging.getLogger("asyncckpt.loading")
 
@@ -40,29 +41,36 @@ def load_state(value: Any, state: Any, fqn: str, path: str, filled: Filled | Non
     Raises:
         StateLoadError: It raised.
     """
+    value = unwrapped(value) if isinstance(value, torch.nn.Module) else value
     dtypes = {} if isinstance(value, torch.nn.Module) else _dtypes(state)
     entries = _entries(state) if isinstance(value, torch.optim.Optimizer) else []
     try:
-        if isinstance(value, torch.nn.Module) and _takes_strict(value):
+        if isinstance(value, torch.nn.Module) and takes_strict(value):
             value.load_state_dict(state, strict=False)  # what is missing has been reported, by the rules of `load`
         else:
             value.load_state_dict(state)
     except Exception as error:
-        kind, detail = type(value).__name__, f"{type(error).__name__}: {error}"
-        raise StateLoadError(
-            f"{path}: load_state_dict() of {fqn!r}, a {kind}, refused what was saved: {detail}",
-            path=path,
-            fqn=fqn,
-            type_name=kind,
-            detail=detail,
-        ) from error
+        raise state_load_error(error, value, fqn, path) from error
     if entries:
         _put_back(value, entries, filled or {})
     if dtypes:
         _report_dtypes(value, dtypes, fqn, path)
 
 
-def _takes_strict(module: torch.nn.Module) -> bool:
+def state_load_error(error: Exception, value: Any, fqn: str, path: str) -> StateLoadError:
+    """Return the error for an object whose `load_state_dict()` raised."""
+    kind, detail = type(value).__name__, f"{type(error).__name__}: {error}"
+    return StateLoadError(
+        f"{path}: load_state_dict() of {fqn!r}, a {kind}, refused what was saved: {detail}",
+        path=path,
+        fqn=fqn,
+        type_name=kind,
+        detail=detail,
+    )
+
+
+def takes_strict(module: torch.nn.Module) -> bool:
+    """Whether a module's `load_state_dict` has the argument `strict`."""
     parameters = inspect.signature(module.load_state_dict).parameters.values()
     return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
 

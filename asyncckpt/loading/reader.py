@@ -19,7 +19,8 @@ from asyncckpt.loading.filling import Filler
 from asyncckpt.loading.fresh import Fresh
 from asyncckpt.loading.key_names import KeyMap, missing_hint
 from asyncckpt.loading.map_location import MapLocation
-from asyncckpt.loading.matching import Matches, match
+from asyncckpt.loading.matching import Matches, Replaced, match
+from asyncckpt.loading.modules import ModuleTarget
 from asyncckpt.loading.object_states import load_state
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.recalled import check_source, read_from
@@ -200,23 +201,72 @@ class _Load:
         self._report_places(matches)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
-        made = [*matches.replaced, *matches.grown]
-        fresh = self._fresh([place.node for place in made], matches.standing)
-        self._report_factories((place.path, place.node) for place in made)
+        self._report_factories((place.path, place.node) for place in [*matches.replaced, *matches.grown])
         self._filler.check_ties(matches.ties)
+        undecided = self._fill_undecided(matches)
+        own = {place.path for module in matches.undecided for place in _below(matches.replaced, module)}
+        replaced = [place for place in matches.replaced if place.path not in own]
+        holders = [place for place in replaced if place.holder is not None]
+        modules = [module for module in matches.targets.modules if module not in matches.undecided]
+        fresh = self._fresh([place.node for place in [*replaced, *matches.grown]], matches.standing)
         self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
-        holders = [place for place in matches.replaced if place.holder is not None]
-        filled = conversions(matches.tensors) if holders else {}
-        for place in matches.replaced:
+        early = [filling for module in matches.undecided for filling in module.tensors]
+        filled = conversions([*early, *matches.tensors]) if holders else {}
+        for place in replaced:
             if place.holder is None:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
         for place in matches.grown:
             matches.targets.value_at(place.path).extend(fresh.build(place.node))
-        matches.targets.hand_over([*matches.filled, *(place.path for place in matches.replaced)], self._path)
+        late = self._loaded(modules)
         self._touched |= {place.fqn for place in matches.replaced}
         for place in holders:
             load_state(place.holder, fresh.build(place.node), place.fqn, self._path, filled)
-        return state_dict, matches.missing
+        self._report_late(late, "the rest of the target is filled")
+        return state_dict, [*matches.missing, *undecided, *late]
+
+    def _fill_undecided(self, matches: Matches) -> list[str]:
+        """Fill the modules whose own code decides what is missing, before anything else changes; returns that."""
+        missing: list[str] = []
+        for module in matches.undecided:
+            places = _below(matches.replaced, module)
+            fresh = self._fresh([place.node for place in places], matches.standing)
+            self._filler.fill(module.tensors, fresh.fillings, alone=True)
+            for place in places:
+                matches.targets.replace_at(place.path, fresh.build(place.node))
+            missing += self._loaded([module])
+            self._report_late(missing, "values of this module have changed, and nothing behind it in the target")
+        return missing
+
+    def _loaded(self, modules: Iterable[ModuleTarget]) -> list[str]:
+        """Give modules their states, and return what they say is missing."""
+
+        def object_at(number: int) -> Any:
+            return self._objects.value(*self._saved.object_at(number))
+
+        missing: list[str] = []
+        for module in modules:
+            if module.was_found:
+                missing += module.load(self._path, object_at)
+        return missing
+
+    def _report_late(self, missing: list[str], state: str) -> None:
+        if not missing:
+            return
+        if not self._options.strict:
+            _logger.warning(
+                "%s: %d keys are missing after modules have loaded what was saved: %s",
+                self._path,
+                len(missing),
+                _shown(missing),
+            )
+            return
+        names = "\n  ".join(missing)
+        raise MissingKeysError(
+            f"{self._path}: {len(missing)} keys are missing after load_state_dict() of their module, with its hooks, "
+            f"has taken what was saved; {state}. Pass strict=False if they may stay as they are:\n  {names}",
+            path=self._path,
+            keys=list(missing),
+        )
 
     def new(self) -> tuple[Any, list[str]]:
         """Rebuild the nesting as it was saved, or the selected part of it."""
@@ -336,6 +386,10 @@ class _Load:
             _logger.warning(
                 "%s: %d tensors are converted to the dtype of their target, %s first", self._path, len(names), names[0]
             )
+
+
+def _below(places: Iterable[Replaced], module: ModuleTarget) -> list[Replaced]:
+    return [place for place in places if place.path[: len(module.path)] == module.path]
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -87,6 +87,11 @@ class SavedTree:
         return found
 
     @cached_property
+    def order(self) -> dict[str, int]:
+        """Where each leaf or container stands, among all, by FQN."""
+        return {fqn: n for n, fqn in enumerate(self._nodes)}
+
+    @cached_property
     def away(self) -> tuple[str, ...]:
         """FQNs of leaves that belong to other ranks than the reader."""
         return tuple(fqn for fqn in self._away if fqn not in self.leaves) if self._away else ()

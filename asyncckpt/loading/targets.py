@@ -1,35 +1,23 @@
 """The objects with a `load_state_dict()` in a target: which part of their state is filled, and how they are given it.
 
-A module's tensors are filled in place, in the bare module. Everything else in its state (what `get_extra_state` gave,
-parameters that are not yet initialised), and the whole state of any other object, is made new: a fresh optimizer has no
-state yet that could be filled. Of one that has, the tensors that fit are filled, to save memory. Then all of them get
-their state by `load_state_dict`.
+A module's tensors are filled in place, in the bare module, as far as `modules` says. Everything else in its state (what
+`get_extra_state` gave, parameters that are not yet initialised), and the whole state of any other object, is made new:
+a fresh optimizer has no state yet that could be filled. Of one that has, the tensors that fit are filled, to save
+memory. Then all of them get their state by `load_state_dict`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, MutableMapping, MutableSequence
+from collections.abc import Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
 
 from asyncckpt.format.keys import python_key
-from asyncckpt.format.tree import Path, fqn_of
-from asyncckpt.loading.object_states import load_state
+from asyncckpt.format.tree import Path
+from asyncckpt.loading.modules import ModuleTarget, Whole
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
-
-_EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-
-
-class Whole:
-    """Stands in a module's state for an entry that is replaced as a whole; `value` is what the module has now."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class Targets:
@@ -41,7 +29,7 @@ class Targets:
 
     def __init__(self, state_dict: Any) -> None:
         self._root = state_dict
-        self._modules: dict[Path, _Module] = {}
+        self._modules: dict[Path, ModuleTarget] = {}
         self._kept: set[int] = set()
 
     def open(self, value: Any, path: Path) -> Any:
@@ -52,7 +40,7 @@ class Targets:
         """
         if not isinstance(value, torch.nn.Module) or not is_loadable(value):
             return value
-        module = _Module(value)
+        module = ModuleTarget(value, path)
         if module.state is None:
             return value
         self._modules[path] = module
@@ -119,56 +107,19 @@ class Targets:
                     return module.state, path[length:]
         return self._root, path
 
-    def hand_over(self, filled: Collection[Path], path: str) -> None:
-        """Give the modules their states.
+    @property
+    def modules(self) -> list[ModuleTarget]:
+        """The modules whose tensors are filled where they are."""
+        return list(self._modules.values())
 
-        Args:
-            filled: Paths of all that was filled; modules without any are left alone.
-            path: The checkpoint's, for messages.
-
-        Raises:
-            StateLoadError: A module did not take it.
-        """
-        for at, module in self._modules.items():
-            if any(one[: len(at)] == at for one in filled):
-                load_state(module.bare, module.given(), fqn_of(at), path)
-
-
-class _Module:
-    """One module: `state` is what is filled, under the bare model's names; None: it is no mapping."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.bare = unwrapped(module)
-        self._names = BareNames(self.bare)
-        try:
-            found = _live_state(self.bare)
-        except Exception as error:
-            raise OpeningError(f"its state_dict() raised {type(error).__name__}: {error}") from error
-        self.state: dict[str, Any] | None = None
-        if isinstance(found, MutableMapping):
-            self._given = found
-            self.state = {self._names.of(name): _place(name, value) for name, value in found.items()}
-
-    def given(self) -> Any:
-        """Return the filled state as the module names it."""
-        assert self.state is not None
-        for name in self._given:
-            value = self.state[self._names.of(name)]
-            self._given[name] = value.value if isinstance(value, Whole) else value
-        return self._given
-
-
-def _live_state(module: torch.nn.Module) -> Any:
-    """Return a module's state with the parameters themselves: copying one onto itself costs nothing."""
-    try:
-        return module.state_dict(keep_vars=True)
-    except TypeError:  # an own method of another signature
-        return module.state_dict()
-
-
-def _place(name: str, value: Any) -> Any:
-    in_place = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-    return value if in_place and not name.endswith(_EXTRA_STATE) else Whole(value)
+    def module_at(self, path: Path) -> ModuleTarget | None:
+        """Return the module that a leaf belongs to."""
+        if self._modules:
+            for length in range(len(path)):
+                module = self._modules.get(path[:length])
+                if module is not None:
+                    return module
+        return None
 
 
 def is_loadable(value: Any) -> bool:

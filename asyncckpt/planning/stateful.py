@@ -59,6 +59,14 @@ class BareNames:
                 name = inner.rpartition(".")[0] + name[len(inner) :]
         return name
 
+    def wrapped(self, name: str) -> str:
+        """Return a bare name as the module has it: the way back from `of`, for names that it need not have."""
+        for inner in self._inner:  # the outermost first
+            outer, _, attribute = inner.rpartition(".")
+            if name == outer or name.startswith(outer + "."):
+                name = f"{outer}.{attribute}{name[len(outer) :]}"
+        return name
+
     def strip(self, state: Any) -> Any:
         """Return a module's state under bare names; the same object where no submodule is wrapped."""
         if not self._inner or not isinstance(state, Mapping):

@@ -1,0 +1,439 @@
+"""A module of the target: what of its state is filled where it is, and what its own loading code is shown.
+
+A parameter or buffer that was saved under its own name, with its own shape, is filled where it is. What the loading
+code of a module could change on the way (hooks of `load_state_dict`, an own `_load_from_state_dict`) is given to
+`load_state_dict` under the names that were saved, with the versions that were saved, as a stock load would show it:
+
+- Names that the module does not have, or has with another shape, within reach of such code: made new.
+- Plain tensors within reach of code that is not torch's own: made new, too. Such code may leave the module's own value
+  in its place, which must not have been overwritten then. Sharded tensors are filled where they are, as stock
+  `dcp.load` does it.
+- Everything else is given as it was filled, and copied onto itself, which costs nothing.
+
+Whether a name is missing that was not saved, and that such code may have made of others, is known when it has run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncckpt.errors import ShapeMismatchError
+from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.loading.object_states import state_load_error, takes_strict
+from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.selection import HOLE, prefixes
+from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
+from asyncckpt.planning.sharding.recognising import sharded
+from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
+from asyncckpt.planning.torch_types import plain_parameter
+from asyncckpt.storage.contents import SavedTensor
+
+_EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_NORM = torch.nn.modules.batchnorm._NormBase
+_COUNTED = "num_batches_tracked"
+"""All that torch's normalisations do to a state: they add this name, which early versions did not have."""
+
+_OTHER_SIZE = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[(.*?)\]\) from checkpoint, "
+    r"the shape in current model is torch\.Size\(\[(.*?)\]\)"
+)
+
+
+class Whole:
+    """Stands in a module's state for an entry that is replaced as a whole; `value` is what the module has now."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Code(NamedTuple):
+    """Loading code of a submodule.
+
+    Attributes:
+        prefix: Of the names that it is shown, with a dot at its end; empty: all.
+        is_foreign: It is not torch's own.
+        names: All that it adds, below the prefix; None: anything.
+    """
+
+    prefix: str
+    is_foreign: bool
+    names: frozenset[str] | None
+
+    def decides(self, name: str) -> bool:
+        """Whether an entry that was not saved may come out of it."""
+        return name.startswith(self.prefix) and (self.names is None or name[len(self.prefix) :] in self.names)
+
+
+class ModuleTarget:
+    """One module of the target.
+
+    Args:
+        module: It, or a wrapper around it.
+        path: Where it stands in the target.
+
+    Raises:
+        OpeningError: Its `state_dict()` raised.
+
+    Attributes:
+        bare: The module without wrappers.
+        path, fqn: Where it stands.
+        state: What is filled, under the bare model's names; None: it is no flat mapping of names.
+        tensors: What is filled where it is, in the order of matching.
+        undecided: Names that were not saved; the module's code may make them of others.
+        saved_fqns: Of its own names, under which they are looked for.
+    """
+
+    def __init__(self, module: torch.nn.Module, path: Path) -> None:
+        self.bare, self.path, self.fqn = unwrapped(module), path, fqn_of(path)
+        self._names = BareNames(self.bare)
+        try:
+            found = _live_state(self.bare)
+        except Exception as error:
+            raise OpeningError(f"its state_dict() raised {type(error).__name__}: {error}") from error
+        self.state: dict[str, Any] | None = None
+        self.tensors: list[tuple[SavedTensor, TargetTensor]] = []
+        self.undecided: list[str] = []
+        self.saved_fqns: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
+        self._looked_for: set[str] = set()
+        self._metadata: list[tuple[str, str, int]] = []
+        self._order: dict[str, int] = {}
+        if not isinstance(found, MutableMapping) or any(isinstance(v, (Mapping, list, tuple)) for v in _entries(found)):
+            return
+        self._own = {self._names.of(name): value for name, value in found.items()}
+        self._real = {self._names.of(name): name for name in found}
+        self.state = {self._names.of(name): _place(name, value) for name, value in found.items()}
+        self._code = _codes_in(self.bare, self._names)
+
+    def name_of(self, fqn: str) -> str:
+        """Return what the bare module calls an FQN of the target below it."""
+        return fqn[len(self.fqn) + 1 :]
+
+    def takes_new(self, name: str, node: Node, found: Node, saved: SavedTree) -> bool:
+        """Whether an entry that was saved is made new for the module, not filled where it is.
+
+        Args:
+            name: Of the entry.
+            node, found: Its leaf in the target, and the one that was saved.
+            saved: The checkpoint.
+        """
+        reach = [code for code in self._code if name.startswith(code.prefix)]
+        if (node[0], found[0]) != ("T", "T"):
+            return bool(reach)
+        target, tensor = target_tensor(self._own[name], name), saved.tensors[found[1]]
+        if target.global_shape != tensor.global_shape:
+            one_of_a_scalar = (target.global_shape, tensor.global_shape) == ((), (1,))  # which load_state_dict takes
+            return bool(reach) or one_of_a_scalar
+        if not target.holds_values_of(tensor):
+            return bool(reach)
+        return target.is_whole and any(code.is_foreign for code in reach)
+
+    def like(self, name: str, saved: SavedTensor) -> TargetTensor | None:
+        """Return a new tensor that lies as a sharded one of the module does, where `saved` has its shape; else None."""
+        own = self._own.get(name)
+        if not isinstance(own, torch.Tensor) or sharded(own) is None or tuple(own.shape) != saved.global_shape:
+            return None
+        dtype = getattr(torch, saved.dtype, own.dtype)
+        with torch.no_grad():
+            return target_tensor(torch.empty_like(own, dtype=dtype, requires_grad=False), "")
+
+    def show(self, name: str, saved_fqn: str) -> None:
+        """Take note of an entry that was saved."""
+        assert self.state is not None
+        self.state.setdefault(name, None)
+        self._shown[name] = saved_fqn
+        self._looked_for.add(name)
+
+    def decides(self, name: str) -> bool:
+        """Whether the module's own code may make an entry that was not saved; then it is undecided."""
+        if not any(code.decides(name) for code in self._code):
+            return False
+        self.undecided.append(name)
+        self._looked_for.add(name)
+        return True
+
+    def take_ties(self) -> None:
+        """Count undecided names as found whose tensor was found under another name."""
+        found = {id(self._own.get(name)) for name in self._shown}
+        for name in [name for name in self.undecided if id(self._own[name]) in found]:
+            self.undecided.remove(name)
+            self._looked_for.discard(name)
+
+    def own_value(self, name: str) -> Any:
+        """Return what the module has under a name."""
+        return self._own.get(name)
+
+    @property
+    def was_found(self) -> bool:
+        """Whether anything of it was saved."""
+        return bool(self._shown)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether it has loading code of its own."""
+        return bool(self._code)
+
+    def further(self, saved: SavedTree, taken: Container[str]) -> Iterator[tuple[str, str, Node]]:
+        """Yield (name, saved FQN, node) of what was saved of the module and it has not, within reach of its code.
+
+        Args:
+            saved: The checkpoint.
+            taken: Saved FQNs that something in the target has.
+        """
+        if not self._code:
+            return
+        self._order = saved.order
+        pairs = self.saved_fqns.items()
+        roots = {fqn[: len(fqn) - len(name)] for name, fqn in pairs if f".{fqn}".endswith(f".{name}")}
+        if not self._own:
+            roots = {f"{self.fqn}."}
+        for root in sorted(roots):
+            self._metadata += _metadata_of(saved, root.removesuffix("."))
+            for name, fqn, node in _entries_below(saved, root):
+                if fqn in taken or name in self._own:
+                    continue
+                if any(name.startswith(code.prefix) and code.names is None for code in self._code):
+                    yield name, fqn, node
+
+    def load(self, path: str, object_at: Callable[[int], Any]) -> list[str]:
+        """Give the module its state.
+
+        Args:
+            path: The checkpoint's, for messages.
+            object_at: The value of an object of the checkpoint, by number.
+
+        Returns:
+            FQNs that the module says are missing, and that nobody knew of before.
+
+        Raises:
+            ShapeMismatchError: What its own code made has another shape.
+            StateLoadError: It did not take its state.
+        """
+        given = self._given(object_at)
+        options = {"strict": False} if takes_strict(self.bare) else {}
+        if not options:  # it would refuse a state in which something lacks
+            for name, value in self._own.items():
+                given.setdefault(self._real[name], value)
+        said: list[list[str]] = []
+        try:
+            inference = torch.inference_mode() if self._is_inference() else nullcontext()
+            with self._watched(given, said), inference:
+                self.bare.load_state_dict(given, **options)
+        except Exception as error:
+            found = _OTHER_SIZE.search(str(error))
+            if found is None:
+                raise state_load_error(error, self.bare, self.fqn, path) from error
+            fqn = f"{self.fqn}.{self._names.of(found[1])}"
+            got, wanted = ([int(n) for n in found[i].split(",") if n.strip()] for i in (2, 3))
+            raise ShapeMismatchError(
+                f"{path}: load_state_dict() of {self.fqn!r} gives tensor {fqn!r} shape {got}, the target has {wanted}; "
+                "values of this module may have changed",
+                path=path,
+                fqn=fqn,
+                saved=got,
+                wanted=wanted,
+            ) from error
+        if not self._code:
+            return []
+        missing = self.undecided if not said else [self._names.of(name) for name in said[-1]]
+        return [f"{self.fqn}.{name}" for name in missing if name in self._looked_for or name not in self._own]
+
+    def _given(self, object_at: Callable[[int], Any]) -> Any:
+        assert self.state is not None
+        names = list(self._shown)
+        if self._code:  # in the order in which they were saved
+            names.sort(key=lambda name: self._order.get(self._shown[name], -1))
+        given: OrderedDict[str, Any] = OrderedDict()
+        for name in names:
+            value = self.state[name]
+            if isinstance(value, Whole):
+                value = value.value
+            if self._code and value is self._own.get(name) and isinstance(value, torch.Tensor):
+                plain = plain_parameter(value)
+                value = value.detach() if plain is None else plain  # code of the module's may calculate with it
+            given[self._real.get(name) or self._names.wrapped(name)] = value
+        if self._code:
+            found: OrderedDict[str, Any] = OrderedDict()
+            for cut, prefix, number in self._metadata:
+                versions = object_at(number)
+                for name, value in versions.items() if isinstance(versions, Mapping) else ():
+                    below = name[len(cut) :] if cut and f"{name}.".startswith(cut) else None if cut else name
+                    if below is not None:
+                        key = ".".join(part for part in (prefix, below) if part)
+                        found[self._names.wrapped(key)] = dict(value) if isinstance(value, Mapping) else value
+            if self._metadata:
+                given._metadata = found  # type: ignore[attr-defined]
+        return given
+
+    def _is_inference(self) -> bool:
+        tensors = [value for value in self._own.values() if isinstance(value, torch.Tensor)]
+        return bool(tensors) and all(t.is_inference() for t in tensors if not torch.nn.parameter.is_lazy(t))
+
+    @contextmanager
+    def _watched(self, given: Mapping[str, Any], said: list[list[str]]) -> Iterator[None]:
+        """Look on while the module's code works on a state, which shares memory with the module.
+
+        IMPORTANT: what lies in the memory of one entry and has become another, or another view, is copied before the
+        first entry is written to. Otherwise two names that change places would get one value.
+        """
+        if not self._code:
+            yield
+            return
+        in_place = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        live = {at for name, value in in_place.items() if self._is_own(name) for at in memory_of(value)}
+
+        def last(module: Any, state: Any, prefix: str, *_: Any) -> None:
+            for name, value in list(state.items()):
+                if not isinstance(value, torch.Tensor) or value is in_place.get(name):
+                    continue
+                own = self._own.get(self._names.of(name))
+                if isinstance(own, torch.Tensor) and _goes_into_shards(own, value):
+                    state[name] = _spread(own, value)
+                elif live.intersection(memory_of(value)):
+                    state[name] = value.detach().clone()
+
+        def heard(module: Any, keys: Any) -> None:
+            said.append(list(keys.missing_keys))
+
+        coded = [m for m in self.bare.modules() if m is self.bare or _code_of(m) is not None]
+        handles = [m.register_load_state_dict_pre_hook(last) for m in coded]  # type: ignore[no-untyped-call]
+        handles.append(self.bare.register_load_state_dict_post_hook(heard))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _is_own(self, real: str) -> bool:
+        assert self.state is not None
+        name = self._names.of(real)
+        return name in self._own and self.state[name] is self._own[name]
+
+
+def _goes_into_shards(own: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a whole tensor is to go into a sharded one of its shape."""
+    return sharded(own) is not None and sharded(value) is None and own.shape == value.shape
+
+
+def _spread(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies as `own` does, with this process's parts of a whole one."""
+    with torch.no_grad():
+        made = torch.empty_like(own, dtype=value.dtype, requires_grad=False)
+        for part, offsets in target_tensor(made, "").shards:
+            box = value.detach()
+            for dim, (offset, size) in enumerate(zip(offsets, part.shape, strict=True)):
+                box = box.narrow(dim, offset, size)
+            part.copy_(box)
+    return made
+
+
+def _live_state(module: torch.nn.Module) -> Any:
+    """Return a module's state with the parameters themselves: copying one onto itself costs nothing."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:  # an own method of another signature
+        return module.state_dict()
+
+
+def _entries(state: Mapping[str, Any]) -> Iterator[Any]:
+    return (value for name, value in state.items() if not name.endswith(_EXTRA_STATE))
+
+
+def _place(name: str, value: Any) -> Any:
+    in_place = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+    return value if in_place and not name.endswith(_EXTRA_STATE) else Whole(value)
+
+
+def _codes_in(bare: torch.nn.Module, names: BareNames) -> list[_Code]:
+    found: list[_Code] = []
+    for name, module in bare.named_modules(remove_duplicate=False):
+        code = _code_of(module, is_root=module is bare)
+        if code is not None:
+            prefix = f"{names.of(name)}." if name else ""
+            # A hook behind a load is given the missing names of all the module.
+            found.append(_Code("" if module._load_state_dict_post_hooks else prefix, *code))
+    return found
+
+
+def _code_of(module: torch.nn.Module, *, is_root: bool = False) -> tuple[bool, frozenset[str] | None] | None:
+    """Return whether a module's loading code is not torch's own, and the names that it adds; None: it has none."""
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    where = [_home(hook) for hook in hooks]
+    if is_root and _function(module, "load_state_dict") is not torch.nn.Module.load_state_dict:
+        where.append(_home(module.load_state_dict))
+    own = _function(module, "_load_from_state_dict")
+    counts = isinstance(module, _NORM) and _home(own).startswith("torch.nn.")
+    if own is not torch.nn.Module._load_from_state_dict and not counts:
+        where.append(_home(own))
+    # Those of FSDP and its kin look after the module, not after the state.
+    where = [home for home in where if not home.startswith("torch.distributed.")]
+    if where:
+        return any(home != "torch" and not home.startswith("torch.") for home in where), None
+    return (False, frozenset({_COUNTED})) if counts else None
+
+
+def _function(module: torch.nn.Module, name: str) -> Any:
+    method = getattr(module, name)
+    return getattr(method, "__func__", method)
+
+
+def _home(hook: Any) -> str:
+    """Return the name of the Python module that a hook is written in."""
+    hook = getattr(hook, "hook", hook)  # torch wraps those that are given their module
+    hook = getattr(hook, "func", hook)  # functools.partial
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def _entries_below(saved: SavedTree, root: str) -> Iterator[tuple[str, str, Node]]:
+    """Yield (name, FQN, node) of a saved state; `root` is empty or ends in a dot."""
+    at = saved.node_at(root.removesuffix("."))
+    if at is not None and at[1][0] in ("d", "o"):
+        yield from _walk(at[1], "", root)
+        return
+    for fqn, node in saved.leaves.items():
+        if fqn.startswith(root):
+            yield fqn[len(root) :], fqn, node
+
+
+def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]:
+    is_state = node[0] == "o" and node[2] is not None  # of a module: what is a container in it is one entry
+    for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+        name = f"{prefix}{key}"
+        if child is HOLE:
+            continue
+        if child[0] in ("d", "o") and not is_state and not name.endswith(_EXTRA_STATE):
+            yield from _walk(child, f"{name}.", root)
+        else:
+            yield name, f"{root}{name}", child
+
+
+def _metadata_of(saved: SavedTree, root: str) -> list[tuple[str, str, int]]:
+    """Return where the versions of a saved module's submodules are: what to cut off their names, and to put before."""
+    found = []
+    for above in ("", *prefixes(root), *([root] if root else [])):
+        at = saved.node_at(above)
+        if at is not None and at[1][0] == "o" and at[1][2] is not None:
+            below = root[len(above) :].removeprefix(".")
+            found.append((f"{below}." if below else "", "", at[1][2]))
+    at = saved.node_at(root)
+    if at is not None:
+        found += [("", name, number) for name, number in _versions_below(at[1], "")]
+    return found
+
+
+def _versions_below(node: Node, prefix: str) -> Iterator[tuple[str, int]]:
+    if node[0] not in ("d", "o"):
+        return
+    for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+        name = f"{prefix}{key}"
+        if child[0] == "o" and child[2] is not None:
+            yield name, child[2]
+        yield from _versions_below(child, f"{name}.")
