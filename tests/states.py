@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import math
 import random
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,6 +95,7 @@ def every_object() -> dict[str, Any]:
         "flat_list": [1, 2.5, "x", None, True, [3, (4,)]],
         "flat_tuple": (0.9, 0.999),
         "deep_flat": [[[[[1], []], ()]]],
+        "deque": deque([1, [2.5, (None,)]], 5),
     }
 
 
@@ -161,6 +163,10 @@ def every_leaf() -> dict[Any, Any]:
         "ordered": ordered,
         "optim": {"state": {0: {"step": torch.tensor(3.0)}, -7: {}}, "param_groups": [{"lr": 1e-3, "params": [0, 1]}]},
         "nested": [torch.arange(4), (torch.zeros(()), {"deep": [b"x", torch.ones(1, dtype=torch.bool)]}), []],
+        "counter": Counter({3: 2, "x": -1}),
+        "default": defaultdict(list, {"a": [1], "b": [torch.ones(2)]}),
+        "deque": deque([torch.ones(3), {"n": 1}], 4),
+        "keys": {(0, ("a", None)): torch.ones(1), None: 1, 0.5: {}, True: 2, b"x": torch.zeros(1)},
         "empties": {"dict": {}, "list": [], "tuple": (), "ordered": OrderedDict(), "nested": [{}, ()]},
         "tied": {"first": tied, "second": tied, "view": tied[:], "row": tied[1:2]},
         "step": 12,
@@ -197,14 +203,19 @@ def _assert_same(found: Any, expected: Any, where: str, to: dict[Any, Any], back
         assert to.setdefault(key, id(found)) == id(found), f"{where}: an alias was broken"
         assert back.setdefault(id(found), key) == key, f"{where}: an alias was made"
     elif isinstance(expected, Mapping):
-        assert type(found) is (OrderedDict if isinstance(expected, OrderedDict) else dict), f"{where}: {type(found)}"
+        kind = next((k for k in (OrderedDict, Counter, defaultdict) if isinstance(expected, k)), dict)
+        assert type(found) is kind, f"{where}: {type(found)}"
+        if isinstance(expected, defaultdict):
+            assert found.default_factory is expected.default_factory, f"{where}: default_factory"
         assert [(type(k), k) for k in found] == [(type(k), k) for k in expected], f"{where}: keys"
         for key in expected:
             _assert_same(found[key], expected[key], f"{where}.{key}", to, back)
         metadata = getattr(expected, "_metadata", None)
         assert (getattr(found, "_metadata", None) or None) == (metadata or None), f"{where}: _metadata"
-    elif isinstance(expected, (list, tuple)) and type(expected) is not torch.Size:
-        assert type(found) is (list if isinstance(expected, list) else tuple), f"{where}: {type(found)}"
+    elif isinstance(expected, (list, tuple, deque)) and type(expected) is not torch.Size:
+        kind = next(k for k in (list, deque, tuple) if isinstance(expected, k))
+        assert type(found) is kind, f"{where}: {type(found)}"
+        assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None), f"{where}: maxlen"
         assert len(found) == len(expected), f"{where}: length"
         for n, (one, other) in enumerate(zip(found, expected, strict=True)):
             _assert_same(one, other, f"{where}[{n}]", to, back)
@@ -248,6 +259,7 @@ SCALARS: tuple[Callable[[random.Random], Any], ...] = (
     lambda r: [r.randrange(10), [r.random()], ("t", None)],
     lambda r: (1, 2),
     lambda r: [],
+    lambda r: deque([r.randrange(9), "x"], r.choice([None, 2, 7])),
     lambda r: torch.float16,
 )
 if _HAS_NUMPY:
@@ -270,17 +282,26 @@ class StateMaker:
         """Return a random state dict."""
         return {"first": self.tensor(), **self.mapping(0)}
 
-    def key(self) -> str | int:
+    def key(self) -> Any:
         rng = self.rng
+        if rng.random() < 0.04:
+            return rng.choice([None, True, False, -0.25, math.inf, b"raw", (rng.randrange(9), ("x", None)), ()])
         return rng.choice(["weight", "bias", "grüße", "x y", ""]) + str(rng.randrange(99)) if rng.random() < 0.8 else (
             rng.randrange(-50, 1 << 40)
         )  # fmt: skip
 
     def mapping(self, depth: int) -> dict[Any, Any]:
-        """Return a dict or an OrderedDict."""
+        """Return a dict, or another type of one."""
         made = {self.key(): self.value(depth + 1) for _ in range(self.rng.randrange(6))}
-        if self.rng.random() < 0.7:
+        draw = self.rng.random()
+        if draw < 0.65:
             return made
+        if draw < 0.7:
+            return defaultdict(self.rng.choice([None, int, list, deque]), made)
+        if draw < 0.75:
+            counter: dict[Any, Any] = Counter()
+            dict.update(counter, made)
+            return counter
         ordered = OrderedDict(made)
         if self.rng.random() < 0.5:
             ordered._metadata = OrderedDict({"": {"version": self.rng.randrange(5)}})  # type: ignore[attr-defined]
@@ -298,7 +319,10 @@ class StateMaker:
         if draw < 0.9:
             return self.mapping(depth)
         members = [self.value(depth + 1) for _ in range(self.rng.randrange(4))]
-        return members if self.rng.random() < 0.5 else tuple(members)
+        draw = self.rng.random()
+        if draw < 0.1:
+            return deque(members, self.rng.choice([None, 4]))
+        return members if draw < 0.5 else tuple(members)
 
     def tensor(self) -> torch.Tensor:
         """Return a new tensor, one that was there already, or a view of one."""
@@ -319,23 +343,23 @@ class StateMaker:
         """Return a copy of `state`'s containers with one random change in one of them."""
         copied, containers = [], []
 
-        def copy(value: Any) -> Any:
+        def copy_of(value: Any) -> Any:
             if isinstance(value, Mapping):
-                out = type(value)((k, copy(v)) for k, v in value.items())
-                if hasattr(value, "_metadata"):
-                    out._metadata = value._metadata  # type: ignore[attr-defined]
+                out: Any = copy.copy(value)
+                for key in out:
+                    out[key] = copy_of(out[key])
                 containers.append(out)
                 return out
-            if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-                made = [copy(v) for v in value]
+            if isinstance(value, (list, tuple, deque)) and type(value) is not torch.Size:
+                made = [copy_of(v) for v in value]
                 containers.append(made)
-                copied.append((made, type(value)))
+                copied.append((made, value))
                 return made
             return value
 
-        root = copy(state)
+        root = copy_of(state)
         changed = self._change(root, self.rng.choice(containers))
-        return _tuples_again(changed, {id(made): kind for made, kind in copied})
+        return _tuples_again(changed, {id(made): value for made, value in copied})
 
     def _change(self, root: Any, place: Any) -> Any:
         rng = self.rng
@@ -370,19 +394,22 @@ class StateMaker:
             place.clear()
             if change == "reorder":
                 rng.shuffle(items)
-            place.update((self.key() if change == "rename" and k == key else k, v) for k, v in items)
+            for k, v in items:  # a Counter's own update would count
+                place[self.key() if change == "rename" and k == key else k] = v
         else:
             rng.shuffle(place)
         return root
 
 
-def _tuples_again(value: Any, kinds: dict[int, type]) -> Any:
+def _tuples_again(value: Any, kinds: dict[int, Any]) -> Any:
     if isinstance(value, Mapping):
         for key in list(value):
             value[key] = _tuples_again(value[key], kinds)  # type: ignore[index]
         return value
     if id(value) in kinds:
-        kind = kinds[id(value)]
+        before = kinds[id(value)]
         members = [_tuples_again(v, kinds) for v in value]
-        return members if kind is list else tuple(members)
+        if isinstance(before, deque):
+            return deque(members, None if before.maxlen is None else max(before.maxlen, len(members)))
+        return members if isinstance(before, list) else tuple(members)
     return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,13 +74,13 @@ def _extend(value: Any) -> tuple[str, Any] | None:
 
 
 def _keeps_types(value: Any) -> bool:
-    """Whether no namedtuple is in it, of which the codec would make a tuple."""
+    """Whether no namedtuple is in it, of which the codec would make a tuple, nor another subclass like that."""
     kind = type(value)
     if kind in _SCALARS:
         return True
-    if isinstance(value, tuple) and kind not in (tuple, torch.Size):
+    if isinstance(value, (tuple, deque)) and kind not in (tuple, torch.Size, deque):
         return False
-    if kind in (list, tuple, set, frozenset):
+    if kind in (list, tuple, set, frozenset, deque):
         return all(map(_keeps_types, value))
     return not isinstance(value, Mapping) or all(map(_keeps_types, (*value.keys(), *value.values())))
 

@@ -52,7 +52,8 @@ def load(
             `ShardedTensor` and registered types, of which only what this process holds is read, whatever number of
             ranks saved it in whatever pieces. Its objects are replaced; only its keys are read. numpy arrays are filled
             in place where they are writable and dtype and shape are the saved ones, else replaced. Objects with a
-            `load_state_dict()` are given the state that was saved under their name, whole; a module's tensors are
+            `load_state_dict()` are given the state that was saved under their name, whole, and what an optimizer keeps
+            of its parameters stays in the dtypes that it was saved with; a module's tensors are
             filled in place before that, in the bare module, and what it has and the checkpoint lacks counts as missing.
             A module whose state holds dicts or lists is given all of it new.
             Without a target, nesting, key types, aliases and objects come back as saved, states of modules and

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,12 +38,16 @@ def _frozen(value: Any, storages: dict[int, torch.UntypedStorage], empties: dict
             copied = storages.setdefault(storage.data_ptr(), storage.clone())
             return torch.empty(0, dtype=value.dtype).set_(copied, value.storage_offset(), value.shape, value.stride())
     if isinstance(value, dict):
-        made = type(value)((key, _frozen(member, storages, empties)) for key, member in value.items())
+        made = copy.copy(value)
+        for key in made:
+            made[key] = _frozen(value[key], storages, empties)
         if hasattr(value, "_metadata"):
             made._metadata = copy.deepcopy(value._metadata)  # type: ignore[attr-defined]
         return made
     if type(value) in (list, tuple):
         return type(value)(_frozen(member, storages, empties) for member in value)
+    if type(value) is deque:
+        return deque((_frozen(member, storages, empties) for member in value), value.maxlen)
     return copy.deepcopy(value)
 
 
