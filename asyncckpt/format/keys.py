@@ -85,7 +85,7 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
         found = TypedKey(("n",))
     elif len(rest) == 1 and {"b": bool, "f": str, "y": bytes}.get(str(kind)) is type(rest[0]):
         found = TypedKey((kind, *rest))
-        if kind == "f" and key_of(found.value) != found:  # of another length or case, or NaN
+        if kind == "f" and (len(str(rest[0])) != 16 or key_of(found.value) != found):  # of another case, or NaN
             raise ValueError(f"{str(rest[0])[:40]!r} is no float of a key")
     else:
         raise ValueError(f"a key of type {type(raw).__name__}, or of an unknown tag")

@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch")
 import asyncckpt  # noqa: E402
 from asyncckpt import SyncCheckpointer  # noqa: E402
 from asyncckpt.errors import DuplicateNameError, ShapeMismatchError, UnsupportedLeafError  # noqa: E402
+from asyncckpt.format.objects import decode_value  # noqa: E402
+from asyncckpt.format.tree import checked  # noqa: E402
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -395,3 +397,67 @@ def test_a_key_longer_than_the_limit_or_with_more_than_63_bits_is_refused(tmp_pa
             with pytest.raises(UnsupportedLeafError):
                 checkpointer.save({"a": {key: tensor(1)}}, tmp_path / "a")
         checkpointer.save({"a": {(1,): tensor(1)}}, tmp_path / "a")
+
+
+# ---- what a file may not hold
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        *(
+            ("d", (key, ("O", 0)))
+            for key in (None, True, 1.5, b"x", (), ("z",), ("n", 1), ("b", 1), ("b",), ("f", 1.5))
+        ),
+        *(("d", (("f", text), ("O", 0))) for text in ("", "3ff", "7ff8000000000000", "3FF8000000000000", "x" * 16)),
+        *(("d", (("y", "text"), ("O", 0))), ("d", (("t", None), ("O", 0))), ("d", (("t", ("t", ("b", 2))), ("O", 0)))),
+        ("d", (("y", b"x" * 5000), ("O", 0))),
+        ("d", (("t", "x" * 4097), ("O", 0))),
+        *(("d", (1, ("O", 0), key, ("O", 0))) for key in (("b", True), ("f", "3ff0000000000000"))),
+        ("d", (("t", 1), ("O", 0), ("t", ("b", True)), ("O", 0))),
+        *(("d", (), form) for form in (None, "Counter", (), ("Counter", 1), ("counter",), ("dict",), ("OrderedDict",))),
+        *(("d", (), ("defaultdict", name)) for name in ("os.system", "builtins.list", "Counter", 1, ("list",), "")),
+        *(("d", (), ("defaultdict",)), ("d", (), ("defaultdict", None, None)), ("d", (), ("deque", None))),
+        *(("l", (("O", 0),), form) for form in (("deque", 0), ("deque", -1), ("deque", True), ("deque", 1 << 63))),
+        *(("l", (), form) for form in (None, ("deque",), ("list", None), ("Counter",), "deque", ("deque", "1"))),
+        *(("t", (), ("deque", None)), ("r", ("d", ()), ("deque", None)), ("l", 5, ("deque", None))),
+    ],
+    ids=repr,
+)
+def test_a_tree_with_a_key_or_form_that_nobody_writes_is_refused(node: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        checked(node, 0, 1)
+
+
+def test_keys_that_were_made_to_have_one_hash_are_refused() -> None:
+    members: list[Any] = []
+    for n in range(1200):  # the hash of an int is its remainder
+        members += (("t", n * ((1 << 61) - 1)), ("O", 0))
+    with pytest.raises(ValueError, match="one hash"):
+        checked(("d", tuple(members)), 0, 1)
+    assert len(checked(("d", tuple(members[:1600])), 0, 1)[1]) == 1600
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"$": "deque", "v": v}
+        for v in (
+            None,
+            [],
+            [1],
+            [1, 2],
+            ["2", []],
+            [True, [1]],
+            [0, [1]],
+            [-1, []],
+            [1 << 63, []],
+            [None, {}],
+            [2, [], 3],
+        )
+    ],
+    ids=repr,
+)
+def test_a_deque_that_nobody_writes_is_refused(raw: Any) -> None:
+    with pytest.raises(ValueError):
+        decode_value(raw)
