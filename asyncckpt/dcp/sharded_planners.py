@@ -22,13 +22,17 @@ from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
 from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner
 from asyncckpt.errors import (
+    AliasMismatchError,
     CorruptCheckpointError,
     LeafTypeMismatchError,
     OverlappingShardsError,
     UnsupportedLeafError,
 )
+from asyncckpt.loading.shared_memory import clash_of, overlapping
 from asyncckpt.planning.sharding.dtensor import of_dtensor
 from asyncckpt.planning.sharding.recognising import describer
+from asyncckpt.planning.state_dict import PLAIN_TENSORS
+from asyncckpt.planning.torch_types import why_no_memory
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -61,8 +65,10 @@ class ShardedSavePlanner(DefaultSavePlanner):
 class ShardedLoadPlanner(UnflattenedLoadPlanner):
     """Loads into what this process holds of sharded values, from chunks of any other arrangement, in the user's dict.
 
-    A value of a registered type is handed over once, when all its parts are in, also where all of it is here. Arguments
-    are DefaultLoadPlanner's; `flatten_sharded_tensors` changes nothing.
+    A value of a registered type is handed over once, when all its parts are in, also where all of it is here. Tensors
+    that share memory hold what was saved under each of their names, or that is an error; what is read into them takes
+    as much memory again until the last of it is in. Arguments are DefaultLoadPlanner's; `flatten_sharded_tensors`
+    changes nothing.
     """
 
     def set_up_planner(
@@ -78,6 +84,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self._pending: dict[str, set[_Key]] = {}
+        self._shared: set[tuple[str, _Key]] = set()
         leaves: dict[str, Any] = dict(state_dict)
         paths: dict[str, Any] = {fqn: (fqn,) for fqn in leaves}
         if self.flatten_state_dict:
@@ -130,7 +137,50 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
                     saved="object",
                     wanted="tensor",
                 )
+        self._find_shared([item for item in new_plan.items if item.type is LoadItemType.TENSOR])
         return super().finish_plan(new_plan)
+
+    def _find_shared(self, items: list[ReadItem]) -> None:
+        """Take note of the reads into memory that others read into, too."""
+        self._read: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        places = [(item, self._place_of(item)) for item in items]
+        real = [(item, place) for item, place in places if type(place) in PLAIN_TENSORS and not why_no_memory(place)]
+        self._shared = {_named_key(real[n][0]) for n in overlapping([place for _, place in real])}
+
+    def _place_of(self, item: ReadItem) -> torch.Tensor:
+        place: torch.Tensor = self.transform_tensor(item, self.lookup_tensor(item.dest_index)).detach()
+        return place
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return where a read goes; new memory where others go there, too."""
+        if _named_key(read_item) not in self._shared:
+            found: torch.Tensor = super().resolve_tensor(read_item)
+            return found
+        place = self._place_of(read_item)
+        return torch.empty(place.shape, dtype=place.dtype, device=place.device)
+
+    def _take_shared(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Put what was read to its place; after the last, check that each place holds it.
+
+        Raises:
+            AliasMismatchError: One does not.
+        """
+        place = self._place_of(read_item)
+        place.copy_(tensor)
+        self._read.append((read_item.dest_index.fqn, place, tensor.detach()))
+        if len(self._read) < len(self._shared):
+            return
+        read, self._read, self._shared = self._read, [], set()
+        for number, (fqn, place, value) in enumerate(read):
+            other = clash_of(number, place, value, [place for _, place, _ in read])
+            if other is not None:
+                raise AliasMismatchError(
+                    f"{read[other][0]!r} and {fqn!r} share memory in the target, and the values that were saved under "
+                    "them differ; they hold values of both, and other tensors of the target are filled. Give each "
+                    "memory of its own in the target, or leave one of them out",
+                    fqn=read[other][0],
+                    other_fqn=fqn,
+                )
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of a shard, or what the default planner finds."""
@@ -154,8 +204,11 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
 
         Raises:
             OverlappingShardsError: The read was committed before, or never planned.
+            AliasMismatchError: It was the last one into memory that the target shares, and the values differ there.
         """
         fqn = read_item.dest_index.fqn
+        if _named_key(read_item) in self._shared:
+            self._take_shared(read_item, tensor)
         leaf = self.state_dict.get(fqn)
         if not isinstance(leaf, ShardsOf):
             return super().commit_tensor(read_item, tensor)
@@ -173,6 +226,10 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             del self._pending[fqn]
             leaf.commit()
         return None
+
+
+def _named_key(item: ReadItem) -> tuple[str, _Key]:
+    return item.dest_index.fqn, _key(item)
 
 
 def _is_meta(value: torch.Tensor) -> bool:

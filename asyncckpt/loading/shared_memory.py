@@ -172,20 +172,35 @@ def fill_shared(placements: Sequence[Placement], names: Sequence[str], read: Rea
 
     Blocks: for the reads, two of everything.
     """
-    parts = list(enumerate(placements))
+    parts, targets = list(enumerate(placements)), [placement.target for placement in placements]
     for batch in _batches(parts):
         for (_, window), value in zip(batch, _values(batch, read), strict=True):
             fill_box(window.target, (0,) * value.dim(), value)
     for batch in _batches(parts):
         for (n, window), value in zip(batch, _values(batch, read), strict=True):
-            place = _first_difference(window.target, value)
-            if place is not None:
-                # What lies there now is of the last one that was filled and has an element there.
-                there = (m for m, one in parts if m != n and _holds(extent_of(one.target), place))
-                other = max(there, default=n)
+            other = clash_of(n, window.target, value, targets)
+            if other is not None:
                 one, two = (names[m] for m in sorted((n, other)))
                 left = "the tensors of the target are filled, these with values of both; its objects are as they were"
                 raise _mismatch(one, two, path, "share memory in the target", left)
+
+
+def clash_of(number: int, target: torch.Tensor, value: torch.Tensor, filled: Sequence[torch.Tensor]) -> int | None:
+    """Return which one of several tensors has left other bytes in one of them than it was filled with.
+
+    Args:
+        number: Of the one that is looked at.
+        target: It, or a box of it.
+        value: What was filled in.
+        filled: All of them, in the order in which they were filled.
+
+    Returns:
+        The number of the last one that was filled and has an element there; None: it holds `value`.
+    """
+    place = _first_difference(target, value)
+    if place is None:
+        return None
+    return max((n for n, one in enumerate(filled) if n != number and _holds(extent_of(one), place)), default=number)
 
 
 def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 import asyncckpt
 from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader
 from asyncckpt.errors import (
+    AliasMismatchError,
     CorruptCheckpointError,
     DuplicateNameError,
     LeafTypeMismatchError,
@@ -325,3 +326,71 @@ def test_sharded_values_without_elements_are_in_the_checkpoint(tmp_path: Path, s
     dcp_calls.load(dict(state), reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
     target = {"slice": torch.ones(0, 3), "flat": torch.ones(4, 0)}
     dcp_calls.load(target, reader(storage, tmp_path / "c"))
+
+
+# ---- targets that share memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("kind", ["tied", "transposed", "slice", "conj", "in_a_shard"])
+def test_targets_that_share_memory_hold_what_was_saved_under_each_name_or_both_are_named(
+    tmp_path: Path, storage: str, kind: str
+) -> None:
+    def made(square: torch.Tensor, z: torch.Tensor) -> dict[str, Any]:
+        other: Any = {
+            "tied": square, "transposed": square.t(), "slice": square[1:, :3], "conj": z.conj(),
+            "in_a_shard": asyncckpt.ShardedSlice(square.t(), (4, 4), (0, 0)),
+        }[kind]  # fmt: skip
+        return {"one": z if kind == "conj" else square, "apart": square.new_zeros(3), "nested": {"other": other}}
+
+    square, z = torch.randn(4, 4), torch.randn(5, dtype=torch.complex64)
+    whole, found = made(square, z)["one"], made(square, z)["nested"]["other"]
+    saved = {"one": whole, "apart": torch.ones(3), "nested": {"other": getattr(found, "tensor", found).clone()}}
+    dcp_calls.save(saved, writer(storage, tmp_path / "c"), planner=ShardedSavePlanner())
+    memory = torch.zeros(4, 4), torch.zeros(5, dtype=torch.complex64)
+    target = made(*memory)
+    dcp_calls.load(target, reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert torch.equal(target["one"], whole) and target["apart"].tolist() == [1, 1, 1]
+
+    saved["nested"]["other"] = saved["nested"]["other"] + 1
+    dcp_calls.save(saved, writer(storage, tmp_path / "d"), planner=ShardedSavePlanner())
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.load(made(*memory), reader(storage, tmp_path / "d"), planner=ShardedLoadPlanner())
+    error = dcp_calls.reason(caught.value)
+    assert isinstance(error, AliasMismatchError)
+    assert {error.fqn, error.other_fqn} == {"one", "nested.other"}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_slices_of_one_tensor_are_read_to_where_they_lie(
+    tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.randn(6, 4)
+    saved = {"q": whole[:, :2].clone(), "k": whole[:2, 2:].clone(), "v": whole[2:, 2:].clone()}
+    dcp_calls.save(saved, writer(storage, tmp_path / "c"), planner=ShardedSavePlanner())
+    memory = torch.zeros(6, 4)
+    monkeypatch.setattr(ShardedLoadPlanner, "_take_shared", lambda *_: pytest.fail("read twice"))
+    target = {"q": memory[:, :2], "k": memory[:2, 2:], "v": memory[2:, 2:]}
+    dcp_calls.load(target, reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert torch.equal(memory, whole)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_part_of_a_registered_type_that_shares_memory_is_in_when_it_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    seen: list[list[float]] = []
+    monkeypatch.setattr(recognising, "_registered", {})
+
+    class Row:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    asyncckpt.register_shard_type(
+        Row, lambda row: ((4,), [(row.tensor, (0,))]), lambda row, _: seen.append(row.tensor.tolist())
+    )
+    dcp_calls.save({"w": torch.arange(8.0), "r": torch.arange(2.0, 6)}, writer(storage, tmp_path / "c"))
+    memory = torch.zeros(8)
+    target = {"w": memory, "r": Row(memory[2:6])}
+    dcp_calls.load(target, reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert memory.tolist() == list(range(8)) and seen == [[2, 3, 4, 5]]
