@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asyncckpt.examples.digests import digest_of
-from asyncckpt.integrations.lightning import AttachOptimizers, WorkerModelParallelStrategy  # <-
+from asyncckpt.integrations.lightning import WorkerModelParallelStrategy  # <-
 
 WIDTH, SAMPLES, BATCH = 16, 64, 4
 
@@ -61,8 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> str:
     kind = ModelParallelStrategy if args.stock else WorkerModelParallelStrategy  # <-
     strategy = kind(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
     callbacks: list[L.Callback] = [ModelCheckpoint(args.dir, "{step}", every_n_train_steps=3, save_top_k=-1)]
-    if not args.stock:
-        callbacks.append(AttachOptimizers())  # <-
     trainer = L.Trainer(
         max_steps=args.steps,
         accelerator="cpu",

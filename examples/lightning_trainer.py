@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--attach", action="store_true", help="saves copy behind forward and backward")
     parser.add_argument("--stock", action="store_true")
     args = parser.parse_args(arguments)
 
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
         storage = WorkerCheckpointIO()  # <-
         storage.recover(args.dir)  # <- what a run that was killed had staged is published before anybody looks
         plugins.append(storage)  # <-
-        callbacks.append(AttachOptimizers())  # <- saves copy behind forward and backward
+        if args.attach:
+            callbacks.append(AttachOptimizers())  # <- only step() and load_state_dict() may change the weights
     trainer = L.Trainer(
         max_steps=args.steps,
         accelerator="cpu",

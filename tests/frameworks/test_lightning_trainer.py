@@ -51,7 +51,7 @@ def test_files_are_those_that_stock_writes_and_stock_goes_on_from_them(
 def test_interrupted_in_the_middle_of_an_epoch_it_ends_as_an_uninterrupted_stock_training(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path, rng: random.Random
 ) -> None:
-    arguments = ["--dir", str(tmp_path / "killed"), "--steps", "50"]
+    arguments = ["--dir", str(tmp_path / "killed"), "--steps", "50", "--attach"]
     found = trainings.interrupted("lightning_trainer", arguments, worker.endpoint, tmp_path, rng, last_step=40)
     stock = ["--dir", str(tmp_path / "whole"), "--steps", "50", "--stock"]
     assert [found] == trainings.result("lightning_trainer", stock, worker.endpoint)
