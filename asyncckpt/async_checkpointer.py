@@ -301,8 +301,12 @@ class AsyncCheckpointer(Overlapping):
             return
         self._closed = True
         deadline = time.monotonic() + timeout_s
+        # A daemon thread of the user's may be in save(), and must not be in torch when the interpreter is taken down.
+        if at_exit and self._saving.acquire(timeout=timeout_s * STAGED_SHARE / 2):
+            self._saving.release()
         if isinstance(self._stager, SlotStager):
-            self._stager.overlap.leave(timeout_s * STAGED_SHARE, join_s=timeout_s * (1 - STAGED_SHARE) / 2)
+            copies_s = max(0.0, deadline - time.monotonic()) * STAGED_SHARE
+            self._stager.overlap.leave(copies_s, join_s=timeout_s * (1 - STAGED_SHARE) / 2)
         for process in reversed(self._workers()):
             process.flush((deadline - time.monotonic()) / 2)
             process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)

@@ -11,6 +11,7 @@ from functools import partial
 
 from asyncckpt import launcher
 from asyncckpt.config import CheckpointerConfig
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,
@@ -154,7 +155,7 @@ class Connection:
             with contextlib.suppress(AsyncCkptError):
                 self.connect()
 
-        thread = threading.Thread(target=run, name="asyncckpt-connect", daemon=True)
+        thread = BackgroundThread(run, "asyncckpt-connect")
         with contextlib.suppress(RuntimeError):  # can't start new thread: the first save connects
             thread.start()
             self._connecting = thread

@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.failpoints import reach
@@ -262,7 +263,7 @@ class Coordination:
     def _stay_away(self, sequences: range) -> None:
         """Tell ranks that meet at saves which this one took without meeting. In a thread, as this one must not wait."""
         for name in [f"save/{one}" for one in sequences if one not in self._met]:
-            thread = threading.Thread(target=self.refuse_meeting, args=(name, LATE), name="asyncckpt-late", daemon=True)
+            thread = BackgroundThread(self.refuse_meeting, "asyncckpt-late", (name, LATE))
             try:
                 thread.start()
             except RuntimeError as error:  # can't start new thread: the others wait for as long as they have patience

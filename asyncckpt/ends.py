@@ -1,13 +1,15 @@
-"""What happens to living checkpointers when the interpreter exits, and in a forked child."""
+"""What happens to living checkpointers, and to our threads, when the interpreter exits, and in a forked child."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import threading
 import time
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 EXIT_WAIT_S = 4.5
 """Interpreter exit, and leaving by an exception, wait no longer, all checkpointers together.
@@ -15,7 +17,63 @@ EXIT_WAIT_S = 4.5
 GUARANTEES P13 gives an exit 5 s: what is left of them is for ending threads and unmapping, on a machine that is busy.
 """
 
+GIVE_UP_S = 0.25
+"""What a thread that was told to give up gets for its last piece. The rest of the 5 s is for what comes after it."""
+
 _log = logging.getLogger("asyncckpt")
+
+
+class BackgroundThread(threading.Thread):
+    """A thread that must not keep the interpreter alive, but has ended before that is taken down.
+
+    IMPORTANT: every thread of ours is one. Before Python 3.14 a daemon thread that wants the interpreter's lock while
+    that is finalised is unwound where it stands. In a destructor of torch, under a tensor that the thread drops or a
+    copy that it makes, that ends the process: "terminate called without an active exception", exit code 134.
+
+    Args:
+        target: What it does.
+        name: For people.
+        args: For `target`.
+        end: Called when the interpreter exits, after checkpointers have left: the thread should end soon, whatever it
+            waits for. None: it ends by itself.
+        give_up: Called when the time for that is over: the thread should drop what it does. Neither may wait.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., object],
+        name: str,
+        args: Iterable[Any] = (),
+        *,
+        end: Callable[[], None] | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self.end, self.give_up = end, give_up
+
+    def start(self) -> None:
+        """As `threading.Thread.start`.
+
+        Raises:
+            RuntimeError: The system has no thread left, or the interpreter exits.
+        """
+        _running.add(self)  # before the look: an exit looks after it has said so
+        try:
+            if _exiting.is_set():
+                raise RuntimeError("can't start new thread: the interpreter exits")
+            super().start()
+        except BaseException:
+            if self.ident is None:
+                _running.discard(self)
+            raise
+
+    def run(self) -> None:
+        """As `threading.Thread.run`."""
+        try:
+            super().run()
+        finally:
+            self.end = self.give_up = None  # they may refer to who refers to this
+            _running.discard(self)
 
 
 class Ending(Protocol):
@@ -29,6 +87,8 @@ class Ending(Protocol):
 
 
 _living: weakref.WeakSet[Ending] = weakref.WeakSet()
+_running: set[BackgroundThread] = set()
+_exiting = threading.Event()
 
 
 def remember(checkpointer: Ending) -> None:
@@ -45,9 +105,24 @@ def _at_exit() -> None:
     deadline = time.monotonic() + EXIT_WAIT_S
     for checkpointer in list(_living):
         try:
-            checkpointer.leave(max(0.1, deadline - time.monotonic()), at_exit=True)
+            checkpointer.leave(max(0.1, deadline - GIVE_UP_S - time.monotonic()), at_exit=True)
         except Exception:
             _log.exception("a checkpointer did not end in order")
+    _exiting.set()
+    _end_threads(deadline)
+
+
+def _end_threads(deadline: float) -> None:
+    """End what still runs: of checkpointers that were dropped, or whose user is called back, and of no checkpointer."""
+    for call, until in (("end", deadline - GIVE_UP_S), ("give_up", deadline)):
+        threads = [one for one in list(_running) if one is not threading.current_thread()]
+        for thread in threads:
+            told = getattr(thread, call)
+            if told is not None:
+                told()
+        for thread in threads:
+            if thread.ident is not None:  # else it is just being started, and ends with what starts it
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 def _in_child() -> None:
@@ -55,6 +130,7 @@ def _in_child() -> None:
     for checkpointer in list(_living):
         checkpointer.close_inherited_fds()
     _living.clear()
+    _running.clear()  # none of them lives there
 
 
 atexit.register(_at_exit)

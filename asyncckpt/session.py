@@ -187,8 +187,7 @@ class Session(SessionThread):
         """
         if os.getpid() != self._owner_pid:
             return
-        self._stopping = True
-        self._ring()
+        self._stop()
         if self.thread.ident is not None and threading.current_thread() is not self.thread:
             self.thread.join(timeout_s)
         with self._lock:
@@ -202,12 +201,6 @@ class Session(SessionThread):
             if fd >= 0:
                 os.close(fd)
         self._wake = self._pidfd = -1
-
-    def _ring(self) -> None:
-        with self._lock:
-            if self._wake >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_write(self._wake, 1)
 
 
 def greeting(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:

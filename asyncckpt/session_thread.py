@@ -15,6 +15,7 @@ from concurrent.futures import Future
 
 import zmq
 
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, ProtocolError, ProtocolVersionError, WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.identity import open_pidfd
@@ -112,12 +113,23 @@ class SessionThread:
         self._next_heartbeat = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._owner_pid = os.getpid()
-        self.thread = threading.Thread(target=self._run, name="asyncckpt-client", daemon=True)
+        self.thread = BackgroundThread(self._run, "asyncckpt-client", give_up=self._stop)
 
     @property
     def worker(self) -> messages.Welcome:
         """Who the worker is; only after `open`."""
         return self._welcome.result(0)
+
+    def _stop(self) -> None:
+        """Let the thread end with its turn. Does not wait."""
+        self._stopping = True
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         error = WorkerUnavailableError("the session was closed", endpoint=self.endpoint, detail=CLOSED)

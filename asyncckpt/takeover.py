@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from asyncckpt.connection import Connection
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.failpoints import reach
 from asyncckpt.pending import PendingSaves, Unended
@@ -146,7 +147,7 @@ class Takeover:
             self._wanted = True
             if self._thread is not None:
                 return None
-            thread = threading.Thread(target=self._run, args=(connection,), name="asyncckpt-takeover", daemon=True)
+            thread = BackgroundThread(self._run, "asyncckpt-takeover", (connection,))
             try:
                 thread.start()
             except RuntimeError as error:  # can't start new thread

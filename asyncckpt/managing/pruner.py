@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from asyncckpt.ends import BackgroundThread
+
 LOOK_S = 0.2
 """How often who waits looks whether there is a hurry. Chosen."""
 
@@ -33,7 +35,7 @@ class Pruner:
             if self._ended:
                 return
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="asyncckpt-retention", daemon=True)
+                thread = BackgroundThread(self._run, "asyncckpt-retention", end=self._end)
                 try:
                     thread.start()
                 except RuntimeError:  # can't start new thread: the next commit asks again
@@ -77,15 +79,18 @@ class Pruner:
                 self._changed.wait(min(left, LOOK_S))
         return True
 
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
     def close(self, timeout_s: float) -> None:
         """Finish what was asked for, and end. Twice is fine.
 
         Blocks: at most `timeout_s`; what is not done by then ends with the process, and is done by the next manager.
         """
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-            thread = self._thread
+        self._end()
+        thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
             if thread.is_alive():

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.managing.noticeboard import Noticeboard
 
@@ -51,7 +52,7 @@ class Watch:
     def start(self) -> None:
         """Begin, once. Without a thread for it, which is said once, the next call tries again."""
         if self._thread is None and not self._ended:
-            thread = threading.Thread(target=self._run, name="asyncckpt-watch", daemon=True)
+            thread = BackgroundThread(self._run, "asyncckpt-watch", end=self._end)
             try:
                 thread.start()
             except RuntimeError as error:  # can't start new thread
@@ -93,6 +94,10 @@ class Watch:
             _log.exception("the ranks cannot agree on when to save or to stop any more")
             self._ended = True
 
+    def _end(self) -> None:
+        self._ended = True
+        self._wake.set()
+
     def close(self, last: Callable[[Noticeboard], None], timeout_s: float) -> None:
         """End. Twice is fine.
 
@@ -101,8 +106,7 @@ class Watch:
             timeout_s: How long to wait for a look that is under way.
         """
         thread, self._thread = self._thread, None
-        self._ended = True
-        self._wake.set()
+        self._end()
         if thread is None:
             return
         thread.join(timeout_s)

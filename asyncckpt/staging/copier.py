@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from asyncckpt.ends import BackgroundThread
+from asyncckpt.errors import CheckpointerClosedError
 from asyncckpt.staging.deferred import DeferredCopy, OnEnd
 
 WAIT_STEP_S = 1.0
@@ -62,7 +64,7 @@ class Copier:
             self._queue.append(copy)
             if self._thread is not None:
                 return
-            self._thread = thread = threading.Thread(target=self._run, name="asyncckpt-overlap", daemon=True)
+            self._thread = thread = BackgroundThread(self._run, "asyncckpt-overlap", give_up=self._abort)
         try:
             thread.start()
         except BaseException as error:
@@ -132,6 +134,9 @@ class Copier:
         """Let every save whose copy has not ended fail with `error`. Does not wait."""
         for copy in list(self._copies):
             copy.give_up(error)
+
+    def _abort(self) -> None:
+        self.give_up(CheckpointerClosedError("the interpreter ended while the state was being copied"))
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended, at most `timeout_s`; says whether it has."""

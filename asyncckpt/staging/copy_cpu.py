@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STAGED_OFFSET
@@ -256,7 +257,7 @@ class SlotImage:
         nbytes = sum(m[2] for m in self._moves)
         wanted = min(pace.threads, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
         for _ in range(wanted if pace.nice else wanted - 1):
-            mover = threading.Thread(target=move_all, args=(self._moves, pace), name="asyncckpt-copy", daemon=True)
+            mover = BackgroundThread(move_all, "asyncckpt-copy", (self._moves, pace))
             self._movers.append(mover)
             try:
                 mover.start()
@@ -272,7 +273,7 @@ class SlotImage:
         if shared and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
             half = len(boxes) // 2
             self._half.append((targets[:half], sources[:half]))
-            mover = threading.Thread(target=self._copy_half, name="asyncckpt-copy", daemon=True)
+            mover = BackgroundThread(self._copy_half, "asyncckpt-copy")
             self._movers.append(mover)
             try:
                 mover.start()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.staging.device import SUCCESS, UNLOADING, Device
 
 PIECE_NBYTES = 256 << 20
@@ -98,7 +98,7 @@ def _apart(work: Callable[[], None]) -> None:
 
     Blocks for the driver, 0.1 s and more per GB. An interrupt is raised when the thread has ended.
     """
-    thread = threading.Thread(target=work, name="asyncckpt-pin", daemon=True)
+    thread = BackgroundThread(work, "asyncckpt-pin")
     interrupt: BaseException | None = None
     try:
         thread.start()

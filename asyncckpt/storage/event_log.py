@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError
 
 EVENTS_NAME = "events.jsonl"
@@ -86,7 +87,7 @@ class EventLog:
             self._changed.notify_all()
 
     def _started(self) -> bool:
-        self._thread = threading.Thread(target=self._run, name="asyncckpt-events", daemon=True)
+        self._thread = BackgroundThread(self._run, "asyncckpt-events", end=lambda: self.close(0.0))
         try:
             self._thread.start()
         except RuntimeError:  # can't start new thread

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from types import TracebackType
 
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.index import RankIndex
@@ -45,7 +46,7 @@ class ReadAhead:
             return
         if self._stopped or len(index.structure) < MIN_STRUCTURE_NBYTES:
             return
-        thread = threading.Thread(target=self._run, args=(path, index), name="asyncckpt-read-ahead", daemon=True)
+        thread = BackgroundThread(self._run, "asyncckpt-read-ahead", (path, index), end=self.stop)
         with contextlib.suppress(RuntimeError):  # can't start new thread
             thread.start()
             self._thread = thread

@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "format": {"errors", "dtypes", "msgpacked"},
     "memory": {"errors", "dtypes", "failpoints", "libc"},
     "protocol": {"errors", "dtypes", "msgpacked"},
-    "storage": {"errors", "dtypes", "failpoints", "libc", "uninterrupted", "format", "memory"},
+    "storage": {"ends", "errors", "dtypes", "failpoints", "libc", "uninterrupted", "format", "memory"},
+    "ends": set(),
     "uninterrupted": set(),
     "retention": {"errors", "format", "storage"},
     "foreign": {"errors", "dtypes", "failpoints", "format", "storage"},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
 
 QUIET_ROOMS = {
     *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
-    *("msgpacked", "failpoints", "libc", "uninterrupted"),
+    *("ends", "msgpacked", "failpoints", "libc", "uninterrupted"),
     *("protocol", "format", "memory", "storage", "retention", "foreign", "recall", "cli", "doctor", "reporting"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
