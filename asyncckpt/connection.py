@@ -19,6 +19,7 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.dealer import NO_DESCRIPTORS
 from asyncckpt.session import START_AFTER_S, Session
 
 RESTART_GRACE_S = 2.0
@@ -130,8 +131,9 @@ class Connection:
             session.open(deadline, begin, grace)
         except BaseException as error:
             # One of another version has answered: the next save may find another one in its place, and starts it.
-            silent = isinstance(error, AsyncCkptError) and not isinstance(error, ProtocolVersionError)
-            self._unreachable = self._unreachable or silent
+            if isinstance(error, AsyncCkptError) and not isinstance(error, ProtocolVersionError):
+                # Where no descriptor was left, that says nothing about the worker.
+                self._unreachable = self._unreachable or error.facts().get("detail") != NO_DESCRIPTORS
             session.close()
             raise
         finally:

@@ -18,6 +18,7 @@ from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, WorkerUnavailableError
 from asyncckpt.failpoints import reach
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.dealer import curve_keys
 
 FOLLOW_TIMEOUT_S = 15.0
 """How long a worker tries to reach the one beside rank 0 in the first save. Chosen: some retries of a lost packet."""
@@ -116,11 +117,8 @@ class Links:
             self._address = _told(found[0])[0]
 
     def _lead(self, run_id: str) -> bytes:
-        import zmq
-
         if run_id not in self._keys:
-            public, secret = zmq.curve_keypair()
-            self._keys = {run_id: (public.decode(), secret.decode())}
+            self._keys = {run_id: curve_keys("rank 0")}
         client_public, client_secret = self._keys[run_id]
         build = partial(_lead, run_id, client_public, 0, "")
         reach("ranks: leading")

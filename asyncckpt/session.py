@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.endpoint import check_directory, socket_path
-from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.protocol.identity import own_start_ticks
 from asyncckpt.session_thread import SessionThread
 
 LATE_S = 1.0
@@ -197,16 +197,21 @@ class Session(SessionThread):
 
     def close_inherited_fds(self) -> None:
         """In a forked child: drop the child's copies of our own fds. The socket is left alone."""
-        for fd in (self._wake, self._pidfd):
-            if fd >= 0:
-                os.close(fd)
-        self._wake = self._pidfd = -1
+        if self._wake >= 0:
+            os.close(self._wake)
+        self._wake = -1
+        if self._watch is not None:
+            self._watch.close()
 
 
 def greeting(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:
-    """Return what builds this process's Hello; `replaces`: the name of its session before, which the worker ends."""
+    """Return what builds this process's Hello; `replaces`: the name of its session before, which the worker ends.
+
+    Raises:
+        WorkerUnavailableError: /proc cannot be read.
+    """
     pid = os.getpid()
-    started = start_ticks(pid) or 0
+    started = own_start_ticks()
 
     def build(number: int, session: str) -> messages.Hello:
         return messages.Hello(

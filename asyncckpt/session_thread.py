@@ -6,38 +6,35 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-import zmq
-
 from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, ProtocolError, ProtocolVersionError, WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
-from asyncckpt.protocol.identity import open_pidfd
+from asyncckpt.protocol.dealer import NO_DESCRIPTORS, Dealer
+from asyncckpt.protocol.identity import ProcessWatch, watch
 
 RESEND_S = 1.0
 """A request without an answer is sent again after this. Chosen: far above a round trip, far below any deadline."""
 
 HELLO_RESEND_S = 0.05
 POLL_S = 0.2
-LAST_WORDS_MS = 50
+LAST_WORDS_S = 0.05
 LATE_TURN_S = 1.0
 """A turn of the loop takes `POLL_S`; one that took so much longer says something about us, not about the worker."""
 
 DIED = "died"
-"""Detail of the error of a loss that is proved: by the worker's pidfd, which the kernel makes readable at its end."""
+"""Detail of the error of a loss that is proved: the worker's process has ended."""
 
 CLOSED = "closed"
 """Detail of the error of a session that we have ended."""
 
 LEAVE_S = 3.0
-GOODBYE_LINGER_MS = 200
-HIGH_WATER_MARK = 1000
+GOODBYE_LINGER_S = 0.2
 _log = logging.getLogger("asyncckpt.session")
 
 
@@ -49,33 +46,6 @@ class Outstanding:
     def __init__(self, frames: list[bytes], future: Future[messages.Message], deadline: float) -> None:
         self.frames, self.future, self.deadline = frames, future, deadline
         self.sent = 0.0
-
-
-class _Wire:
-    """The socket and its context, closed together."""
-
-    def __init__(self, endpoint: str, name: str) -> None:
-        self.linger_ms = 0
-        self._context = zmq.Context(io_threads=1)
-        try:
-            self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-            self.socket.setsockopt(zmq.IDENTITY, name.encode())
-            for option, value in (
-                (zmq.LINGER, 0),
-                (zmq.SNDHWM, HIGH_WATER_MARK),
-                (zmq.RCVHWM, HIGH_WATER_MARK),
-                (zmq.MAXMSGSIZE, codec.MAX_FRAME_NBYTES),
-                (zmq.RECONNECT_IVL, 20),
-            ):
-                self.socket.setsockopt(option, value)
-            self.socket.connect(endpoint)
-        except BaseException:
-            self._context.destroy(0)
-            raise
-
-    def close(self) -> None:
-        """Close both; what is on its way gets `linger_ms`."""
-        self._context.destroy(self.linger_ms)
 
 
 class SessionThread:
@@ -106,12 +76,16 @@ class SessionThread:
         self._error: WorkerUnavailableError | None = None
         self._stopping = False
         self._welcome: Future[messages.Welcome] = Future()
-        self._pidfd = -1
+        self._watch: ProcessWatch | None = None
         self._heartbeat_s = 1.0
         self._has_ended = False
         self._silent_since: float | None = None
         self._next_heartbeat = 0.0
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as caught:
+            text = f"the worker at {endpoint} cannot be reached, for no file descriptor is to be had: {caught.strerror}"
+            raise WorkerUnavailableError(text, endpoint=endpoint, detail=NO_DESCRIPTORS) from caught
         self._owner_pid = os.getpid()
         self.thread = BackgroundThread(self._run, "asyncckpt-client", give_up=self._stop)
 
@@ -135,8 +109,9 @@ class SessionThread:
         error = WorkerUnavailableError("the session was closed", endpoint=self.endpoint, detail=CLOSED)
         lost = False
         try:
-            with contextlib.closing(_Wire(self.endpoint, self.name)) as wire:
-                self._loop(wire)
+            with contextlib.closing(Dealer(self.endpoint, self.name)) as dealer:
+                if self._loop(dealer):
+                    dealer.close(GOODBYE_LINGER_S)
         except WorkerUnavailableError as caught:
             # Whatever else was noticed first: what may be done now depends on whether the worker is dead.
             error, lost = self._gone() if self._has_died() else caught, True
@@ -151,9 +126,8 @@ class SessionThread:
             self._error = error
             waiting = [item[2] for item in self._queue] + [o.future for o in self._outstanding.values()]
             self._queue.clear()
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
-                self._pidfd = -1
+            if self._watch is not None:
+                self._watch.close()
         for future in waiting:
             future.set_exception(error)
         if not self._welcome.done():
@@ -168,48 +142,40 @@ class SessionThread:
         if abandoned is not None:
             abandoned()
 
-    def _loop(self, wire: _Wire) -> None:
-        socket = wire.socket
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+    def _loop(self, dealer: Dealer) -> bool:
+        """Send and receive until the session ends; says whether there is a goodbye on its way."""
         greeted, next_hello = False, 0.0
         while not self._stopping:
             now = time.monotonic()
             self._forgive_if_late(now)
             self._turned = now
             if self._on_end is not None and self._may_leave(now):
-                self._send(socket, codec.encode(messages.Goodbye(id=0)))
-                wire.linger_ms = GOODBYE_LINGER_MS
-                return
+                dealer.send(codec.encode(messages.Goodbye(id=0)))
+                return True
             if not greeted and now >= next_hello:
-                self._send(socket, codec.encode(self._hello(0, self.name)))
+                dealer.send(codec.encode(self._hello(0, self.name)))
                 next_hello = now + HELLO_RESEND_S
-            events = dict(poller.poll(int(1000 * (POLL_S if greeted else HELLO_RESEND_S))))
-            if self._wake in events:
+            pidfds = [] if self._watch is None or self._watch.fd < 0 else [self._watch.fd]
+            ready = dealer.wait([self._wake, *pidfds], POLL_S if greeted else HELLO_RESEND_S)
+            if self._wake in ready:
                 os.eventfd_read(self._wake)
-            while socket.poll(0):
-                self._receive(socket.recv_multipart())
+            while (frames := dealer.receive()) is not None:
+                self._receive(frames)
                 if greeted and self._queue:  # a hook's answer leaves before the next hook is run
-                    self._flush(socket)
-            if self._welcome.done() and not greeted:
-                greeted = True
-                poller.register(self._pidfd, zmq.POLLIN)
-            if self._pidfd >= 0 and self._pidfd in events:
+                    self._flush(dealer)
+            greeted = greeted or self._welcome.done()
+            if self._has_died():
                 # A drained worker's last words, "committed" say, may still be on their way through the socket.
-                while socket.poll(LAST_WORDS_MS):
-                    self._receive(socket.recv_multipart())
+                while (frames := dealer.receive(LAST_WORDS_S)) is not None:
+                    self._receive(frames)
                 raise self._gone()
             if greeted:
-                self._beat(socket)
-                self._flush(socket)
+                self._beat(dealer)
+                self._flush(dealer)
+        return False
 
     def _has_died(self) -> bool:
-        if self._pidfd < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._watch is not None and self._watch.has_ended()
 
     def _gone(self) -> WorkerUnavailableError:
         text = f"the worker (pid {self.worker.pid}) at {self.endpoint} is gone: it has died, or was told to end"
@@ -227,7 +193,7 @@ class SessionThread:
         self._leaving_since = now if self._leaving_since is None else self._leaving_since
         return not (self._queue or self._outstanding) or now - self._leaving_since > LEAVE_S
 
-    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+    def _beat(self, dealer: Dealer) -> None:
         now = time.monotonic()
         self._forgive_if_late(now)
         if self._silent_since is not None and now - self._silent_since > self._timeout_s:
@@ -239,11 +205,11 @@ class SessionThread:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
             saves = tuple(self._pending())[: messages.MAX_TABLE]
-            self._send(socket, codec.encode(messages.Heartbeat(id=0, saves=saves)))
+            dealer.send(codec.encode(messages.Heartbeat(id=0, saves=saves)))
             if self._silent_since is None:
                 self._silent_since = now
 
-    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+    def _flush(self, dealer: Dealer) -> None:
         now = time.monotonic()
         while self._queue:
             number, frames, future, deadline = self._queue.popleft()
@@ -260,11 +226,7 @@ class SessionThread:
                 )
             elif now - item.sent >= RESEND_S:
                 item.sent = now
-                self._send(socket, item.frames)
-
-    def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        with contextlib.suppress(zmq.Again):  # a full queue: everything is repeated anyway
-            socket.send_multipart(frames, zmq.DONTWAIT)
+                dealer.send(item.frames)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -307,8 +269,8 @@ class SessionThread:
         if self._welcome.done():
             return
         self._heartbeat_s = min(max(welcome.heartbeat_s, 0.05), 60.0)
-        pidfd = open_pidfd(welcome.pid, welcome.pid_start)
-        if pidfd is None:
+        found = watch(welcome.pid, welcome.pid_start)
+        if found is None:
             return  # it died after it had answered; another may answer the next Hello
-        self._pidfd = pidfd
+        self._watch = found
         self._welcome.set_result(welcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -11,7 +12,7 @@ from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
-from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.protocol.identity import is_gone
 from asyncckpt.session import Session
 from asyncckpt.session_thread import DIED
 from asyncckpt.staging.lent_slot import LentSlot
@@ -73,7 +74,7 @@ def _is_dying(worker: messages.Welcome) -> bool:
     A process that is killed has no descriptors any more before it is seen to have ended.
     """
     deadline = time.monotonic() + DYING_S
-    while start_ticks(worker.pid) == worker.pid_start:
+    while not is_gone(worker.pid, worker.pid_start):
         if time.monotonic() >= deadline:
             return False
         time.sleep(POLL_S)
@@ -137,10 +138,16 @@ class SlotLender:
             memory = SlotMemory.attach(session.worker.pid, reply.fd, reply.nbytes, reply.token)
         except (SlotError, OSError) as error:
             self.release(reply.slot)
-            lives = not _is_dying(session.worker)
+            lacks_descriptors = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            lives = lacks_descriptors or not _is_dying(session.worker)
+            advice = (
+                "raise the limit of open files (ulimit -n), or close files"
+                if lacks_descriptors
+                else "worker and trainer must run as the same user, with the same capabilities, share a PID namespace, "
+                "and see each other in /proc"
+            )
             raise WorkerUnavailableError(
-                f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; worker and "
-                "trainer must run as the same user, with the same capabilities, and share a PID namespace",
+                f"the worker's slot cannot be opened through /proc/{session.worker.pid}/fd: {error}; {advice}",
                 endpoint=self._endpoint,
                 detail="slot" if lives else DIED,
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -15,8 +16,9 @@ from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.dealer import Dealer
 from asyncckpt.protocol.endpoint import check_directory, default_endpoint, socket_path
-from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.protocol.identity import is_gone, start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
 from asyncckpt.sizes import human
 
@@ -122,20 +124,16 @@ def ask(
         EndpointError: Somebody else may be listening there.
         AsyncCkptError: The worker refused.
     """
-    import zmq
-
     check_directory(endpoint)
     path, unreachable = socket_path(endpoint), f"no worker answers at {endpoint}"
     if not os.path.exists(path):
         raise WorkerUnavailableError(unreachable, endpoint=endpoint, detail="no socket")
     deadline = time.monotonic() + timeout_s
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(endpoint)
+    with contextlib.closing(Dealer(endpoint)) as dealer:
         while time.monotonic() < deadline:
-            socket.send_multipart(codec.encode(build(1)))
-            while socket.poll(int(min(RESEND_S, timeout_s) * 1000)):
-                reply = codec.decode(socket.recv_multipart(), messages.REPLIES)
+            dealer.send(codec.encode(build(1)))
+            while (frames := dealer.receive(min(RESEND_S, timeout_s))) is not None:
+                reply = codec.decode(frames, messages.REPLIES)
                 if isinstance(reply, messages.Refused):
                     raise from_wire(reply.error)
                 if getattr(reply, "id", 0) == 1:
@@ -145,7 +143,7 @@ def ask(
 
 def _wait_for_exit(pid: int, timeout_s: float) -> bool:
     started, deadline = start_ticks(pid), time.monotonic() + timeout_s
-    while started is not None and start_ticks(pid) == started:
+    while started is not None and not is_gone(pid, started):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

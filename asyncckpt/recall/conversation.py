@@ -5,22 +5,19 @@ Nobody is started for it. The worker ends what the session holds when that says 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.dealer import Dealer
 from asyncckpt.protocol.endpoint import socket_path
-from asyncckpt.protocol.identity import start_ticks
-
-if TYPE_CHECKING:
-    import zmq
+from asyncckpt.protocol.identity import own_start_ticks
 
 M = TypeVar("M", bound=messages.Message)
 RESEND_S = 0.2
@@ -29,18 +26,21 @@ RESEND_S = 0.2
 LOOK_EVERY_S = 1.0
 """Whether anybody listens still is looked at so often: each look takes a place in the queue of a worker that hangs."""
 
-GOODBYE_LINGER_MS = 200
+GOODBYE_LINGER_S = 0.2
 
 
 def is_served(endpoint: str) -> bool:
-    """Whether a process listens at `endpoint`. Takes microseconds, and never waits: it may hang all the same."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
+    """Whether a process listens at `endpoint`, as far as this one can see, which may have no descriptor left.
+
+    Takes microseconds, and never waits: it may hang all the same.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             probe.connect(socket_path(endpoint))
-        except BlockingIOError:  # its queue of connections is full, so it is there
-            return True
-        except OSError:
-            return False
+    except BlockingIOError:  # its queue of connections is full, so it is there
+        return True
+    except OSError:
+        return False
     return True
 
 
@@ -62,22 +62,11 @@ class Conversation:
     def __init__(self, endpoint: str, package: str, answer_s: float) -> None:
         self._endpoint, self._answer_s = endpoint, answer_s
         self._check_served()
-        import zmq  # only now: a process that loads beside no worker need not have it
-
-        self._zmq = zmq
         self._owner_pid = os.getpid()
         self._ids = iter(range(1, 1 << 62))
-        self._context = zmq.Context()
+        name, pid, started = secrets.token_hex(8), os.getpid(), own_start_ticks()
+        self._dealer = Dealer(endpoint)
         try:
-            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        except BaseException:
-            self._context.destroy(0)
-            raise
-        try:
-            name, pid = secrets.token_hex(8), os.getpid()
-            for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, codec.MAX_FRAME_NBYTES), (zmq.RECONNECT_IVL, 20)):
-                self._socket.setsockopt(option, value)
-            self._socket.connect(endpoint)
             self.worker = self.call(
                 lambda n: messages.Hello(
                     id=n,
@@ -85,7 +74,7 @@ class Conversation:
                     replaces="",
                     package=package,
                     pid=pid,
-                    pid_start=start_ticks(pid) or 0,
+                    pid_start=started,
                     rank=0,  # a reader is no rank of anything; it joins no run
                     world_size=1,
                 ),
@@ -107,12 +96,13 @@ class Conversation:
         while (left := deadline - time.monotonic()) > 0:
             if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
                 self._check_served()  # a process that is ending still listens for a moment, and then never answers
-            self._socket.send_multipart(frames)
+            self._dealer.send(frames)
             again = time.monotonic() + min(RESEND_S, left)
             while (left := again - time.monotonic()) > 0:
-                if not self._socket.poll(max(1, int(left * 1000))):
+                received = self._dealer.receive(left)
+                if received is None:
                     break
-                reply = codec.decode(self._socket.recv_multipart(), messages.REPLIES)
+                reply = codec.decode(received, messages.REPLIES)
                 if isinstance(reply, messages.Refused):
                     raise from_wire(reply.error)
                 if isinstance(reply, answer) and getattr(reply, "id", 0) == number:
@@ -133,13 +123,12 @@ class Conversation:
 
     def close(self) -> None:
         """Say goodbye, and wait for nothing. Twice is fine; nothing in a forked child."""
-        if not self._socket.closed and os.getpid() == self._owner_pid:
+        if not self._dealer.closed and os.getpid() == self._owner_pid:
             self._leave()
 
     def _leave(self) -> None:
-        with contextlib.suppress(self._zmq.Again):
-            self._socket.send_multipart(codec.encode(messages.Goodbye(id=next(self._ids))), self._zmq.DONTWAIT)
-        self._context.destroy(GOODBYE_LINGER_MS)
+        self._dealer.send(codec.encode(messages.Goodbye(id=next(self._ids))))
+        self._dealer.close(GOODBYE_LINGER_S)
 
     def __enter__(self) -> Conversation:
         return self

@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncckpt import session_thread
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import Connection
 from asyncckpt.errors import WorkerUnavailableError
@@ -24,12 +22,12 @@ SAVE_ID = "000001-00000000-aaaaaaaaaaaa"
 
 
 class Sent:
-    """Stands for the socket: keeps what was sent."""
+    """Stands for the dealer: keeps what was sent."""
 
     def __init__(self) -> None:
         self.messages: list[messages.Message] = []
 
-    def send_multipart(self, frames: list[bytes], _: int) -> None:
+    def send(self, frames: list[bytes]) -> None:
         self.messages.append(codec.decode(frames, messages.REQUESTS))
 
 
@@ -49,21 +47,24 @@ def session() -> Iterator[Session]:
 
 
 class Queue:
-    """Stands for the socket: messages have arrived; every other call is noted."""
+    """Stands for the dealer: messages arrive at each turn; every other call is noted."""
 
-    def __init__(self, received: list[list[bytes]], done: Any) -> None:
-        self.received, self.done = received, done
+    def __init__(self, turn: Any, done: Any) -> None:
+        self.turn, self.done = turn, done
+        self.received: list[list[bytes]] = []
         self.seen: list[str] = []
 
-    def poll(self, _: int) -> bool:
+    def wait(self, *_: Any) -> set[int]:
+        self.received += self.turn()
+        return set()
+
+    def receive(self, *_: Any) -> list[bytes] | None:
         if not self.received:
             self.done()
-        return bool(self.received)
-
-    def recv_multipart(self) -> list[bytes]:
+            return None
         return self.received.pop(0)
 
-    def send_multipart(self, frames: list[bytes], _: int) -> None:
+    def send(self, frames: list[bytes]) -> None:
         self.seen.append(codec.decode(frames, messages.REQUESTS).name)
 
 
@@ -110,21 +111,16 @@ def test_a_connection_that_gets_no_thread_to_begin_with_is_made_by_the_first_sav
     assert connection.close(1.0)
 
 
-def test_answer_of_one_callback_leaves_before_the_next_callback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_of_one_callback_leaves_before_the_next_callback_runs() -> None:
     """Commit hooks run there, for as long as they like, and the worker waits for what each of them says."""
     saves = codec.encode(messages.Saves(id=0, saves=(), changes=0, leader=""))
     welcome = messages.Welcome(
         id=0, package="0", pid=os.getpid(), pid_start=start_ticks(os.getpid()) or 0, instance="0" * 16, heartbeat_s=1.0
     )
 
-    class Poller:
-        def register(self, *_: object) -> None:
-            pass
-
-        def poll(self, _: int) -> list[Any]:
-            socket.received += [codec.encode(welcome)] if not turns else [saves, saves]
-            turns.append(1)
-            return []
+    def turn() -> list[list[bytes]]:
+        turns.append(1)
+        return [codec.encode(welcome)] if len(turns) == 1 else [saves, saves]
 
     def hook(_: messages.Saves) -> None:
         socket.seen.append("hook")
@@ -142,12 +138,12 @@ def test_answer_of_one_callback_leaves_before_the_next_callback_runs(monkeypatch
         on_saves=hook,
         on_lost=lambda _: None,
     )
-    socket = Queue([], done)
-    monkeypatch.setattr(session_thread.zmq, "Poller", Poller)
-    one._loop(SimpleNamespace(socket=socket))  # type: ignore[arg-type]
+    socket = Queue(turn, done)
+    one._loop(socket)  # type: ignore[arg-type]
     assert [s for s in socket.seen if s in ("hook", "consent")] == ["hook", "consent"] * 2
     os.close(one._wake)
-    os.close(one._pidfd)
+    assert one._watch is not None
+    one._watch.close()
 
 
 def test_a_silent_worker_is_given_up(session: Session) -> None:

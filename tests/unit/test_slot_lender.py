@@ -127,13 +127,13 @@ def test_a_worker_that_is_killed_has_no_descriptors_a_while_before_it_is_seen_to
     session.worker.pid_start = start_ticks(os.getpid())
     left = [looks]
 
-    def ticks(pid: int) -> int | None:
+    def gone(pid: int, started: int) -> bool:
         if left[0] is not None:
             left[0] -= 1
-        return None if left[0] is not None and left[0] < 0 else start_ticks(pid)
+        return left[0] is not None and left[0] < 0
 
     monkeypatch.setattr(slot_lender, "SlotMemory", Closed)
-    monkeypatch.setattr(slot_lender, "start_ticks", ticks)
+    monkeypatch.setattr(slot_lender, "is_gone", gone)
     monkeypatch.setattr(slot_lender, "POLL_S", 0.0)
     if looks is None:
         monkeypatch.setattr(slot_lender, "DYING_S", 0.01)

@@ -34,12 +34,12 @@ def test_a_kept_brain_drains_when_it_is_asked_to() -> None:
     assert ac.Exit(complete=True, reason="drained") in brain.handle(ev.StopRequested(now=1.0))
 
 
-@pytest.mark.parametrize("use_pidfd", [None, False])
-def test_a_keepers_death_is_seen(use_pidfd: bool | None) -> None:
+@pytest.mark.parametrize("use_pidfd", [True, False])
+def test_a_keepers_death_is_seen(use_pidfd: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         keeper = Keeper(process.pid, Liveness(use_pidfd=use_pidfd))
         assert keeper.lives()
-        assert bool(keeper.fds()) == (use_pidfd is None) == (keeper.poll_s is None)
+        assert bool(keeper.fds()) == (use_pidfd) == (keeper.poll_s is None)
         process.kill()
         deadline = time.monotonic() + 60
         while keeper.lives():
