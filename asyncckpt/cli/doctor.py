@@ -8,10 +8,11 @@ import os
 import re
 from collections.abc import Iterator
 
+from asyncckpt import __version__
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, say
 from asyncckpt.cli.worker import default_of_this_user, status_of
 from asyncckpt.config import endpoint_from_environment
-from asyncckpt.doctor.findings import FAIL, WARN, Finding, ok, warn
+from asyncckpt.doctor.findings import FAIL, WARN, Finding, fail, ok, warn
 from asyncckpt.doctor.memory import memory_checks
 from asyncckpt.doctor.paces import learnt_paces
 from asyncckpt.doctor.processes import process_checks
@@ -19,6 +20,8 @@ from asyncckpt.doctor.storage import nearest, storage_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
 from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import socket_path
+from asyncckpt.protocol.identity import is_gone
+from asyncckpt.recall.conversation import Conversation
 from asyncckpt.storage.files import Files
 
 HELP = "check this machine and a directory before a run"
@@ -104,6 +107,14 @@ def _worker() -> Finding:
         return warn("worker", text, advice)
     except AsyncCkptError as error:
         return warn("worker", f"cannot be asked: {error}", "see endpoint")
+    try:  # as a trainer does: it may be refused although commands are not
+        with Conversation(endpoint, __version__, ANSWER_TIMEOUT_S) as found:
+            if is_gone(found.worker.pid, found.worker.pid_start):
+                text = f"the one at {endpoint} is process {found.worker.pid}, which is not seen from here"
+                return fail("worker", text, "let trainer and worker share a PID namespace, and see each other in /proc")
+    except AsyncCkptError as error:
+        advice = "see the reason; a job with an ASYNCCKPT_JOB of its own, and no ASYNCCKPT_ENDPOINT, starts another one"
+        return fail("worker", f"a trainer cannot use the one at {endpoint}: {error}", advice)
     text = f"worker {report.get('pid')} answers, with {len(report.get('saves') or ())} saves that it remembers"
     return ok("worker", text, endpoint=endpoint, pid=report.get("pid"))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import psutil
 
 from asyncckpt.doctor.findings import Finding, fail, ok, reason, warn
+from asyncckpt.errors import UnsupportedPlatformError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.headroom import RESERVE_NBYTES, cgroup_limit
 from asyncckpt.memory.slot import SlotError
@@ -35,7 +36,11 @@ def memory_checks(state_nbytes: int | None) -> Iterator[Finding]:
 
 
 def _room(state_nbytes: int | None) -> Finding:
-    available = int(psutil.virtual_memory().available)
+    try:
+        available = int(psutil.virtual_memory().available)
+    except OSError as error:
+        text = f"how much is free is not known: {reason(error)}: {error.filename}"
+        return fail("memory", text, "mount proc on /proc (mount -t proc proc /proc): no worker can do without")
     limit, used = cgroup_limit()
     where = "free on this machine"
     if limit is not None and limit - used < available:
@@ -59,8 +64,9 @@ def _slots() -> Finding:
     advice = "allow memfd_create(2) with seals in this container's seccomp profile; Linux has it since 3.17"
     try:
         slot = SlotMemory.create(PROBE_NBYTES)
-    except (OSError, SlotError) as error:
-        text = reason(error) if isinstance(error, OSError) else str(error)
+    except (OSError, SlotError, UnsupportedPlatformError) as error:
+        cause = error.__cause__ if isinstance(error, UnsupportedPlatformError) else error
+        text = reason(cause) if isinstance(cause, OSError) else str(error)
         return fail("slots", f"sealed memory without a name (memfd) cannot be made: {text}", advice)
     try:
         populated = slot.mapping.populate(0, PROBE_NBYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import itertools
 import os
@@ -15,9 +16,10 @@ from collections.abc import Iterator, Mapping
 
 from asyncckpt import __version__
 from asyncckpt.doctor.findings import Finding, fail, ok, reason, warn
-from asyncckpt.errors import AsyncCkptError
+from asyncckpt.errors import AsyncCkptError, UnsupportedPlatformError, WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
+from asyncckpt.protocol.dealer import check_descriptors
 from asyncckpt.protocol.endpoint import check_directory, default_endpoint, places, socket_path
 from asyncckpt.sizes import human
 
@@ -70,9 +72,10 @@ def _kernel() -> Finding:
 def _pidfd() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
+    except (AttributeError, OSError) as raised:  # the first: a Python that was built without
+        error = raised if isinstance(raised, OSError) else OSError(errno.ENOSYS, "this Python has none")
         text = f"no pidfds ({reason(error)}): a process's end is learnt from /proc every 200 ms, not at once"
-        return warn("pidfd", text, "Linux has them since 5.3; nothing need be done", pidfd=False)
+        return warn("pidfd", text, "Linux has them since 5.3; nothing need be done, on neither side", pidfd=False)
     return ok("pidfd", "the end of a process is learnt at once, by pidfd", pidfd=True)
 
 
@@ -82,7 +85,7 @@ def _proc() -> Finding:
     facts = {"ptrace_scope": _read("/proc/sys/kernel/yama/ptrace_scope"), "hidepid": _hidepid()}
     try:
         slot = SlotMemory.create(PROBE_NBYTES)
-    except (OSError, SlotError) as error:
+    except (OSError, SlotError, UnsupportedPlatformError) as error:
         return fail("processes", f"cannot be tried, there is no memory to share: {error}", "see slots", **facts)
     arguments = [sys.executable, "-I", "-S", "-c", _CHILD, str(os.getpid()), str(slot.fd)]
     try:
@@ -126,6 +129,10 @@ def _hidepid() -> str | None:
 
 def _open_files(ranks: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        check_descriptors("its endpoint")
+    except WorkerUnavailableError as error:
+        return fail("open files", str(error), "raise it (ulimit -n), and allow eventfd(2)", limit=soft)
     wanted = FDS_AT_LEAST + FDS_PER_RANK * ranks
     limit = None if soft == resource.RLIM_INFINITY else soft
     text = (

@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 
+from asyncckpt.errors import UnsupportedPlatformError
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.memory.slot import MAX_SLOT_NBYTES, MIN_SLOT_NBYTES, PAGE_NBYTES, TOKEN_NBYTES, SlotControl, SlotError
 
@@ -40,10 +41,19 @@ class SlotMemory:
 
         Raises:
             SlotError: Not whole pages, or out of bounds.
-            OSError: The kernel refused.
+            UnsupportedPlatformError: The kernel or a sandbox has no memfd_create(2).
+            OSError: There is no memory, or no descriptor.
         """
         _check_size(nbytes)
-        fd = os.memfd_create("asyncckpt-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("asyncckpt-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise
+            raise UnsupportedPlatformError(
+                f"memory for snapshots cannot be made: memfd_create(2) is refused ({error.strerror}). Allow it in the "
+                "seccomp profile of this container; Linux has it since 3.17. `asyncckpt doctor` tries it out"
+            ) from error
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

@@ -11,11 +11,11 @@ again by itself.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.libc import try_descriptors
 from asyncckpt.protocol import codec
 
 if TYPE_CHECKING:
@@ -41,20 +41,14 @@ def check_descriptors(endpoint: str) -> None:
     Raises:
         WorkerUnavailableError: It may not.
     """
-    found: list[int] = []
-    try:
-        while len(found) < RESERVED:
-            found.append(os.eventfd(0, os.EFD_CLOEXEC))
-    except OSError as error:
+    free, error = try_descriptors(RESERVED)
+    if error is not None:
         raise WorkerUnavailableError(
-            f"the worker at {endpoint} cannot be reached: {error.strerror}; this process has {len(found)} free file "
+            f"the worker at {endpoint} cannot be reached: {error.strerror}; this process has {free} free file "
             f"descriptors, and {RESERVED} are needed. Raise the limit (ulimit -n), or close files",
             endpoint=endpoint,
             detail=NO_DESCRIPTORS,
         ) from error
-    finally:
-        for fd in found:
-            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from asyncckpt.storage.read_plan import (
     plan_extents,
     with_verifiers,
 )
-from asyncckpt.storage.shard_reader import ShardReader
+from asyncckpt.storage.shard_reader import NO_DESCRIPTORS, ShardReader
 from asyncckpt.uninterrupted import uninterrupted
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
@@ -113,7 +113,7 @@ class _Reader:
         self._todo: list[Extent] = []
         self._sources: list[Source] = []
         self._error: BaseException | None = None
-        self._at_hand = False
+        self._at_hand = self._scarce = self._alone = False
         self._large_pages = Quicker(sum)
         self.cached_nbytes = self.disk_nbytes = 0
 
@@ -136,11 +136,15 @@ class _Reader:
         threads = max(1, min(with_verifiers(threads), len(todo), BUFFERS_NBYTES // room))
         try:
             if threads > 1 or any(is_through(e.steps) for e in todo):
-                self._at_hand = are_at_hand(todo, lambda e: self._open(e.source, through=is_through(e.steps)))
+                self._at_hand = self._are_at_hand(todo)
             if self._at_hand:
                 threads = min(threads, len(os.sched_getaffinity(0)))  # nothing waits for a disk
+            if self._scarce:
+                threads = 1
             if threads == 1 and buffer is not None and room <= len(buffer):
-                self._work(buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
+                part = buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+                self._work(*part)
+                self._work_alone(*part)
             else:
                 with Mapping(-1, room * threads) as memory:
                     self._work_together(memory, room, threads)
@@ -149,6 +153,15 @@ class _Reader:
                 source.close()
         if self._error is not None:
             raise self._error
+
+    def _are_at_hand(self, todo: list[Extent]) -> bool:
+        try:
+            return are_at_hand(todo, lambda e: self._open(e.source, through=is_through(e.steps)))
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTORS:
+                raise
+            self._scarce = True
+            return False
 
     def _work_together(self, memory: Mapping, room: int, threads: int) -> None:
         whole = memory.view()
@@ -163,6 +176,7 @@ class _Reader:
                 self._stop(error)
             finally:
                 self._wait_for_helpers()
+        self._work_alone(*parts[0])
 
     def _help(self, buffer: memoryview, address: int) -> None:
         """Work in a thread that is waited for."""
@@ -189,10 +203,13 @@ class _Reader:
                 self._stop(error)
 
     def _work(self, buffer: memoryview, address: int) -> None:
-        """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
+        """One thread: take extents until none is left or one has failed. Errors are kept, not raised.
+
+        Where no file descriptor is left, all threads end, and one does the rest with one file open at a time.
+        """
         while True:
             with self._lock:
-                if not self._todo:
+                if not self._todo or (self._scarce and not self._alone):
                     return
                 extent = self._todo.pop()
             try:
@@ -203,8 +220,19 @@ class _Reader:
                 else:
                     self._read(extent.source, extent.steps, buffer, address)
             except BaseException as error:
-                self._stop(error)
+                if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS and not self._alone:
+                    with self._lock:  # its file could not be opened: nothing of it was handed on
+                        self._todo.append(extent)
+                        self._scarce = True
+                else:
+                    self._stop(error)
                 return
+
+    def _work_alone(self, buffer: memoryview, address: int) -> None:
+        """Do what is left, where no descriptor was, with one file open at a time. No other thread is at work."""
+        if self._scarce and self._error is None:
+            self._alone = True
+            self._work(buffer, address)
 
     def _stop(self, error: BaseException) -> None:
         with self._lock:
@@ -276,6 +304,10 @@ class _Reader:
     def _open(self, source: Source, *, through: bool = False) -> ShardReader:
         with source.lock:
             if through not in source.readers:
+                if self._alone:
+                    for one in self._sources:
+                        one.close()
+                        one.readers.clear()
                 opened = ShardReader(self._path, source.request.shard, self._save_id, self._files, read_ahead=through)
                 source.readers[through] = opened
                 reach("load: shard opened")

@@ -10,12 +10,16 @@ from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.index import RankIndex
+from asyncckpt.libc import try_descriptors
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_reader import ShardReader
 
 MIN_STRUCTURE_NBYTES = 256 << 10
 """Of a smaller index the plan is made before the disk has answered: some 5,000 tensors, 15 ms."""
+
+SPARE_DESCRIPTORS = 8
+"""Where fewer are free, the one that this takes is wanted by whoever reads in earnest. Chosen."""
 
 _BUFFER_NBYTES = 2 << 20
 _CALL_NBYTES = 64 << 20
@@ -45,6 +49,8 @@ class ReadAhead:
         if self._thread is not None or (index.rank, index.world_size) != self._whose:
             return
         if self._stopped or len(index.structure) < MIN_STRUCTURE_NBYTES:
+            return
+        if try_descriptors(SPARE_DESCRIPTORS)[1] is not None:
             return
         thread = BackgroundThread(self._run, "asyncckpt-read-ahead", (path, index), end=self.stop)
         with contextlib.suppress(RuntimeError):  # can't start new thread

@@ -24,6 +24,9 @@ _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENOTDIR})
 
 
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
 class ShardReader:
     """See the module. `read_cached` and `read` may be called from several threads; `close()` by the last of them.
 
@@ -256,7 +259,7 @@ class ShardReader:
             try:
                 fd = self._files.open(self._path, self._flags | os.O_DIRECT)
             except OSError as error:
-                if error.errno in (errno.EINVAL, errno.ENOENT):
+                if error.errno in (errno.EINVAL, errno.ENOENT, *NO_DESCRIPTORS):
                     return -1
                 raise
             try:

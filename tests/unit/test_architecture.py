@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "msgpacked": set(),
     "format": {"errors", "dtypes", "msgpacked"},
     "memory": {"errors", "dtypes", "failpoints", "libc"},
-    "protocol": {"errors", "dtypes", "msgpacked"},
+    "protocol": {"errors", "dtypes", "libc", "msgpacked"},
     "storage": {"ends", "errors", "dtypes", "failpoints", "libc", "uninterrupted", "format", "memory"},
     "ends": set(),
     "uninterrupted": set(),
