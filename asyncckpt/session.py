@@ -7,7 +7,6 @@ promises no arrival, so every request is sent again until it is answered; the wo
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import logging
 import os
 import threading
