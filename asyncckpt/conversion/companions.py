@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable
 
-from asyncckpt.foreign.safetensors_files import index_names
+from asyncckpt.foreign.hf_folder import index_names, is_index
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.put_if_absent import NO_HARD_LINKS
@@ -36,12 +36,12 @@ def companions(source: str, contents: Contents, files: Files) -> tuple[list[str]
     """
     names = files.listdir(source)
     read = {*contents.manifest.metadata.get("files", ()), *index_names(names)}
-    copied = {
-        name
-        for name in names
-        if not name.startswith(".") and not name.endswith(WEIGHTS) and os.path.isfile(os.path.join(source, name))
-    }
+    copied = {name for name in names if _comes_along(name) and os.path.isfile(os.path.join(source, name))}
     return sorted(copied), sorted(set(names) - read - copied)
+
+
+def _comes_along(name: str) -> bool:
+    return not (name.startswith(".") or name.endswith(WEIGHTS) or is_index(name))
 
 
 def copy_file(source: str, path: str, mode: int) -> None:

@@ -167,7 +167,7 @@ class _Conversion:
         read_back: bool,
         progress: Progress | None,
     ) -> None:
-        self.source, self.path = source, path
+        self.source, self.path, self._folder = source, path, source
         self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
         self._progress = progress
         self._files = Files()
@@ -178,6 +178,8 @@ class _Conversion:
         self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
     ) -> ConversionReport:
         contents = read_any(self.source, self._files)
+        if contents.source is not None:
+            self._folder = contents.source.directory
         is_hub = self._to == "hf"
         check_inside(self.path, self.source, contents)
         is_around = is_inside(self.source, self.path)
@@ -193,7 +195,7 @@ class _Conversion:
         outline = with_views(settled(whole, holding, to=self._to, partial=partial), self._to)
         target = self._target(outline, max_shard_bytes)
         extras, not_copied = self._beside(contents)
-        room = target.nbytes + sum(os.path.getsize(os.path.join(self.source, name)) for name in extras)
+        room = target.nbytes + sum(os.path.getsize(os.path.join(self._folder, name)) for name in extras)
         check_room(place, room, self._files)
         changed = tuple(holding.changed + changes(whole, outline, self._to, keys, self._files))
         self._total = target.nbytes * (2 if self._read_back else 1)
@@ -252,7 +254,7 @@ class _Conversion:
         blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
         reader.check_rest({node[1] for _, node in outline.leaves() if node[0] != "O"}, self._threads)
         for name in extras:
-            copy_file(os.path.join(self.source, name), os.path.join(temporary, name), mode)
+            copy_file(os.path.join(self._folder, name), os.path.join(temporary, name), mode)
         if target.finish is not None:
             target.finish(temporary, blocks)
         if target.is_directory:
@@ -270,7 +272,7 @@ class _Conversion:
         """Return what lies beside a Hugging Face model: what goes along to another one, and what does not."""
         if contents.source is None or contents.source.kind != "hf":
             return [], []
-        extras, others = companions(self.source, contents, self._files)
+        extras, others = companions(self._folder, contents, self._files)
         return (extras, others) if self._to == "hf" else ([], sorted([*extras, *others]))
 
     def _refuse_pickled(self, outline: Outline, holding: Holding) -> None:

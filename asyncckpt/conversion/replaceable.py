@@ -14,8 +14,9 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedFormatError,
 )
+from asyncckpt.foreign.hf_folder import AmbiguousFolderError, chosen_model, is_index
 from asyncckpt.foreign.kinds import OURS, kind_at
-from asyncckpt.foreign.safetensors_files import INDEX_NAME, MAX_INDEX_NBYTES, index_names
+from asyncckpt.foreign.safetensors_files import MAX_INDEX_NBYTES
 from asyncckpt.foreign.torch_file import is_torch_file
 from asyncckpt.format.names import DCP_METADATA_NAME, LOCK_NAME, MANIFEST_NAME, owner_of
 from asyncckpt.storage.files import Files, read_small_file
@@ -72,7 +73,9 @@ def standing_at(path: str, files: Files, *, overwrite: bool, is_hub: bool = Fals
         raise _no_checkpoint(path) from None
     if stat.S_ISDIR(found.st_mode):
         _check_directory(path, kind, files, is_hub)
-    elif kind == "torch" and not is_torch_file(path, files):
+    elif kind == "hf" or (
+        kind == "torch" and not is_torch_file(path, files)
+    ):  # an index: no file of a checkpoint alone
         raise _no_checkpoint(path)
     return Standing.CHECKPOINT
 
@@ -106,26 +109,21 @@ def _check_directory(path: str, kind: str, files: Files, is_hub: bool) -> None:
 
 def _hub_weights(path: str, names: Sequence[str], files: Files) -> frozenset[str]:
     """Return the files of the model that is read at `path`: of a second one beside it nobody knows whose it is."""
-    indexes = index_names(names)
-    chosen = INDEX_NAME if INDEX_NAME in indexes else indexes[0] if len(indexes) == 1 else None
-    if chosen is not None:
-        try:
-            index = os.path.realpath(os.path.join(path, chosen))
-            found = json.loads(read_small_file(files, index, MAX_INDEX_NBYTES))["weight_map"].values()
-            return frozenset({chosen, *(name for name in found if isinstance(name, str))})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return frozenset()
-    if indexes:
+    try:
+        model = chosen_model(names)
+        if model.index_name is None:
+            return frozenset(model.files)
+        index = os.path.realpath(os.path.join(path, model.index_name))
+        found = json.loads(read_small_file(files, index, MAX_INDEX_NBYTES))["weight_map"].values()
+        return frozenset({model.index_name, *(name for name in found if isinstance(name, str))})
+    except (AmbiguousFolderError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return frozenset()
-    if "model.safetensors" in names:
-        return frozenset({"model.safetensors"})
-    return frozenset(name for name in names if name.endswith(".safetensors"))
 
 
 def _is_companion(path: str, name: str) -> bool:
     """Whether a name is one that people put beside weights: of their model, or notes and programs of their own."""
     lower = name.lower()
-    if lower.endswith(_INDEX_ENDING) or not (lower in _HUB_NAMES or lower.endswith(_HUB_ENDINGS)):
+    if is_index(lower) or lower.endswith(_INDEX_ENDING) or not (lower in _HUB_NAMES or lower.endswith(_HUB_ENDINGS)):
         return False
     whole = os.path.join(path, name)
     return os.path.isfile(whole) or (os.path.islink(whole) and not os.path.isdir(whole))

@@ -11,7 +11,8 @@ from asyncckpt.conversion.pieces import OutputFile, Target
 from asyncckpt.conversion.user_metadata import IN_ONE_TEXT, kept_metadata
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
-from asyncckpt.foreign.safetensors_files import INDEX_NAME, OF_ONE_FILE
+from asyncckpt.foreign.hf_folder import INDEX_NAME
+from asyncckpt.foreign.safetensors_files import OF_ONE_FILE
 from asyncckpt.foreign.safetensors_header import header_form
 from asyncckpt.format.archive import Payload
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, round_up

@@ -9,7 +9,8 @@ import stat
 
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.foreign.dcp_directory import read_dcp_directory
-from asyncckpt.foreign.safetensors_files import index_names, read_hf_directory, read_safetensors_file
+from asyncckpt.foreign.hf_folder import index_names, is_index
+from asyncckpt.foreign.safetensors_files import read_hf_directory, read_safetensors_file
 from asyncckpt.foreign.safetensors_header import is_safetensors
 from asyncckpt.foreign.torch_file import HEAD_NBYTES, begins_torch_file, read_torch_file
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, owner_of
@@ -37,6 +38,8 @@ def kind_at(path: str, files: Files) -> str:
         return _directory_kind(path, files)
     if not stat.S_ISREG(found.st_mode):
         raise UnsupportedFormatError(f"{path} is neither a file nor a directory", path=path)
+    if is_index(os.path.basename(path)):
+        return "hf"
     with opened(files, path, os.O_RDONLY) as fd:
         start = bytearray(HEAD_NBYTES)
         count = files.preadv(fd, [start], 0)
@@ -92,7 +95,7 @@ def read_any(path: str, files: Files, on_index: OnIndex | None = None) -> Conten
     if kind == "dcp":
         return read_dcp_directory(path, files)
     if kind == "hf":
-        return read_hf_directory(path, files.listdir(path), files)
+        return read_hf_directory(path, files)
     try:
         return read_contents(path, files, on_index)
     except CheckpointNotFoundError as error:

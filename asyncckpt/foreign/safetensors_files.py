@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncckpt.foreign.assembly import Assembly
+from asyncckpt.foreign.hf_folder import AmbiguousFolderError, Chosen, chosen_model, is_index, model_of
 from asyncckpt.foreign.ranges import read_exactly
 from asyncckpt.foreign.safetensors_header import HeaderEntry, read_header
 from asyncckpt.format.layout import METADATA_KEY
@@ -15,7 +16,6 @@ from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files, opened, read_small_file
 
-INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_NBYTES = 256 << 20
 _SHARDING = "DCP_SHARDING_INFO"
 OF_ONE_FILE = (_SHARDING, "DCP_VERSION")
@@ -41,36 +41,34 @@ def read_safetensors_file(path: str, files: Files) -> Contents:
     return _assembled(assembly, [(name, entry) for entry in entries], {}, {}, "safetensors")
 
 
-def index_names(names: Iterable[str]) -> list[str]:
-    """Return which of a directory's names are indexes of sharded safetensors files."""
-    return sorted(name for name in names if name.endswith(".safetensors.index.json"))
-
-
-def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents:
+def read_hf_directory(path: str, files: Files) -> Contents:
     """Read the structure of a directory of safetensors files.
 
     Args:
-        path: The directory.
-        names: Of the files in it.
+        path: The directory; or the index of one model in it.
         files: The storage seam.
 
     Raises:
-        CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files have a tensor,
-            and the index does not say which is meant, or they differ in shape or dtype.
+        CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files of one model
+            have a tensor, and the index does not say which is meant, or they differ in shape or dtype.
+        UnsupportedFormatError: It holds several models, and nothing says which is meant; the files are listed.
         OSError: It cannot be read.
+
+    Of variants (`fp16`) the one without a suffix is the model: see `hf_folder`.
 
     Of the files that the index names every tensor is read, also one that it lacks: transformers and huggingface_hub
     load whole files too, and take of the index their names alone. Of one that another file has as well that copy is
     read that is in the file that the index names, and `Source.changed` has the others. It is refused where nobody can
     tell which is meant: the index lacks it, or there is none; and where the copies differ in shape or dtype.
     """
-    assembly = Assembly("hf", path, path, files)
-    indexes = index_names(names)
-    chosen = INDEX_NAME if INDEX_NAME in indexes else indexes[0] if len(indexes) == 1 else None
-    if chosen is None and indexes:
-        raise assembly.unsupported(f"it holds several models: {', '.join(indexes)}; name one file")
-    expected = _weight_map(assembly, chosen, files) if chosen else None
-    shards = sorted(set(expected.values())) if expected is not None else sorted(_weights(names))
+    directory, name = os.path.split(path) if is_index(os.path.basename(path)) else (path, "")
+    assembly = Assembly("hf", path, directory, files)
+    try:
+        model = Chosen(name) if name else chosen_model(files.listdir(directory))
+    except AmbiguousFolderError as error:
+        raise assembly.unsupported(str(error), ", ".join(error.files)) from error
+    expected = _weight_map(assembly, model.index_name, files) if model.index_name else None
+    shards = sorted(set(expected.values())) if expected is not None else list(model.files)
     found: list[tuple[str, HeaderEntry]] = []
     sharding: dict[tuple[str, str], list[int]] = {}
     headers: dict[str, dict[str, Any]] = {}
@@ -83,7 +81,11 @@ def read_hf_directory(path: str, names: Iterable[str], files: Files) -> Contents
         missing = expected.items() - {(entry.name, shard) for shard, entry in found}
         if missing:
             name, _ = min(missing)
-            raise assembly.corrupt(f"{expected[name]} lacks tensor {name!r}, which the index promises", chosen or "")
+            raise assembly.corrupt(
+                f"{expected[name]} lacks tensor {name!r}, which the index promises", model.index_name or ""
+            )
+    if model.several:
+        _refuse_doubles(assembly, found, sharding)
     assembly.source.metadata |= {**_joined(headers), "files": shards}
     return _assembled(assembly, found, sharding, expected or {}, "safetensors, as Hugging Face has it")
 
@@ -100,10 +102,18 @@ def _joined(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _weights(names: Iterable[str]) -> list[str]:
-    """Without an index: the files of one model. A consolidated copy beside its shards is left out."""
-    found = [name for name in names if name.endswith(".safetensors")]
-    return ["model.safetensors"] if "model.safetensors" in found else found
+def _refuse_doubles(
+    assembly: Assembly, found: Iterable[tuple[str, HeaderEntry]], sharding: Mapping[tuple[str, str], list[int]]
+) -> None:
+    """Refuse files that are no one model's: a tensor is whole in two of them."""
+    seen: dict[str, str] = {}
+    for shard, entry in found:
+        other = seen.setdefault(entry.name, shard)
+        if model_of(other) != model_of(shard) and (shard, entry.name) not in sharding:
+            error = AmbiguousFolderError({shard for shard, _ in found})
+            raise assembly.unsupported(
+                f"{error}. Tensor {entry.name!r} is in {other} and {shard}", ", ".join(error.files)
+            )
 
 
 def _weight_map(assembly: Assembly, name: str, files: Files) -> dict[str, str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from asyncckpt.format.manifest import Manifest
@@ -203,3 +206,50 @@ def recovery_points(saves: Iterable[SaveStory], *, memory: bool) -> list[tuple[f
         if not grown or taken > grown[-1][1]:
             grown.append((since, taken))
     return grown
+
+
+def recovery_ages(saves: Sequence[SaveStory], *, memory: bool) -> list[tuple[float, float]]:
+    """Return a line of (time, seconds of training that a crash would have cost then).
+
+    Only time in which a training ran counts. Where the next run, which goes on from the last recovery point, begins
+    later than saves are apart as a rule, nothing is lost meanwhile: it is taken to have begun so long before its first
+    save.
+
+    Args:
+        saves: Of one directory.
+        memory: As `recovery_points` has it.
+    """
+    points, line = recovery_points(saves, memory=memory), list[tuple[float, float]]()
+    stretches = _stretches(saves)
+    for number, (begin, end) in enumerate(stretches):
+        after = stretches[number + 1][0] if number + 1 < len(stretches) else math.inf
+        taken = begin if number and line else None
+        if taken is not None:
+            line.append((begin, 0.0))
+        for since, snapshot in [p for p in points if (begin if number else -math.inf) <= p[0] < after]:
+            if taken is not None:
+                line.append((since, since - taken))
+            taken = snapshot if taken is None else max(taken, snapshot)
+            line.append((since, since - taken))
+            end = max(end, since)
+        if taken is not None:
+            line.append((end, end - taken))
+            line += [(end, 0.0)] if after != math.inf else []
+    return line
+
+
+def _stretches(saves: Sequence[SaveStory]) -> list[tuple[float, float]]:
+    """Return when a training ran: the runs, joined where no more time lies between them than saves are apart."""
+    runs: dict[str, list[float]] = {}
+    for save in saves:
+        times = [t for r in save.ranks.values() for t in (r.begun, r.sealed, r.durable)]
+        runs.setdefault(SaveId.parse(save.save_id).run_id, []).extend(t for t in (*times, save.ended) if t is not None)
+    begun = sorted(_when(save) for save in saves if _when(save))
+    apart = statistics.median(later - earlier for earlier, later in pairwise(begun)) if len(begun) > 1 else 0.0
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted((min(times), max(times)) for times in runs.values() if times):
+        if found and begin - found[-1][1] <= apart:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin - apart if found else begin, end))
+    return found

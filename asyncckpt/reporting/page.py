@@ -6,10 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from html import escape
-from itertools import pairwise
 
 from asyncckpt.reporting import pictures
-from asyncckpt.reporting.history import History, SaveStory, recovery_points
+from asyncckpt.reporting.history import History, SaveStory, recovery_ages
 from asyncckpt.sizes import human
 
 MAX_ROWS = 200
@@ -77,7 +76,8 @@ _SECTIONS: tuple[Section, ...] = (
     (
         "Recovery point",
         "How much training a crash would have cost at each moment: the age of the snapshot that a restart would go on "
-        "from. A worker that lives on has it as soon as all ranks have staged it; on disk it is once committed.",
+        "from, in time that was trained; between two runs it is 0. A worker "
+        "that lives on has it as soon as all ranks have staged it; on disk it is once committed.",
         (("first", "machine lost: from disk"), ("second", "trainers killed: from the worker's memory")),
         pictures.recovery,
         "No save was committed.",
@@ -153,8 +153,8 @@ def _tiles(history: History) -> str:
 
 
 def _ages(history: History) -> list[float]:
-    points = recovery_points(history.saves, memory=False)
-    return [after[0] - before[1] for before, after in pairwise(points)]
+    line = recovery_ages(history.saves, memory=False)
+    return [age for _, age in line[1:-1]]
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

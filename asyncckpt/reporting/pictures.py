@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from asyncckpt.reporting.history import History, SaveStory, recovery_points
+from asyncckpt.reporting.history import History, SaveStory, recovery_ages
 from asyncckpt.reporting.svg import LEFT, RIGHT, WIDTH, Picture, thinned, ticks
 from asyncckpt.sizes import human
 
@@ -124,29 +124,20 @@ def _lane(picture: Picture, save: SaveStory, rank: int, row: int, rows: int) -> 
 
 
 def recovery(history: History) -> str | None:
-    """How old what a restart would go on from was, at every moment."""
-    disk, memory = recovery_points(history.saves, memory=False), recovery_points(history.saves, memory=True)
-    if not disk:
+    """How much training a crash would have cost, at every moment."""
+    curves = [recovery_ages(history.saves, memory=memory) for memory in (False, True)]
+    if not curves[0]:
         return None
     moments = [t for s in history.saves for t in (s.begun, s.ended) if t is not None]
     begin, end = min(moments), max(moments)
-    curves = [_sawtooth(points, end) for points in (disk, memory)]
     highest = max(y for curve in curves for _, y in curve)
     picture = Picture(
         (begin, end), (0, highest * 1.1), x_labels=clock(begin, end), x_label="time of day", y_label="seconds"
     )
     picture.line(thinned(curves[0], MAX_POINTS), "first")
-    if memory != disk:
+    if curves[1] != curves[0]:
         picture.line(thinned(curves[1], MAX_POINTS), "second", dashed=True)
     return picture.svg("Age of the recovery point over time")
-
-
-def _sawtooth(points: Sequence[tuple[float, float]], end: float) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for n, (since, taken) in enumerate(points):
-        until = points[n + 1][0] if n + 1 < len(points) else max(end, since)
-        found += [(since, since - taken), (until, until - taken)]
-    return found
 
 
 def speeds(history: History) -> str | None:

@@ -17,7 +17,7 @@ from asyncckpt.cli.output import EXIT_NOT_FOUND, EXIT_OK
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.reporting import svg
-from asyncckpt.reporting.history import SaveStory, history_of, recovery_points
+from asyncckpt.reporting.history import SaveStory, history_of, recovery_ages, recovery_points
 from asyncckpt.reporting.page import page
 from asyncckpt.storage.event_log import EVENTS_NAME
 
@@ -114,6 +114,39 @@ def test_the_recovery_point_never_goes_back_and_memory_is_never_older_than_disk(
         assert points == sorted(points) and [p[1] for p in points] == sorted({p[1] for p in points})
     for since, taken in disk:
         assert max((t for s, t in memory if s <= since), default=0.0) >= taken
+
+
+def of_run(number: int, starts: list[float], **rest: Any) -> list[dict[str, Any]]:
+    """Saves of a run of its own that begin at these times."""
+    events = []
+    for n, at in enumerate(starts):
+        known = {**rest, "save_id": str(SaveId(1, n, f"{number:012x}"))}
+        events += [{**event, **({} if event["event"] == "steps" else known)} for event in events_of(n, at)]
+    return events
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_time_in_which_nothing_was_trained_does_not_count_as_training_that_would_be_lost(memory: bool) -> None:
+    evening, morning = [1e9 + 60 * n for n in range(5)], [1e9 + 40_000 + 60 * n for n in range(5)]
+    saves = history_of(of_run(1, evening) + of_run(2, morning)).saves
+    line = recovery_ages(saves, memory=memory)
+    assert 60 <= max(age for _, age in line) < 70, "as long as saves are apart, and no night"
+    assert line == sorted(line, key=lambda point: point[0])
+    asleep = [age for at, age in line if evening[-1] + 10 < at < morning[0] - 10]
+    assert set(asleep) == {0.0}
+    text = page("x", history_of(of_run(1, evening) + of_run(2, morning)), now=1e9, package="t")
+    assert "64 s</b><span>oldest recovery point" in text
+
+
+def test_a_pause_within_a_run_counts_and_so_does_a_run_that_goes_on_at_once() -> None:
+    stalled = history_of(of_run(1, [1e9, 1e9 + 60, 1e9 + 4000, 1e9 + 4060])).saves
+    assert max(age for _, age in recovery_ages(stalled, memory=False)) > 3900, "a disk that hung, say"
+    joined = history_of(of_run(1, [1e9, 1e9 + 60]) + of_run(2, [1e9 + 120, 1e9 + 180])).saves
+    assert 60 <= max(age for _, age in recovery_ages(joined, memory=False)) < 70
+    alone = history_of(
+        [e for n in range(5) for e in of_run(n, [1e9 + 60 * n])]  # each save a run of its own, as of stock dcp.save
+    ).saves
+    assert 60 <= max(age for _, age in recovery_ages(alone, memory=False)) < 70
 
 
 class Tags(html.parser.HTMLParser):
