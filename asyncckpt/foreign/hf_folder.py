@@ -49,9 +49,13 @@ def index_names(names: Iterable[str]) -> list[str]:
 
 
 def model_of(name: str) -> str:
-    """Return what the files of one model, and of one variant, have in common: `model` or `model.fp16`, for example."""
+    """Return what the files of one model, and of one variant, have in common: `model` or `model.fp16`, for example.
+
+    Of files that are called by their numbers alone that is nothing.
+    """
     found = _INDEX.match(name) or _SHARD.match(name)
-    return found[1] + (found[2] or "") if found else name.removesuffix(".safetensors")
+    stem = found[1] + (found[2] or "") if found else name.removesuffix(".safetensors")
+    return "" if stem.isdecimal() else stem
 
 
 def chosen_model(names: Iterable[str]) -> Chosen:
