@@ -658,6 +658,27 @@ def test_a_shared_submodule_is_loaded_under_both_names(tmp_path: Path) -> None:
     assert target["a"] is target["b"]  # type: ignore[index]
 
 
+def test_a_tied_name_that_was_not_saved_is_filled_with_its_tensor(tmp_path: Path) -> None:
+    target = with_hook(linear(a=0, head=0), renames("x", "y"))
+    target.head.weight = target.a.weight
+    source = linear(a=0, head=0).state_dict()
+    del source["head.weight"]
+    asyncckpt.load(save(tmp_path / "c", {"m": source}), {"m": target})
+    assert torch.equal(target.head.weight, source["a.weight"]) and target.head.weight is target.a.weight
+
+
+@pytest.mark.parametrize("low_memory", [True, False])
+@pytest.mark.parametrize("case", ["nested ones", "old weight_norm", "batch norm of version 1"])
+def test_copies_first_or_not_it_is_the_same(tmp_path: Path, case: str, low_memory: bool) -> None:
+    make_source, make = CASES[case]
+    source = make_source()
+    state = source.state_dict() if isinstance(source, nn.Module) else source
+    expected, target = two_alike(make)
+    expected.load_state_dict(state)
+    asyncckpt.load(save(tmp_path / "c", {"m": state}), {"m": target}, low_memory=low_memory, verify=low_memory)
+    states.assert_same(comparable(target), comparable(expected))
+
+
 def test_a_state_of_nested_dicts_is_given_whole_as_it_was_saved(tmp_path: Path) -> None:
     class Nested(nn.Module):
         def __init__(self, value: float) -> None:
