@@ -17,7 +17,9 @@ from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.managing.advice import Advice
+from asyncckpt.managing.dataloader_workers import is_of_killed_workers
 from asyncckpt.managing.housekeeping import Hold, Housekeeping
+from asyncckpt.managing.last_state import LastState
 from asyncckpt.managing.preemption import Preemption
 from asyncckpt.managing.rendezvous import Rendezvous
 from asyncckpt.managing.resuming import Resuming
@@ -59,6 +61,8 @@ class CheckpointManager(Resuming):
         step_format: The name of a step's directory.
         preemption_signal: A signal, or several, that ask to stop: all ranks do so at the same step. Handlers that were
             there are called too, and put back by `close`. `()`: no signal, but `preempt()`. None: nobody asks.
+            Where it kills the workers of a `DataLoader` first, and the error of that leaves the `with` block, the state
+            that was given last is saved and the error swallowed, if all ranks are provably at the end of one step.
         grace_s: How long after the signal a save must be staged; what takes longer is logged as an error.
         mtbf_s: Mean seconds between failures of the job: after some saves, log what interval they make optimal.
         quarantine: `restore` puts broken checkpoints aside, as `restore_latest` does.
@@ -117,6 +121,10 @@ class CheckpointManager(Resuming):
             number = next(_NUMBERS) if rank.world_size > 1 else 0
             self._together = Rendezvous(rank, self.checkpointer.exchange, f"manager-{number}")
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._together.hurry)
+            self._last = LastState(self._preemption.is_on)
+            self._asked: int | None = None
+            self._last_handle: SaveHandle | None = None
+            self._is_staged = False
             clock = self._clock(save_interval_s)
             self._together.prepare(self._preemption.stopping, clock if isinstance(clock, TimePlan) else None)
             self._times = clock
@@ -158,7 +166,7 @@ class CheckpointManager(Resuming):
             CheckpointerClosedError: The manager was closed.
         """
         step = checked_step(step)
-        stops = self.reached_preemption(step)
+        stops = self._stops_at(step)
         due = self._policy.at(step)
         return (stops or due) and step != self._last_step
 
@@ -218,13 +226,15 @@ class CheckpointManager(Resuming):
             raise
         self._advice.took(time.monotonic() - began)
         self._last_step = step
+        self._last.given(state, step)
+        self._last_handle = handle if isinstance(handle, SaveHandle) else None
         if self._times is not None:
             self._times.saved()
         if not isinstance(handle, SaveHandle):
             self._house.wait(None)
             return None
         if self._preemption.left_s is not None:
-            self._preemption.see_staged(handle)
+            self._is_staged = self._preemption.see_staged(handle)
         return handle
 
     def _free_at_the_end(self, hold: Hold, handle: SaveHandle | None, *, is_committed: bool = True) -> None:
@@ -246,10 +256,15 @@ class CheckpointManager(Resuming):
 
         Blocks: then, until the ranks agree: about `watch.POLL_S`, at most `grace_s`.
         """
+        return self._stops_at(checked_step(step))
+
+    def _stops_at(self, step: int) -> bool:
         if self._closed:
             raise CheckpointerClosedError("the manager is closed")
-        step = checked_step(step)
         self._together.start()
+        if self._last.is_on:
+            self._last.passed(step)
+        self._asked = step
         return self._preemption.at(step)
 
     def preempt(self) -> None:
@@ -298,6 +313,40 @@ class CheckpointManager(Resuming):
         """
         self._close(None)
 
+    def _save_after(self, error: BaseException) -> bool:
+        """Save what was given last, if killed workers of a DataLoader end the block. Returns whether it is safe.
+
+        Nothing is saved, and that is said, unless it can be proven that all ranks are at the end of the same step.
+        """
+        if self._closed or self._house.is_forked or self._preemption.left_s is None or not is_of_killed_workers(error):
+            return False
+        step, why = self._asked, self._last.why_unproven(self._asked)
+        has_failed = self._last_handle is not None and self._last_handle.phase == "failed"
+        is_saved = self._last_step is not None and step in (None, self._last_step) and not has_failed
+        if is_saved and not self._last.has_gone_on():
+            step, why = self._last_step, ""
+        others = self._together.all_end_at(None if why else step, self._preemption.left_s)
+        if why or others:
+            _log.error(
+                "told to stop: the workers of a DataLoader were killed, and nothing was saved, an earlier checkpoint "
+                "stays: %s. Signal this process alone, or leave the loop at the end of a step",
+                why or others,
+            )
+            return False
+        if is_saved:
+            if self._last_handle is not None:
+                return self._preemption.see_staged(self._last_handle)
+            _log.warning("told to stop: the workers of a DataLoader were killed; step %s is saved already", step)
+            return True
+        assert step is not None and self._last.state is not None
+        self._is_staged = False
+        try:
+            handle = self.save(step, self._last.state)
+        except Exception as failure:
+            _log.error("told to stop: step %d could not be saved, an earlier one stays: %s", step, failure)
+            return False
+        return handle is None or self._is_staged
+
     def _close(self, kind: type[BaseException] | None) -> None:
         if self._closed or self._house.is_forked:
             return
@@ -313,14 +362,18 @@ class CheckpointManager(Resuming):
             elif self._owned:
                 self.checkpointer.close()
         finally:
+            self._last_handle = None
             self._house.close(self._preemption.left_s if kind is None else EXIT_WAIT_S)
+            self._last.close()
             self._preemption.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._close(kind)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        is_safe = error is not None and self._save_after(error)
+        self._close(None if is_safe else kind)
+        return is_safe
 
 
 def _has_succeeded(done: Future[SaveReport]) -> bool:

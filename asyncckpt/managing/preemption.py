@@ -81,6 +81,11 @@ class Preemption:
         return step >= self._stopped_at
 
     @property
+    def is_on(self) -> bool:
+        """Whether anybody may be told to stop."""
+        return self._is_on
+
+    @property
     def left_s(self) -> float | None:
         """Seconds of grace that are left, at least 0; None: nobody was told to stop."""
         noticed = None if self.stopping is None else self.stopping.noticed_at
@@ -121,8 +126,11 @@ class Preemption:
             self._grace_s,
         )
 
-    def see_staged(self, handle: SaveHandle) -> None:
+    def see_staged(self, handle: SaveHandle) -> bool:
         """Wait until the last save is staged: the worker does the rest. Says so if it is not in time, or has failed.
+
+        Returns:
+            Whether it is staged.
 
         Blocks: at most for what is left of `grace_s`.
         """
@@ -131,12 +139,13 @@ class Preemption:
         concurrent.futures.wait([handle.staged], self.left_s or 0.0)
         if not handle.staged.done():
             self._say_late(handle.step)
-            return
+            return False
         error = handle.staged.exception(0)
         if error is not None:
             _log.error("told to stop: step %d could not be staged, an earlier one stays: %s", handle.step, error)
-            return
+            return False
         _log.warning("told to stop: step %d is staged; the worker finishes it, also without this process", handle.step)
+        return True
 
     def close(self) -> None:
         """Put the signal handlers back. Twice is fine; does nothing in a forked child."""

@@ -68,8 +68,32 @@ class Rendezvous:
         if self._watch is not None:
             self._watch.hurry()
 
+    def all_end_at(self, step: int | None, within_s: float) -> str:
+        """End, and ask whether all ranks end at `step`: returns why not; empty: they do. As of `Stopping`.
+
+        Blocks: as `Stopping.all_end_at`, and for a look at the noticeboard that is under way.
+        """
+        said = ["the ranks cannot reach each other"]
+        stopping = self._stopping
+        if stopping is None or self._watch is None:
+            return ""
+
+        def ask(board: Noticeboard) -> None:
+            stopping.say(board)
+            said[0] = stopping.all_end_at(board, step, within_s)
+
+        self._watch.close(ask, CLOSE_TIMEOUT_S)
+        return said[0]
+
     def close(self) -> None:
         """End, and say how far this rank has come, so that no other one waits for it. Twice is fine."""
-        if self._watch is not None:
-            stopping = self._stopping
-            self._watch.close(lambda board: stopping.say(board) if stopping is not None else None, CLOSE_TIMEOUT_S)
+        if self._watch is None:
+            return
+        stopping = self._stopping
+
+        def say(board: Noticeboard) -> None:
+            if stopping is not None:
+                stopping.say(board)
+                stopping.say_ended(board, None)
+
+        self._watch.close(say, CLOSE_TIMEOUT_S)

@@ -11,6 +11,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CheckpointerClosedError, CheckpointNotFoundError, ConfigError, ForkedError
 from asyncckpt.format.names import SaveId
+from asyncckpt.handle import SaveHandle
+from asyncckpt.managing.last_state import LastState
 from asyncckpt.managing.master_params import MasterParams
 from asyncckpt.managing.shelf import Shelf
 from asyncckpt.restoring import RestoredCheckpoint
@@ -36,6 +38,8 @@ class Resuming(Shelf):
     checkpointer: Checkpointer
     _rank: RankInfo
     _rank_changes: int
+    _last: LastState
+    _last_handle: SaveHandle | None
 
     def __init__(self, root: str | os.PathLike[str], step_format: str, *, quarantine: bool) -> None:
         super().__init__(root, step_format)
@@ -92,6 +96,7 @@ class Resuming(Shelf):
         )
         if found is None:
             if step is None:
+                self._last.given(state, None)
                 return None
             raise CheckpointNotFoundError(
                 f"there is no checkpoint of step {step}: none is committed at {path}, nor in memory", path=path
@@ -108,6 +113,8 @@ class Resuming(Shelf):
                 untouched,
             )
         self._house.restored(found)
+        self._last.given(state, found.step)
+        self._last_handle = None
         self._ancestry = extended(SaveId.parse(found.save_id), found.metadata)
         self._last_step = found.step
         return found

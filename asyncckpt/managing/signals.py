@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from asyncckpt.errors import ConfigError, SignalHandlerError
+from asyncckpt.managing.dataloader_workers import DeferredDeaths
 
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 _log = logging.getLogger("asyncckpt")
@@ -52,6 +53,7 @@ class SignalNote:
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._is_over = False
+        self._deaths = DeferredDeaths()
 
     def install(self, signals: Iterable[signal.Signals]) -> None:
         """Handle these signals.
@@ -80,6 +82,7 @@ class SignalNote:
             return
         if self.at is None and not self._is_over:
             self.at = time.monotonic()
+            self._deaths.begin()
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
@@ -97,6 +100,8 @@ class SignalNote:
     def restore(self) -> None:
         """Put back what was there before, where this is still what is there. Twice is fine."""
         self._is_over = True
+        if threading.current_thread() is threading.main_thread():
+            self._deaths.end()
         for one, before in list(self._before.items()):
             if self._is_in_place(one) and before is not None:
                 with contextlib.suppress(ValueError):  # not the main thread: it goes on passing them on

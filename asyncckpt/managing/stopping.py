@@ -17,8 +17,9 @@ from collections.abc import Callable
 from asyncckpt.errors import PlanTimeoutError
 from asyncckpt.managing.noticeboard import Noticeboard
 
-NOTICE, PASSED = "stop", "passed"
+NOTICE, PASSED, ENDED = "stop", "passed", "ended"
 BEFORE_ALL = -(1 << 63)
+POLL_S = 0.02
 _log = logging.getLogger("asyncckpt")
 
 
@@ -39,7 +40,7 @@ class Stopping:
         self._told_at, self._hurry, self._timeout_s = told_at, hurry, timeout_s
         self._changed = threading.Condition()
         self._passed = BEFORE_ALL
-        self._is_told = self._is_said = self._is_noticed = False
+        self._is_told = self._is_said = self._is_noticed = self._has_ended = False
         self._missing: list[int] = []
         self.stop_from: int | None = None
         self.noticed_at: float | None = None
@@ -112,6 +113,35 @@ class Stopping:
         if not self._is_said:
             board.post(PASSED, json.dumps(self._passed).encode())
             self._is_said = True
+
+    def say_ended(self, board: Noticeboard, step: int | None) -> None:
+        """Say that this rank goes no further than `step`, or has nothing to save (None); once. As `say`."""
+        if not self._has_ended:
+            board.post(ENDED, json.dumps(step).encode())
+            self._has_ended = True
+
+    def all_end_at(self, board: Noticeboard, step: int | None, within_s: float) -> str:
+        """Say that this rank can go no further than `step`, or has nothing to save (None), and hear the others.
+
+        Returns:
+            Why the ranks do not end at one step; empty: all do.
+
+        Raises:
+            AsyncCkptError: The board cannot be reached.
+
+        Blocks: until all have said it, at most `within_s`.
+        """
+        self.say_ended(board, step)
+        deadline = time.monotonic() + within_s
+        while not board.is_complete(ENDED):
+            if time.monotonic() >= deadline:
+                return f"ranks {board.missing(ENDED)[:20]} have not come to an end within {within_s:.0f} s"
+            time.sleep(POLL_S)
+        said = [json.loads(board.take(ENDED, rank)) for rank in range(self._world_size)]
+        ended = {one for one in said if one is not None}
+        if len(ended) == 1 and None not in said:
+            return ""
+        return f"the ranks end at different steps, or have none to save: {said[:20]}"
 
     def _decide(self, board: Noticeboard) -> None:
         said = [int(json.loads(board.take(PASSED, rank))) for rank in range(self._world_size)]
