@@ -150,11 +150,19 @@ def _saved_name(fqn: str, node: Node, rename: Callable[[str], str] | None) -> st
     """Return the saved name of a list: `key_map` is asked for names of leaves only."""
     if rename is None:
         return fqn
-    below = next((fqn_of(leaf) for leaf, _ in leaves(node)), None)
-    if below is None:
-        return fqn
+    below = fqn_of(next(_places(node, ())))
     renamed = rename(f"{fqn}.{below}")
     return renamed[: -len(below) - 1] if renamed.endswith("." + below) else fqn
+
+
+def _places(node: Node, path: Path) -> Iterator[Path]:
+    """Yield the paths of leaves and of empty containers."""
+    node = _inside(node)
+    if node[0] not in CONTAINERS or not node[1]:
+        yield path
+        return
+    for key, child in _members(node):
+        yield from _places(child, (*path, key))
 
 
 def lost_subtrees(

@@ -349,6 +349,16 @@ def test_a_sequence_of_another_length_is_refused(tmp_path: Path, saved: Any, wan
     asyncckpt.load(path, target, keys=["w"], strict=strict)
 
 
+def test_a_list_of_nothing_but_empty_dicts_is_compared_under_its_saved_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"a": {"x": [{}, {"n": torch.ones(1)}]}, "w": 1})
+    for key_map in (None, {"w": "w"}, lambda name: name.removeprefix("module.")):
+        target: Any = (
+            {"a": {"x": [{}]}} if key_map is None or isinstance(key_map, dict) else {"module": {"a": {"x": [{}] * 3}}}
+        )
+        with pytest.raises(ShapeMismatchError):
+            asyncckpt.load(path, target, key_map=key_map)
+
+
 @pytest.mark.parametrize("n_groups", [(1, 2), (2, 1)])
 def test_groups_of_an_optimizers_state_of_another_number_are_refused(tmp_path: Path, n_groups: tuple[int, int]) -> None:
     def state(n: int) -> Any:
