@@ -52,6 +52,32 @@ def compare_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+FRONT_NAMES = ("asyncckpt", "asyncckpt, overlap", "dcp.save", "dcp.async_save, thread", "torch_checkpointing")
+FRONT_COLUMNS = ("stall", "lost warm", "durable warm", "load cold", "verifies", "outlives")
+
+
+def front_table(result: dict[str, Any]) -> str:
+    """Return five rows of `benchmarks.compare` for README: medians only, each load from the disk."""
+    lines = ["| seconds | " + " | ".join(COLUMNS[measure] for measure in FRONT_COLUMNS) + " |"]
+    lines.append("|---" * (len(FRONT_COLUMNS) + 1) + "|")
+    for name in FRONT_NAMES:
+        found = contest_results.values(result, name)
+        assert not isinstance(found, str), f"{name}: {found}"
+        cells = []
+        for measure in FRONT_COLUMNS:
+            mark = "" if result["rounds"][0]["contenders"][name]["fsyncs"] else "*"
+            cells.append(_contest_cell(result, name, found, measure, mark).partition(" ")[0])
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    machine = result["machine"]
+    lines += [
+        "",
+        f"{NBYTES[result['state']] / 1e9:.1f} GB, medians of {len(result['rounds'])} rounds beside a training; `*`: "
+        f"flushed by the benchmark; {machine['cores']} cores, {machine['file_system']}, {machine['date'][:10]}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def ranks_table(result: dict[str, Any]) -> str:
     """Return the medians of `benchmarks.ranks` as Markdown."""
     columns = ("stall", "lost cold", "lost warm", "durable cold", "durable warm")
@@ -78,9 +104,9 @@ def ranks_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_picture(result: dict[str, Any], images: str = "docs/images") -> str:
-    """Return the table behind its picture, which `draw` makes; `images` is where the document finds it."""
-    name = f"{images}/compare-{result['state']}.svg"
+def with_picture(result: dict[str, Any]) -> str:
+    """Return the table behind its picture, which `draw` makes, for a document in docs/."""
+    name = f"images/compare-{result['state']}.svg"
     return f"![{result['state']}: ours beside other checkpointers]({name})\n\n{compare_table(result)}"
 
 

@@ -13,12 +13,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import chart, cpu, overlap, quiet, sources, targets, trace
-from benchmarks.contest_tables import ranks_table, where, with_picture
+from benchmarks.contest_tables import front_table, ranks_table, where, with_picture
 from benchmarks.save_load import RESULTS, SAVES_PER_ROUND, TARGETS, summary
 
 ROOT = Path(__file__).parents[1]
@@ -110,13 +109,14 @@ def cpu_table(result: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "front": ("compare-gpt.json", front_table),
     "save_load": ("save_load-gpt.json", save_load_table),
     "overlap": ("overlap-gpt.json", overlap_table),
     "cpu": ("cpu.json", cpu_table),
     "ranks": ("ranks.json", ranks_table),
     "compare": ("compare-gpt.json", with_picture),
-    "compare-small": ("compare-small.json", partial(with_picture, images="images")),
-    "compare-large": ("compare-large.json", partial(with_picture, images="images")),
+    "compare-small": ("compare-small.json", with_picture),
+    "compare-large": ("compare-large.json", with_picture),
 }
 """Marker in a document -> result file, and what makes a table of it."""
 

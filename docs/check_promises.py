@@ -1,7 +1,7 @@
-"""Check README.md's table of promises: each promise of the list has its row, its words, and tests that exist.
+"""Check docs/guarantees.md: each promise has its section, its words and tests that exist, and README links to it.
 
-Run as `python docs/check_promises.py`. A test is named as pytest names it, in a link to its file:
-`[`tests/unit/test_x.py::test_y`](tests/unit/test_x.py)`.
+Run as `python docs/check_promises.py`. A section is headed `## P1: ...`; below its text, `Held by:` and a list of
+tests, each a link to its file: [`tests/unit/test_x.py::test_y`](../tests/unit/test_x.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 from check_parity import REPOSITORY, wrong_claims
 
-TITLE = "\n## What it promises\n"
+PAGE = "docs/guarantees.md"
 
 PROMISES: dict[str, tuple[str, ...]] = {
     "P1": ("atomic", "every byte", "before its manifest"),
@@ -34,37 +34,47 @@ PROMISES: dict[str, tuple[str, ...]] = {
 }
 """Number -> what the text must not leave out, in lower case."""
 
-_ROW = re.compile(r"^\| (P[0-9]+) \| (.*) \| (.*) \|$", re.MULTILINE)
+_HEAD = re.compile(r"^## (P[0-9]+): (.+)$", re.MULTILINE)
 _LINK = re.compile(r"\[`(tests/[\w/]+\.py)((?:::\w+)+)`\]\(([^)]*)\)")
 
 
-def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
-    """Return what is wrong with the table in `text`, one line each."""
-    _, title, rest = text.partition(TITLE)
-    if not title:
-        return [f"there is no section {TITLE.strip()!r}"]
-    table = rest.partition("\n## ")[0]
-    rows = _ROW.findall(table)
-    names = [name for name, _, _ in rows]
-    found = [f"{name}: has no row" for name in PROMISES if name not in names]
-    found += [f"{name}: has two rows" for name in PROMISES if names.count(name) > 1]
-    found += [f"{name}: is no promise of the list" for name in names if name not in PROMISES]
-    known = [name for name in names if name in PROMISES]
-    if not found and known != list(PROMISES):
-        found.append("the rows are not in the order of the list")
-    for name, said, tests in rows:
-        found += [f"{name}: does not say {word!r}" for word in PROMISES.get(name, ()) if word not in said.lower()]
-        found += [f"{name}: {line}" for line in _wrong_tests(tests, root)]
+def sections(text: str) -> list[tuple[str, str, str, list[str]]]:
+    """Return each promise of the page: number, title, text, and the lines below `Held by:`."""
+    heads = [*_HEAD.finditer(text)]
+    found = []
+    for head, after in zip(heads, [*heads[1:], None], strict=True):
+        body = text[head.end() : after.start() if after else None]
+        said, _, tests = body.partition("\nHeld by:\n")
+        found.append((head[1], head[2], said, [line[2:].strip() for line in tests.splitlines() if line.strip()]))
     return found
 
 
-def _wrong_tests(cell: str, root: pathlib.Path) -> list[str]:
-    wrong = []
-    for name in cell.split(", "):
-        link = _LINK.fullmatch(name.strip())
+def problems(text: str, readme: str, root: pathlib.Path = REPOSITORY) -> list[str]:
+    """Return what is wrong with the page `text` and with README's list of it, one line each."""
+    found_sections = sections(text)
+    names = [name for name, _, _, _ in found_sections]
+    found = [f"{name}: has no section" for name in PROMISES if name not in names]
+    found += [f"{name}: has two sections" for name in PROMISES if names.count(name) > 1]
+    found += [f"{name}: is no promise of the list" for name in names if name not in PROMISES]
+    if not found and names != list(PROMISES):
+        found.append("the sections are not in the order of the list")
+    for name, title, said, tests in found_sections:
+        text_of = f"{title} {said}".lower()
+        found += [f"{name}: does not say {word!r}" for word in PROMISES.get(name, ()) if word not in text_of]
+        found += [f"{name}: {line}" for line in _wrong_tests(tests, root)]
+        anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", f"{name} {title}".lower()).strip())
+        if f"]({PAGE}#{anchor})" not in readme:
+            found.append(f"{name}: README.md has no link to {PAGE}#{anchor}")
+    return found
+
+
+def _wrong_tests(tests: list[str], root: pathlib.Path) -> list[str]:
+    wrong = [] if tests else ["names no test"]
+    for name in tests:
+        link = _LINK.fullmatch(name)
         if not link:
-            wrong.append(f"{name!r} is no link to a test" if name.strip() else "names no test")
-        elif link[3] != link[1]:
+            wrong.append(f"{name!r} is no link to a test")
+        elif link[3] != f"../{link[1]}":
             wrong.append(f"{link[1]}{link[2]} links to {link[3]}")
         else:
             wrong += wrong_claims(f"{link[1]}{link[2]}", root)
@@ -73,13 +83,13 @@ def _wrong_tests(cell: str, root: pathlib.Path) -> list[str]:
 
 def main() -> int:
     """Print what is wrong, or how many promises are held."""
-    text = (REPOSITORY / "README.md").read_text()
-    found = problems(text)
+    text, readme = (REPOSITORY / PAGE).read_text(), (REPOSITORY / "README.md").read_text()
+    found = problems(text, readme)
     for line in found:
-        print(f"README.md: {line}", file=sys.stderr)
+        print(f"{PAGE}: {line}", file=sys.stderr)
     if not found:
-        n_tests = sum(len(_LINK.findall(tests)) for _, _, tests in _ROW.findall(text))
-        print(f"README.md: {len(PROMISES)} promises are held by {n_tests} tests")
+        n_tests = sum(len(tests) for _, _, _, tests in sections(text))
+        print(f"{PAGE}: {len(PROMISES)} promises are held by {n_tests} tests")
     return 1 if found else 0
 
 

@@ -15,7 +15,7 @@ _sources: dict[str, str] = {}
 def on_config(config: Any) -> Any:
     """Replace `folder/*` in the navigation by the folder's pages."""
     config.nav = [{title: site_pages.expanded(pages) for title, pages in entry.items()} for entry in config.nav]
-    config.watch += [str(site_pages.REPOSITORY / name) for name in ("README.md", "CHANGELOG.md", "examples")]
+    config.watch += [str(site_pages.REPOSITORY / name) for name in (*site_pages.CONTRACTS, "examples")]
     return config
 
 

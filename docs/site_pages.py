@@ -1,4 +1,4 @@
-"""What the site consists of beside the files of docs/: sections of README, sources of examples, contracts, results.
+"""What the site consists of beside the files of docs/: contracts, sources of examples, the list of decisions, results.
 
 Each text has one place in the repository; the site shows it from there. Nothing here imports mkdocs: the hooks
 (docs/site_hooks.py) and the check (docs/check_docs.py) use it.
@@ -14,73 +14,24 @@ from collections.abc import Callable
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
-SECTIONS: dict[str, tuple[str, str]] = {
-    "guides/saving-and-loading.md": ("Use", "Saving and loading"),
-    "guides/manager.md": ("A manager", "A manager"),
-    "guides/copies-behind-the-training.md": ("Copies behind the training", "Copies behind the training"),
-    "guides/less-memory.md": ("Less memory than the state", "Less memory than the state"),
-    "guides/several-ranks.md": ("Several ranks", "Several ranks"),
-    "guides/sharded-states.md": ("Sharded states", "Sharded states"),
-    "guides/torch-distributed-checkpoint.md": (
-        "With torch.distributed.checkpoint",
-        "With torch.distributed.checkpoint",
-    ),
-    "guides/launch.md": ("Launch", "Launch"),
-    "frameworks/index.md": ("With training frameworks", "With training frameworks"),
-    "guarantees.md": ("What it promises", "Guarantees"),
-    "how-fast.md": ("How fast it is", "How fast it is"),
-    "not-done-yet.md": ("Not done yet", "Not done yet"),
-}
-"""Page -> the section of README that it shows, and its title."""
-
-ANCHORS = {
-    "": "index.md",
-    "install": "quickstart.md",
-    "how-it-works": "concepts.md",
-    "other-formats": "formats.md",
-    "seeing-it": "observability.md",
-    "develop": "index.md",
-}
-"""Other sections of README, by anchor -> the page that says more."""
-
 CONTRACTS = {
     "asyncckpt/format/SPEC.md": "contracts/format.md",
     "asyncckpt/protocol/SPEC.md": "contracts/protocol.md",
     "asyncckpt/memory/SPEC.md": "contracts/memory.md",
     "CHANGELOG.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 """Files outside of docs/ that are pages as they are."""
 
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
 _LIST = re.compile(r"^((?![-*+] |\d+\. |[|#>\s]).+\n)(?=(?:[-*] |1\. ))", re.MULTILINE)
 _FENCE = re.compile(r"^( *)(```+|~~~+)", re.MULTILINE)
-_PROMISE = re.compile(r"^\| (P[0-9]+) \| (.*) \| (.*) \|$", re.MULTILINE)
-_HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-
-
-def slug(title: str) -> str:
-    """Return the anchor that a heading has."""
-    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
-
-
-def section(title: str) -> str | None:
-    """Return the text of a section of README; None: there is none."""
-    text = (REPOSITORY / "README.md").read_text()
-    heads = [m for m in _HEADING.finditer(text) if not _in_fence(text, m.start())]
-    for head, after in zip(heads, [*heads[1:], None], strict=True):
-        if head[1] == title:
-            return text[head.end() : after.start() if after else None].strip("\n")
-    return None
 
 
 def generated() -> dict[str, tuple[str, str]]:
     """Return the pages that are no files of docs/: page -> text, and the file of the repository that it comes from."""
     pages: dict[str, tuple[str, str]] = {}
-    for page, (title, heading) in SECTIONS.items():
-        text = section(title)
-        if text is not None:
-            text = _promises(text) if page == "guarantees.md" else text
-            pages[page] = (f"# {heading}\n\n{text}\n", "README.md")
     for source, page in CONTRACTS.items():
         pages[page] = ((REPOSITORY / source).read_text(), source)
     for file in sorted((REPOSITORY / "examples").glob("*.py")):
@@ -127,7 +78,7 @@ def with_links(text: str, page: str, source: str, wrong: Callable[[str], None]) 
     def changed(match: re.Match[str]) -> str:
         label, target = match.groups()
         if re.match(r"[a-z][a-z0-9+.-]*:", target) or target.startswith("#"):
-            return match[0] if source != "README.md" or not target.startswith("#") else _to(label, f"README.md{target}")
+            return match[0]
         path, _, anchor = target.partition("#")
         found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if found.startswith("..") or not (REPOSITORY / found).exists():
@@ -154,8 +105,7 @@ def in_site(target: str) -> str | None:
     """Return where the site has what is `target` in the repository; None: nowhere."""
     path, _, anchor = target.partition("#")
     if path == "README.md":
-        page = ANCHORS.get(anchor)
-        return page or next((page for page, (title, _) in SECTIONS.items() if slug(title) == anchor), None)
+        return "index.md"
     if path == "docs/adr":
         return "adr/index.md"
     if path.startswith("examples/") and path.endswith(".py"):
@@ -178,24 +128,6 @@ def _parts(text: str) -> list[tuple[str, bool]]:
             pieces.append((text[begin : match.end()], True))
             begin, fence = match.end(), None
     return [*pieces, (text[begin:], fence is not None)]
-
-
-def _in_fence(text: str, position: int) -> bool:
-    return len(_FENCE.findall(text, 0, position)) % 2 == 1
-
-
-def _promises(text: str) -> str:
-    """Turn the table of promises into one paragraph each, with its tests below: they are too many for a column."""
-
-    def told(match: re.Match[str]) -> str:
-        number, said, tests = match.groups()
-        names = "".join(f"    - {test}\n" for test in tests.split(", "))
-        bold = re.match(r"\*\*(.+?)[.:]?\*\*", said)
-        heading = f"{number}: {bold[1]}" if bold else number
-        return f'## {heading}\n\n{said}\n\n??? note "Held by"\n{names}'
-
-    text = text.replace("Each row names tests", "Each names tests")
-    return _PROMISE.sub(told, re.sub(r"^\| \| promise .*\n\|[-|]+\|\n", "", text, flags=re.MULTILINE))
 
 
 def _example(file: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-"""The code in docs/ runs: quickstart and concepts, and each migration page from what there was to what is there now."""
+"""The code in docs/ runs: quickstart, concepts and guides; each migration page from what was to what is there now."""
 
 from __future__ import annotations
 
@@ -81,6 +81,26 @@ def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: pathlib.Path,
     if shutil.which("asyncckpt", path=environment["PATH"]) is None:
         pytest.skip("the package is not installed, so there are no commands")
     for line in "".join(blocks("quickstart", "console")).splitlines():
+        run(line.removeprefix("$ ").split(), tmp_path, environment)
+
+
+def test_the_guides_for_one_process_run_one_after_the_other(
+    tmp_path: pathlib.Path, environment: dict[str, str]
+) -> None:
+    pages = ("saving", "resuming", "overlap", "manager", "dcp")
+    code = [block for page in pages for block in blocks(f"guides/{page}")]
+    assert len(code) == 7
+    said = run([sys.executable, "-c", "\n".join(code)], tmp_path, environment)
+    assert "goes on after step 300" in said
+    made = {str(path.parent.relative_to(tmp_path / "runs")) for path in tmp_path.glob("runs/*/*/manifest.json")}
+    assert made == {
+        *(f"saving/step-{step}" for step in (100, 200, 300)),
+        *(f"managed/step-{step:08d}" for step in (100, 200, 300)),
+        *("overlap/step-10", "overlap/step-20", "dcp/step-300"),
+    }
+    if shutil.which("asyncckpt", path=environment["PATH"]) is None:
+        pytest.skip("the package is not installed, so there are no commands")
+    for line in "".join(blocks("guides/converting", "console")).splitlines():
         run(line.removeprefix("$ ").split(), tmp_path, environment)
 
 

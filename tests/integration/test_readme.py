@@ -1,8 +1,7 @@
-"""The README's code and commands run, its links lead somewhere, its figures are the result file's."""
+"""README is short, its code and commands run, its links lead somewhere, its figures are the result file's."""
 
 from __future__ import annotations
 
-import ast
 import os
 import pathlib
 import re
@@ -34,42 +33,44 @@ def run(command: list[str], directory: pathlib.Path, environment: dict[str, str]
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
 
+def test_it_is_short_and_shows_code_early() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1200
+    assert README.splitlines().index("```python") < 40
+
+
 def test_python_block_saves_resumes_and_the_commands_answer(
     tmp_path: pathlib.Path, environment: dict[str, str]
 ) -> None:
     if shutil.which("asyncckpt", path=environment["PATH"]) is None:
         pytest.skip("the package is not installed, so there are no commands")
-    code = "\n".join(blocks("python")[:2])  # a training, and the same with a manager
-    commands = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
-    named = [*("ls", "inspect", "verify", "verify", "du", "prune", "doctor", "gc", "report", "top", "worker", "worker")]
-    assert [c.split()[1] for c in commands] == named
+    code = "\n".join(blocks("python"))  # a training, and the same with a manager
+    table = README.partition("\n## Commands\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"`(asyncckpt [^`]+)`", table)
+    named = {"ls", "inspect", "verify", "du", "diff", "convert", "prune", "doctor", "gc", "report", "top", "worker"}
+    assert {c.split()[1] for c in commands} == named
     run([sys.executable, "-c", code], tmp_path, environment)
     assert (tmp_path / "runs/a/step-300/manifest.json").exists()
-    assert (tmp_path / "runs/m/step-00000300/manifest.json").exists()
-    run([sys.executable, "-c", code], tmp_path, environment)  # resumes, and has nothing left to do
+    assert (tmp_path / "runs/managed/step-00000600/manifest.json").exists()
+    run([sys.executable, "-c", code], tmp_path, environment)  # both resume
+    assert (tmp_path / "runs/managed/step-00000900/manifest.json").exists()
     for command in commands:
         run(command.split(), tmp_path, environment)
 
 
-def test_every_link_leads_to_a_file_and_every_test_exists() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+def test_every_shell_block_runs_in_a_test_and_every_target_is_there() -> None:
+    guide = (REPOSITORY / "docs/guides/several-ranks.md").read_text()
+    assert [block for block in blocks("sh") if f"```sh\n{block}```" not in guide] == []  # test_readme_launch runs those
+    (targets,) = blocks("")
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for line in targets.splitlines():
+        assert f"\n{line.split()[1]}:" in makefile
+
+
+def test_every_link_leads_to_a_file() -> None:
+    for target in re.findall(r"\]\(([^)#]+)[)#]", README):
         assert (REPOSITORY / target).exists(), f"README.md links to {target}, which does not exist"
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", README)
-    assert named
-    for file, name in named:
-        functions = {
-            n.name for n in ast.walk(ast.parse((REPOSITORY / file).read_text())) if isinstance(n, ast.FunctionDef)
-        }
-        assert name in functions, f"README.md names {file}::{name}, which does not exist"
 
 
 def test_figures_are_those_of_the_result_file() -> None:
     run([sys.executable, "-m", "benchmarks.table", "--check"], REPOSITORY, dict(os.environ))
-
-
-def test_every_configuration_field_is_named() -> None:
-    from dataclasses import fields
-
-    from asyncckpt import CheckpointerConfig
-
-    assert [f.name for f in fields(CheckpointerConfig) if f"`{f.name}`" not in README] == []

@@ -1,4 +1,4 @@
-"""The README's section "Launch": both ways to start a worker beside several ranks, and how to ask it, as they stand."""
+"""Starting a job, in the guide to several ranks: both ways to start a worker, and how to ask it, as they stand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import pytest
 from real_worker import manifest_of
 
-README = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
+GUIDE = (pathlib.Path(__file__).resolve().parents[2] / "docs/guides/several-ranks.md").read_text()
 COMMANDS = {
     "asyncckpt": "asyncckpt",
     "asyncckpt-worker": "asyncckpt_worker",
@@ -22,7 +22,7 @@ COMMANDS = {
 
 def scripts() -> list[str]:
     """Return the shell scripts of the section."""
-    section = README.partition("\n## Launch\n")[2].partition("\n## ")[0]
+    section = GUIDE.partition("\n## Starting the job\n")[2].partition("\n## ")[0]
     return re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
@@ -60,7 +60,7 @@ def test_there_are_three_scripts() -> None:
     assert [s.split()[-1] for s in scripts()] == ["40", "drain", "--json"]
 
 
-def test_asyncckpt_run_as_the_readme_shows_it(
+def test_asyncckpt_run_as_the_guide_shows_it(
     tmp_path: pathlib.Path, environment: dict[str, str], endpoint_dir: pathlib.Path
 ) -> None:
     said = run(scripts()[0], tmp_path, environment)
@@ -69,7 +69,7 @@ def test_asyncckpt_run_as_the_readme_shows_it(
     assert left(endpoint_dir) == set()
 
 
-def test_a_worker_beside_torchrun_and_how_to_ask_it_as_the_readme_shows_them(
+def test_a_worker_beside_torchrun_and_how_to_ask_it_as_the_guide_shows_them(
     tmp_path: pathlib.Path, environment: dict[str, str], endpoint_dir: pathlib.Path
 ) -> None:
     beside, ask = scripts()[1].replace("/run/user/$UID/asyncckpt", str(endpoint_dir)), scripts()[2]

@@ -161,7 +161,7 @@ def test_documents_get_what_was_measured_and_keep_the_rest(tmp_path: pathlib.Pat
     (tmp_path / "compare-gpt.json").write_text(json.dumps(compared()))
     text = f"a\n<!-- compare -->\nold\n{table.END}\nb\n<!-- compare-small -->\nnone yet\n{table.END}\nc\n"
     made = table.rendered(text, tmp_path)
-    assert made.startswith("a\n<!-- compare -->\n![gpt") and "(docs/images/compare-gpt.svg)" in made
+    assert made.startswith("a\n<!-- compare -->\n![gpt") and "(images/compare-gpt.svg)" in made
     assert "\n| seconds |" in made and "\nold\n" not in made
     assert made.endswith(f"\nb\n<!-- compare-small -->\nnone yet\n{table.END}\nc\n")
     assert table.rendered(made, tmp_path) == made

@@ -222,9 +222,9 @@ def test_every_field_is_described() -> None:
         assert f"        {name}:" in CheckpointerConfig.__doc__
 
 
-def test_the_readme_lists_every_field() -> None:
-    readme = (pathlib.Path(config.__file__).parents[1] / "README.md").read_text()
-    assert [name for name in names() if f"`{name}`" not in readme] == []
+def test_the_guide_to_saving_lists_every_field() -> None:
+    guide = (pathlib.Path(config.__file__).parents[1] / "docs/guides/saving.md").read_text()
+    assert [name for name in names() if f"`{name}`" not in guide] == []
 
 
 def test_endpoint_comes_from_the_environment_unless_it_is_empty() -> None:

@@ -115,7 +115,7 @@ def test_the_batch_script_is_one_and_its_options_are_ours() -> None:
 
 
 def test_the_line_of_the_readme_for_several_nodes_starts_a_worker_that_the_others_reach() -> None:
-    lines = re.findall(r"`(srun [^`]+)`", (REPOSITORY / "README.md").read_text())
+    lines = re.findall(r"`(srun [^`]+)`", (REPOSITORY / "docs/guides/several-ranks.md").read_text())
     assert len(lines) == 1
     words = shlex.split(lines[0].replace("\n", " "))
     assert words[:4] == ["srun", "--ntasks-per-node=1", "sh", "-c"] and len(words) == 5, "a worker on each node"

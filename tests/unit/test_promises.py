@@ -1,4 +1,4 @@
-"""README's table of promises leaves none out, and names no test that does not exist."""
+"""docs/guarantees.md leaves no promise out and names no test that does not exist; README links to each promise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from asyncckpt import CheckpointerConfig, ends
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-TEXT = (REPOSITORY / "README.md").read_text()
-ROWS = {name: line for line in TEXT.splitlines() if (name := line.partition("|")[2].partition("|")[0].strip())}
+README = (REPOSITORY / "README.md").read_text()
+TEXT = (REPOSITORY / "docs/guarantees.md").read_text()
+SECTIONS = {part.partition(":")[0]: f"## {part}" for part in TEXT.split("\n## ")[1:] if re.match(r"P\d+:", part)}
 THIS = "tests/unit/test_promises.py"
-LINK = f"[`{THIS}::test_the_table_is_right`]({THIS})"
+LINK = f"[`{THIS}::test_the_page_is_right`](../{THIS})"
 
 
 @pytest.fixture
@@ -25,21 +26,23 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("check_promises")
 
 
-def held_by(cell: str) -> str:
-    """README, with `cell` as what holds P4."""
-    return TEXT.replace(ROWS["P4"], f"{ROWS['P4'].rsplit('|', 2)[0]}| {cell} |")
+def held_by(*lines: str) -> str:
+    """The page, with `lines` as what holds P4."""
+    head = SECTIONS["P4"].partition("\nHeld by:\n")[0]
+    listed = "".join(f"- {line}\n" for line in lines)
+    return TEXT.replace(SECTIONS["P4"], f"{head}\nHeld by:\n\n{listed}")
 
 
-def test_the_table_is_right(check: ModuleType) -> None:
-    assert check.problems(TEXT) == []
+def test_the_page_is_right(check: ModuleType) -> None:
+    assert check.problems(TEXT, README) == []
     assert check.main() == 0
 
 
-def test_the_bounds_that_the_table_names_are_the_defaults() -> None:
+def test_the_bounds_that_the_page_names_are_the_defaults() -> None:
     assert CheckpointerConfig().worker_timeout_s == 10
-    assert "10 s if it hangs" in ROWS["P6"]
+    assert "10 s if it hangs" in SECTIONS["P6"]
     assert ends.EXIT_WAIT_S < 5
-    assert "an interpreter's exit longer than 5 s" in ROWS["P13"]
+    assert "an interpreter's exit longer than 5 s" in SECTIONS["P13"]
 
 
 EXCEPTION = (
@@ -98,51 +101,57 @@ def test_the_list_has_sixteen_promises(check: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 17))
-def test_a_promise_without_a_row_fails(check: ModuleType, number: int) -> None:
-    assert check.problems(TEXT.replace(f"{ROWS[f'P{number}']}\n", "")) == [f"P{number}: has no row"]
+def test_a_promise_without_a_section_fails(check: ModuleType, number: int) -> None:
+    assert check.problems(TEXT.replace(SECTIONS[f"P{number}"], ""), README) == [f"P{number}: has no section"]
+
+
+@pytest.mark.parametrize("number", range(1, 17))
+def test_a_promise_without_its_line_in_readme_fails(check: ModuleType, number: int) -> None:
+    (found,) = check.problems(TEXT, re.sub(rf"\(docs/guarantees\.md#p{number}-[^)]*\)", "()", README))
+    assert found.startswith(f"P{number}: README.md has no link to docs/guarantees.md#p{number}-")
 
 
 @pytest.mark.parametrize("number", range(1, 17))
 def test_a_promise_whose_text_leaves_something_out_fails(check: ModuleType, number: int) -> None:
     name = f"P{number}"
-    row = ROWS[name]
-    _, _, said, rest = row.split("|", 3)
+    said, _, tests = SECTIONS[name].partition("\nHeld by:\n")
     for word in check.PROMISES[name]:
         shorter = re.sub(re.escape(word), "...", said, flags=re.IGNORECASE)
-        assert f"{name}: does not say {word!r}" in check.problems(TEXT.replace(row, f"| {name} |{shorter}|{rest}"))
+        text = TEXT.replace(SECTIONS[name], f"{shorter}\nHeld by:\n{tests}")
+        assert f"{name}: does not say {word!r}" in check.problems(text, README)
 
 
-@pytest.mark.parametrize("cell", [LINK, f"{LINK}, {LINK}"])
-def test_a_test_that_exists_passes(check: ModuleType, cell: str) -> None:
-    assert check.problems(held_by(cell)) == []
+@pytest.mark.parametrize("lines", [(LINK,), (LINK, LINK)])
+def test_a_test_that_exists_passes(check: ModuleType, lines: tuple[str, ...]) -> None:
+    assert check.problems(held_by(*lines), README) == []
 
 
 @pytest.mark.parametrize(
-    ("cell", "problem"),
+    ("lines", "problem"),
     [
-        ("", "names no test"),
-        ("not yet", "'not yet' is no link to a test"),
-        (f"`{THIS}::test_the_table_is_right`", "is no link to a test"),
-        (f"[`{THIS}`]({THIS})", "is no link to a test"),
-        (f"{LINK}, soon", "'soon' is no link to a test"),
-        (f"[`{THIS}::test_gone`]({THIS})", f"there is no test {THIS}::test_gone"),
-        (f"[`{THIS}::held_by`]({THIS})", f"there is no test {THIS}::held_by"),
-        ("[`tests/unit/test_gone.py::test_x`](tests/unit/test_gone.py)", "there is no file tests/unit/test_gone.py"),
-        (f"[`{THIS}::test_the_table_is_right`](README.md)", "links to README.md"),
+        ((), "names no test"),
+        (("not yet",), "'not yet' is no link to a test"),
+        ((f"`{THIS}::test_the_page_is_right`",), "is no link to a test"),
+        ((f"[`{THIS}`](../{THIS})",), "is no link to a test"),
+        ((LINK, "soon"), "'soon' is no link to a test"),
+        ((f"[`{THIS}::test_gone`](../{THIS})",), f"there is no test {THIS}::test_gone"),
+        ((f"[`{THIS}::held_by`](../{THIS})",), f"there is no test {THIS}::held_by"),
+        (
+            ("[`tests/unit/test_gone.py::test_x`](../tests/unit/test_gone.py)",),
+            "there is no file tests/unit/test_gone.py",
+        ),
+        ((f"[`{THIS}::test_the_page_is_right`](README.md)",), "links to README.md"),
     ],
 )
-def test_a_promise_that_no_existing_test_holds_fails(check: ModuleType, cell: str, problem: str) -> None:
-    (found,) = check.problems(held_by(cell))
+def test_a_promise_that_no_existing_test_holds_fails(check: ModuleType, lines: tuple[str, ...], problem: str) -> None:
+    (found,) = check.problems(held_by(*lines), README)
     assert found.startswith("P4: ") and problem in found
 
 
-def test_rows_that_are_doubled_unknown_or_out_of_order_fail(check: ModuleType) -> None:
-    row, other = ROWS["P4"], ROWS["P5"]
-    assert check.problems(TEXT.replace(row, f"{row}\n{row}")) == ["P4: has two rows"]
-    assert check.problems(TEXT.replace(row, f"{row}\n{row.replace('P4', 'P17')}")) == ["P17: is no promise of the list"]
-    swapped = TEXT.replace(row, "<>").replace(other, row).replace("<>", other)
-    assert check.problems(swapped) == ["the rows are not in the order of the list"]
-
-
-def test_a_missing_section_fails(check: ModuleType) -> None:
-    assert check.problems(TEXT.replace(check.TITLE, "\n## Promises\n")) == ["there is no section '## What it promises'"]
+def test_sections_that_are_doubled_unknown_or_out_of_order_fail(check: ModuleType) -> None:
+    one, other = SECTIONS["P4"], SECTIONS["P5"]
+    assert check.problems(TEXT.replace(one, f"{one}\n{one}"), README) == ["P4: has two sections"]
+    doubled = TEXT.replace(one, f"{one}\n{one.replace('P4', 'P17')}")
+    assert "P17: is no promise of the list" in check.problems(doubled, README)
+    swapped = TEXT.replace(one, "<>").replace(other, one).replace("<>", other)
+    assert check.problems(swapped, README) == ["the sections are not in the order of the list"]
