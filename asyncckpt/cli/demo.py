@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncckpt.checkpoints import latest_checkpoint
 from asyncckpt.cli import demo_children as children
-from asyncckpt.cli.demo_children import RANKS, DemoFailedError
+from asyncckpt.cli.demo_children import RANKS, DemoFailedError, heartbeat, show
 from asyncckpt.cli.demo_crash import Crash
 from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK
 from asyncckpt.format.layout import PAGE_NBYTES
@@ -25,6 +25,19 @@ EXAMPLES = (
 )
 STEPS, EVERY, CRASH_AT = 40, 10, 20
 STALL_NBYTES = 200_000_000
+ROOM_NBYTES = 1_000_000_000
+"""What the demo has on the disk at once: 8 checkpoints of 37 MB, a copy of one, and a save of 2 x 200 MB."""
+
+LITTLE_NBYTES = 64_000_000
+"""With less than this left, a failure is the disk's: no checkpoint of the demo is larger by much."""
+
+INTRODUCTION = f"""\
+This takes 1 to 2 minutes on two cores, longer the first time. It trains a small GPT on {RANKS} ranks and proves that
+  - a rank killed between `staged` and `written` loses nothing: the worker commits the checkpoint without any trainer;
+  - the restarted ranks resume from it and end with the same weights, bit for bit, as a training that nothing disturbs;
+  - every checkpoint verifies, and one flipped byte is found.
+It ends with what a save costs a training loop, beside torch.save and dcp.async_save.
+"""
 _TRAIN, _CRASH = "asyncckpt.examples.train_gpt", "asyncckpt.examples.train_gpt_crash"
 _STALLS = "asyncckpt.examples.stalls"
 _ENVIRONMENT = {
@@ -43,16 +56,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; exit code 1 when any check fails."""
     directory = Path(args.dir or tempfile.mkdtemp(prefix="asyncckpt-demo-")).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    # Bytecode is written whatever the environment says: without it each of some 20 processes compiles torch anew.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    show(INTRODUCTION)
     try:
-        _play(directory, {**os.environ, **_ENVIRONMENT})
-    except DemoFailedError as error:
-        print(f"\nDEMO FAILED: {error}", file=sys.stderr)
+        directory.mkdir(parents=True, exist_ok=True)
+        if lack := _lack_of_room(directory, ROOM_NBYTES):
+            raise DemoFailedError(lack)
+        with heartbeat():
+            _play(directory, {**inherited, **_ENVIRONMENT})
+    except (DemoFailedError, OSError) as error:
+        lack = _lack_of_room(directory, LITTLE_NBYTES)
+        print(f"\nDEMO FAILED: {lack or error}", file=sys.stderr)
         return EXIT_FAILED
     finally:
         if not args.dir:
             shutil.rmtree(directory, ignore_errors=True)
     return EXIT_OK
+
+
+def _lack_of_room(directory: Path, nbytes: int) -> str | None:
+    """Say that the disk has fewer than so many bytes left; None: it has them, or cannot be asked."""
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError:
+        return None
+    if free >= nbytes:
+        return None
+    return (
+        f"the disk that holds {directory} is full: {free / 1e6:.0f} MB are free, and the demo needs "
+        f"{ROOM_NBYTES / 1e6:.0f} MB; make room, or name a directory on another disk by --dir"
+    )
 
 
 def _play(directory: Path, environment: Mapping[str, str]) -> None:
@@ -62,10 +96,10 @@ def _play(directory: Path, environment: Mapping[str, str]) -> None:
             raise DemoFailedError(f"{old} exists already; choose an empty --dir")
     options = ("--steps", str(STEPS), "--every", str(EVERY))
 
-    print(f"1. asyncckpt run -- torchrun, {RANKS} ranks: a training of {STEPS} steps that nothing disturbs")
+    show(f"1. asyncckpt run -- torchrun, {RANKS} ranks: a training of {STEPS} steps that nothing disturbs")
     expected = _weights(children.train(children.with_a_worker(_TRAIN, "--dir", str(plain), *options), environment))
 
-    print(f"\n2. the same with --max-restarts 1; after the save of step {CRASH_AT} is staged one rank is SIGKILLed")
+    show(f"\n2. the same with --max-restarts 1; after the save of step {CRASH_AT} is staged one rank is SIGKILLed")
     crash = Crash(crashed / f"step-{CRASH_AT:06d}")
     command = children.with_a_worker(_CRASH, str(CRASH_AT), "--dir", str(crashed), *options, restarts=1)
     try:
@@ -78,26 +112,26 @@ def _play(directory: Path, environment: Mapping[str, str]) -> None:
         if not any(re.fullmatch(rf"rank {rank}: resumed from .* at step {CRASH_AT}", line) for line in lines):
             raise DemoFailedError(f"rank {rank} did not resume at step {CRASH_AT}")
     found = _weights(lines)
-    print(f"\n   uninterrupted {expected}\n   crashed       {found}")
+    show(f"\n   uninterrupted {expected}\n   crashed       {found}")
     if found != expected:
         raise DemoFailedError("the final weights differ from the uninterrupted training's")
-    print("   final weights are equal bit for bit")
+    show("   final weights are equal bit for bit")
 
-    print("\n3. every checkpoint verifies; one flipped byte is found")
+    show("\n3. every checkpoint verifies; one flipped byte is found")
     checkpoints = sorted(str(p) for root in (plain, crashed) for p in root.iterdir())
     if len(checkpoints) != 2 * STEPS // EVERY:
         raise DemoFailedError(f"{2 * STEPS // EVERY} checkpoints expected, there are: {', '.join(checkpoints)}")
     children.verify(checkpoints, EXIT_OK)
-    print(f"   {len(checkpoints)} checkpoints verify")
-    print("   " + _flip(Path(latest_checkpoint(crashed) or ""), directory / "damaged"))
+    show(f"   {len(checkpoints)} checkpoints verify")
+    show("   " + _flip(Path(latest_checkpoint(crashed) or ""), directory / "damaged"))
 
-    print(f"\n4. what a save costs the training loop, {STALL_NBYTES // 10**6} MB of state on each of {RANKS} ranks")
+    show(f"\n4. what a save costs the training loop, {STALL_NBYTES // 10**6} MB of state on each of {RANKS} ranks")
     table = children.train(
         children.with_a_worker(_STALLS, "--dir", str(stalls), "--nbytes", str(STALL_NBYTES)), environment
     )
     if not any(line.startswith("asyncckpt ") for line in table):
         raise DemoFailedError("the stalls were not measured")
-    print("\nall checks hold")
+    show("\nall checks hold")
 
 
 def _weights(lines: list[str]) -> str:

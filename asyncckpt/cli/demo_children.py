@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 import psutil
@@ -26,6 +26,9 @@ END_TIMEOUT_S = 20.0
 KILL_TIMEOUT_S = 60.0
 """How long the kernel has to end what was killed: a moment, unless it waits for a disk."""
 
+QUIET_S = 4.0
+"""When nothing was printed for so long, a line says that the demo goes on."""
+
 RANKS = 2
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 ASYNCCKPT = (sys.executable, "-m", "asyncckpt")
@@ -33,6 +36,35 @@ ASYNCCKPT = (sys.executable, "-m", "asyncckpt")
 
 class DemoFailedError(Exception):
     """A check of the demo did not hold; the message says which."""
+
+
+_printed_at = [0.0]
+
+
+def show(line: str) -> None:
+    """Print a line of the demo."""
+    _printed_at[0] = time.monotonic()
+    print(line, flush=True)
+
+
+@contextlib.contextmanager
+def heartbeat() -> Iterator[None]:
+    """Within the block, print how long the demo has been running whenever it has printed nothing for `QUIET_S`."""
+    began, ended = time.monotonic(), threading.Event()
+    _printed_at[0] = began
+
+    def beat() -> None:
+        while not ended.wait(max(0.1, _printed_at[0] + QUIET_S - time.monotonic())):
+            if time.monotonic() - _printed_at[0] >= QUIET_S:
+                show(f"   ... {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=beat, name="asyncckpt-demo-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def with_a_worker(*words: str, restarts: int = 0) -> list[str]:
@@ -71,7 +103,7 @@ def train(
         timer.start()
         try:
             for line in process.stdout:
-                print(f"   | {line}", end="", flush=True)
+                show(f"   | {line.rstrip()}")
                 lines.append(line.rstrip("\n"))
                 on_line(lines[-1])
             process.wait()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncckpt.cli.demo_children import RANKS, DemoFailedError, thaw
+from asyncckpt.cli.demo_children import RANKS, DemoFailedError, show, thaw
 from asyncckpt.protocol.identity import start_ticks
 
 DEATH_TIMEOUT_S = 60.0
@@ -59,7 +59,7 @@ class Crash:
         self.thaw()
         _wait(self._committed, COMMIT_TIMEOUT_S, f"the worker did not commit {self._checkpoint}")
         took_s = time.monotonic() - began
-        print(f"   all trainers are dead; the worker goes on and commits {self._checkpoint.name} in {took_s:.2f} s")
+        show(f"   all trainers are dead; the worker goes on and commits {self._checkpoint.name} in {took_s:.2f} s")
 
     def thaw(self) -> None:
         """Let the worker go on, if it was frozen."""

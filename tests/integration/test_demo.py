@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,53 @@ def test_a_directory_that_is_in_use_is_refused(tmp_path: pathlib.Path, capsys: p
     (tmp_path / "crashed").mkdir()
     assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+def test_it_says_at_once_what_it_will_prove_and_a_disk_without_room_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(demo, "ROOM_NBYTES", 1 << 60)
+    monkeypatch.setattr(demo, "_play", lambda directory, environment: pytest.fail("it began"))
+    assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
+    out, err = capsys.readouterr()
+    assert "minutes" in out.splitlines()[0] and "loses nothing" in out
+    assert f"the disk that holds {tmp_path} is full" in err and "--dir" in err
+
+
+def test_a_failure_on_a_disk_that_has_become_full_names_the_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    def fails(directory: pathlib.Path, environment: object) -> None:
+        monkeypatch.setattr(demo, "LITTLE_NBYTES", 1 << 60)
+        raise DemoFailedError("the worker did not commit")
+
+    monkeypatch.setattr(demo, "_play", fails)
+    assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
+    err = capsys.readouterr().err
+    assert f"the disk that holds {tmp_path} is full" in err and "worker" not in err
+
+
+def test_bytecode_is_written_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(demo, "_play", lambda directory, environment: seen.append(environment))
+    assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 0
+    assert "PYTHONDONTWRITEBYTECODE" not in seen[0] and seen[0]["PATH"] == os.environ["PATH"]
+
+
+def test_a_line_says_that_it_goes_on_while_nothing_else_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo_children.QUIET_S < 5
+    monkeypatch.setattr(demo_children, "QUIET_S", 0.05)
+    with demo_children.heartbeat():
+        deadline = time.monotonic() + 20
+        said = ""
+        while said.count("   ... ") < 2 and time.monotonic() < deadline:
+            said += capsys.readouterr().out
+    assert said.count("   ... ") >= 2
 
 
 # ---- children
