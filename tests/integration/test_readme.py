@@ -17,7 +17,8 @@ README = (REPOSITORY / "README.md").read_text()
 
 
 def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for found_kind, text in found if found_kind == kind]
 
 
 @pytest.fixture
