@@ -38,6 +38,7 @@ def test_it_is_short_and_shows_code_early() -> None:
     assert len(README.splitlines()) <= 150
     assert len(README.split()) <= 1200
     assert README.splitlines().index("```python") < 40
+    assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 60
 
 
 def test_python_block_saves_resumes_and_the_commands_answer(
