@@ -212,6 +212,7 @@ class _Matching:
         self._filled: dict[int, tuple[str, list[int]]] = {}
         self._values: dict[int, int] = {}
         self._absent_tensors: list[TargetLeaf] = []
+        self._taking: set[int] = set()  # ids of empty containers that one place has already
         self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}
         self.absent_paths: list[Path] = []
         self.empty_paths: list[Path] = []
@@ -232,7 +233,7 @@ class _Matching:
         targets = self.matches.targets
         value = None if holder is None else holder[key]
         if type(holder) is not dict and type(holder) is not list:
-            stays = isinstance(value, MutableMapping) and node[0] in MAPPINGS
+            stays = isinstance(value, MutableMapping) and node[0] in MAPPINGS and id(value) not in self._taking
             fixed = None if stays else targets.fixed_at(path)
             if fixed is not None:
                 raise ConfigError(
@@ -241,6 +242,7 @@ class _Matching:
                     field="state_dict",
                     value=fqn,
                 )
+        self._taking.add(id(value))
         is_inner = isinstance(holder, tuple) or isinstance(value, PerRank)
         self.own(targets.owner_of(path) if is_inner else (id(holder), (key,)), fqn, node)
         self.matches.replaced.append(Replaced(path, fqn, node))
@@ -318,6 +320,7 @@ class _Matching:
         path, fqn, node, holder, key = leaf
         saved, matches = self._saved, self.matches
         matches.targets.keep_empty(unmarked(holder[key]))
+        self._taking.add(id(holder[key]))
         above = next((prefix for prefix in prefixes(saved_fqn) if prefix in saved.leaves), None)
         if above is not None:
             self._refuse(leaf_mismatch(above, kind_of(saved.leaves[above]), "container", self._path))

@@ -154,11 +154,12 @@ def _replace_at(value: Any, path: Path, new: Any, kept: set[int]) -> Any:
     key = python_key(path[0])
     old = value[key]
     child = _replace_at(old, path[1:], new, kept)
+    if child is old:
+        return value
     if isinstance(value, tuple):
         members = [child if n == key else member for n, member in enumerate(value)]
         return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    if child is not old:
-        value[key] = child
+    value[key] = child
     return value
 
 
@@ -177,7 +178,7 @@ def _taken(old: Any, new: Any, kept: set[int]) -> Any:
         if isinstance(old, OrderedDict) and hasattr(new, "_metadata"):
             old._metadata = new._metadata  # type: ignore[attr-defined]
         return old
-    if type(new) in (list, deque) and not old and _has_room(old, len(new)):
+    if type(new) in (list, deque) and _has_room(old, len(new)) and not old:
         old.extend(new)
         return old
     return new

@@ -234,6 +234,13 @@ def test_new_values_go_where_default_map_location_says(tmp_path: Path) -> None:
     assert moved == ["cpu", "cpu"]
 
 
+def test_an_array_in_the_place_of_a_list_is_replaced(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    target: dict[str, Any] = {"x": np.arange(3), "y": {"a": np.arange(2)}}
+    asyncckpt.load(save(tmp_path / "c", {"x": [1, 2], "y": {"a": None}}), target)
+    assert target == {"x": [1, 2], "y": {"a": None}}
+
+
 def test_one_empty_container_in_two_places_becomes_two(tmp_path: Path) -> None:
     path = save(tmp_path / "c", {"a": {"x": 1}, "b": {"x": 2}, "l": [1], "m": [2]})
     one: dict[str, Any] = {}
@@ -303,10 +310,14 @@ def test_a_place_in_a_mapping_that_cannot_be_changed_is_named_before_anything_ch
 
 
 def test_an_empty_dict_in_a_mapping_that_cannot_be_changed_is_filled(tmp_path: Path) -> None:
-    path = save(tmp_path / "c", {"f": {"x": {"a": 1}}})
-    target = {"f": MappingProxyType({"x": {}})}
+    path = save(tmp_path / "c", {"f": {"x": {"a": 1}, "t": ({"b": 2}, torch.ones(1))}, "g": {"x": {"a": 3}}})
+    target = {"f": MappingProxyType({"x": {}, "t": ({}, torch.zeros(1))})}
     asyncckpt.load(path, target)
-    assert target["f"]["x"] == {"a": 1}
+    assert target["f"]["x"] == {"a": 1} and target["f"]["t"][0] == {"b": 2}
+    one: dict[str, Any] = {}
+    with pytest.raises(ConfigError, match=r"g\.x"):
+        asyncckpt.load(path, {"f": {"x": one}, "g": MappingProxyType({"x": one})})
+    assert one == {}
 
 
 # ---- lists of another length ----------------------------------------------------------------------------------------
