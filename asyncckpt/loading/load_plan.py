@@ -44,8 +44,9 @@ class LoadPlan:
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
-        shared: FQNs of target tensors that share memory, and were saved as tensors of their own: where their values
-            differ, which only a load finds out, that is `AliasMismatchError`.
+        shared: FQNs of target tensors that share memory and were saved as tensors of their own, and of what lies in
+            one container or is one object: where the saved values differ, which only a load finds out, that is
+            `AliasMismatchError`.
         nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
     """
 
@@ -111,6 +112,7 @@ def plan_load(
     names = names_of(matches.placements, fillings)
     real = [n for n, placement in enumerate(placed) if why_no_memory(placement.target) is None]
     shared = [names[real[n]] for n in overlapping([placed[n].target for n in real])]
+    containers = [fqn for first, _, other, _ in matches.shared for fqn in (first, other)]
     ties = [Placement(tie.other, *shard) for tie in matches.ties for shard in tie.shards]
     boxes += [box_of(placement) for placement in (*placed, *ties)]
     return LoadPlan(
@@ -119,7 +121,9 @@ def plan_load(
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),
-        shared=tuple(dict.fromkeys([*shared, *(fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn))])),
+        shared=tuple(
+            dict.fromkeys([*shared, *(fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)), *containers])
+        ),
         nbytes=needed_nbytes(boxes),
     )
 

@@ -291,6 +291,7 @@ def test_one_container_or_object_under_two_names_is_refused_unless_both_are_equa
     with pytest.raises(AliasMismatchError) as caught:
         asyncckpt.load(one, target)
     assert (caught.value.fqn[0], caught.value.other_fqn[0]) == ("a", "b") and not target["w"].any()
+    assert {name[0] for name in asyncckpt.plan_load(one, target).shared} == {"a", "b"}
 
 
 # ---- what cannot take it --------------------------------------------------------------------------------------------
