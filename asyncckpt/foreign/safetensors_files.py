@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -61,7 +62,8 @@ def read_hf_directory(path: str, files: Files) -> Contents:
     read that is in the file that the index names, and `Source.changed` has the others. It is refused where nobody can
     tell which is meant: the index lacks it, or there is none; and where the copies differ in shape or dtype.
     """
-    directory, name = os.path.split(path) if is_index(os.path.basename(path)) else (path, "")
+    is_folder = not is_index(os.path.basename(path)) or stat.S_ISDIR(files.stat(path).st_mode)
+    directory, name = (path, "") if is_folder else os.path.split(path)
     assembly = Assembly("hf", path, directory, files)
     try:
         model = Chosen(name) if name else chosen_model(files.listdir(directory))

@@ -167,6 +167,12 @@ def test_the_index_of_a_variant_loads_as_a_path(tmp_path: pathlib.Path, capsys: 
         asyncckpt.convert(tmp_path / "hf", path, to="torch", overwrite=True)
 
 
+def test_a_folder_whose_name_is_that_of_an_index_is_a_folder(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "model.safetensors.index.json"
+    fill(folder, READ["sharded variants"])
+    assert torch.equal(asyncckpt.load(folder)["a"], torch.full((2,), 1.0))
+
+
 def test_a_shard_that_an_index_names_and_is_not_there_is_still_damage(tmp_path: pathlib.Path) -> None:
     fill(tmp_path / "f", READ["sharded variants"])
     (tmp_path / "f" / "model-00002-of-00002.safetensors").unlink()
