@@ -168,10 +168,11 @@ def _places(node: Node, path: Path) -> Iterator[Path]:
 def lost_subtrees(
     tree: Node, missing: Iterable[Path], found: Iterable[Path], is_module: Callable[[Path], bool]
 ) -> list[str]:
-    """Return the FQNs of the parts of a target of which nothing was found.
+    """Return the FQNs of the parts of a target of which nothing was found; that of the whole target is empty.
 
-    A part is an entry at its top level that holds others; and at any level a module, and what `state_dict()` of a
-    module or an optimizer gave.
+    A part is an entry that holds others: at the target's top level, and wherever a text names it, but not inside of
+    a module or of what `state_dict()` of a module or an optimizer gave, which is one part. So is the whole target
+    where several leaves of it are missing.
 
     Args:
         tree: The target's.
@@ -179,16 +180,22 @@ def lost_subtrees(
         found: Those that it has.
         is_module: Whether a module stands at a path.
     """
+    kept = {at[:length] for at in found for length in range(len(at))}
+    missing = list(missing)
+    if () not in kept and len(missing) > 1:
+        return [fqn_of(())]
     states = set(_states(tree, ()))
-    parts = {
-        at[:length]: None
-        for at in missing
-        for length in range(1, len(at))
-        if length == 1 or at[:length] in states or is_module(at[:length])
-    }
-    if parts:
-        kept = {at[:length] for at in found for length in range(1, len(at))}
-        parts = {at: None for at in parts if at not in kept}
+    parts: dict[Path, None] = {}
+    if () in states:
+        return []
+    for at in missing:
+        for length in range(1, len(at)):
+            part = at[:length]
+            is_whole = part in states or is_module(part)
+            if (is_whole or length == 1 or isinstance(part[-1], str)) and part not in kept:
+                parts[part] = None
+            if is_whole:
+                break
     return [fqn_of(at) for at in parts]
 
 

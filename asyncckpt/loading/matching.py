@@ -75,7 +75,7 @@ class Matches:
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
             A tensor that is filled under another name is not missing.
-        lost: FQNs of modules, other objects and subtrees of which nothing was found at all.
+        lost: FQNs of modules, other objects and subtrees of which nothing was found at all; of the whole target: "".
         left_empty: FQNs of empty dicts of the target that a checkpoint of another format has nothing for.
         shared: What fills one container or object of the target under two names: FQN and saved node of both.
         converted: FQNs whose dtype differs.
@@ -184,6 +184,7 @@ def match(
     matching.take_ties()
     if matching.absent_paths:
         found_paths = [*matches.filled, *(place.path for place in matches.replaced), *matching.empty_paths]
+        found_paths += [module.path for module in matches.undecided]  # which say by themselves what they lack
         matches.lost += lost_subtrees(flat.tree, matching.absent_paths, found_paths, targets.is_module)
     matches.missing += selection.unused()
     return matches

@@ -346,7 +346,8 @@ class _Load:
             if matches.lost:
                 tops = _shown([str(key) for key in self._saved.tree[1][::2]])
                 advice = "Rename them by key_map, or leave them out, of the target or by keys: strict=False does not"
-                lost = f", nothing at all of {_shown(matches.lost)} (at its top level it has {tops})"
+                parts = _shown([fqn or "the whole target" for fqn in matches.lost])
+                lost = f", nothing at all of {parts} (at its top level it has {tops})"
             raise MissingKeysError(
                 f"{path}: {len(missing)} keys are not in the checkpoint{lost}{hint}; nothing was changed. {advice}:\n"
                 f"  {names}",

@@ -451,6 +451,9 @@ LOST: dict[str, Callable[[], dict[str, Any]]] = {
     "an object": lambda: {"model": Counted()},
     "a subtree": lambda: {"model": {"a": {"w": torch.zeros(1)}, "n": 3}},
     "a list": lambda: {"model": [torch.zeros(1), {"a": 1}]},
+    "a dict in a container": lambda: {"parts": {"ema": {"weight": torch.zeros(1)}, "step": 0}},
+    "a dict in a list": lambda: {"parts": {"step": 0}, "more": [{"ema": {"a": {"weight": torch.zeros(1)}}}]},
+    "a list in a container": lambda: {"parts": {"queue": [torch.zeros(1)], "step": 0}},
 }
 
 
@@ -468,14 +471,65 @@ def test_a_module_object_or_subtree_of_which_nothing_was_saved_is_an_error_eithe
     assert target["step"] == 7
 
 
+@pytest.mark.parametrize("saved", [{"model": {"module.a": torch.ones(1)}, "step": 7}, {"model": {"step": 7}}])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_part_whose_names_are_all_others_is_an_error_although_its_own_name_was_saved(
+    tmp_path: Path, saved: dict[str, Any], deep: bool
+) -> None:
+    target: dict[str, Any] = {"model": {"a": torch.zeros(1), "b": torch.zeros(1)}}
+    saved = {"t": {**saved, "epoch": 3}} if deep else {**saved, "epoch": 3}
+    target = {"t": {**target, "epoch": 0}} if deep else {**target, "epoch": 0}
+    path = save(tmp_path / "c", saved)
+    with pytest.raises(MissingKeysError, match=f"nothing at all of {'t.' if deep else ''}model "):
+        asyncckpt.load(path, target, strict=False)
+    assert (target["t"] if deep else target)["epoch"] == 0
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"a": torch.zeros(1), "b": 0},
+        linear().state_dict(),
+        dict(linear().state_dict()),
+        {"model": linear().state_dict(), "step": 0},
+        torch.optim.SGD(linear().parameters()).state_dict(),
+    ],
+)
+def test_a_target_of_which_nothing_was_saved_is_an_error_either_way(tmp_path: Path, target: dict[str, Any]) -> None:
+    path = save(tmp_path / "r" / "step-1", {"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)})
+    for strict in (True, False):
+        with pytest.raises(MissingKeysError, match="nothing at all of the whole target"):
+            asyncckpt.load(path, target, strict=strict)
+        with pytest.raises(MissingKeysError, match="nothing at all of the whole target"):
+            asyncckpt.restore_latest(tmp_path / "r", target, strict=strict)
+
+
+@pytest.mark.parametrize("make", [linear, lambda: Renamed(2, 2)], ids=["plain", "with code of its own"])
+def test_what_is_missing_beside_a_module_that_was_found_is_a_single_key(
+    tmp_path: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = make()
+    path = save(tmp_path / "c", {"a": {"m": {"old_weight" if make is not linear else "weight": saved.weight}}})
+    target = {"a": {"m": make(), "n": 1, "o": 2}}
+    target["a"]["m"].bias = None
+    asyncckpt.load(path, target, strict=False)
+    assert torch.equal(target["a"]["m"].weight, saved.weight) and "a.n, a.o" in caplog.text
+
+
+class Renamed(torch.nn.Linear):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}old_weight")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
 def test_single_keys_that_were_not_saved_stay_if_not_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(tmp_path / "c", {"model": {"a": {"w": torch.ones(1)}}, "o": {"state": {0: {"m": 1}}, "lr": 1}})
-    target = {"model": {"a": {"w": torch.zeros(1)}, "head": {"w": torch.zeros(1)}}, "o": {"state": {1: {"m": 0}}}}
+    target = {"model": {"a": {"w": torch.zeros(1)}, "head.w": torch.zeros(1)}, "o": {"state": {1: {"m": 0}}}}
     with pytest.raises(MissingKeysError):
         asyncckpt.load(path, target, strict=False)
     target["o"] = {"state": {0: {"m": 0}, 1: {"m": 0}}}
     asyncckpt.load(path, target, strict=False)
-    assert bool(target["model"]["a"]["w"].all()) and not target["model"]["head"]["w"].any()  # type: ignore[index]
+    assert bool(target["model"]["a"]["w"].all()) and not target["model"]["head.w"].any()  # type: ignore[index]
     assert target["o"] == {"state": {0: {"m": 1}, 1: {"m": 0}}} and "model.head.w, o.state.1.m" in caplog.text
 
 
