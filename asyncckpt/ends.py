@@ -18,25 +18,25 @@ GUARANTEES P13 gives an exit 5 s: what is left of them is for ending threads and
 """
 
 GIVE_UP_S = 0.25
-"""What a thread that was told to give up gets for its last piece. The rest of the 5 s is for what comes after it."""
+"""How long a thread may take to end after `give_up`. The rest of the 5 s is for what follows."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class BackgroundThread(threading.Thread):
-    """A thread that must not keep the interpreter alive, but has ended before that is taken down.
+    """A daemon thread that is ended before the interpreter is finalised.
 
-    IMPORTANT: every thread of ours is one. Before Python 3.14 a daemon thread that wants the interpreter's lock while
-    that is finalised is unwound where it stands. In a destructor of torch, under a tensor that the thread drops or a
-    copy that it makes, that ends the process: "terminate called without an active exception", exit code 134.
+    IMPORTANT: every thread of this package is one. Before Python 3.14 a daemon thread that waits for the GIL while the
+    interpreter is finalised is unwound at that point. If a destructor of torch is on its stack (the thread drops or
+    copies a tensor), that aborts the process: "terminate called without an active exception", exit code 134.
 
     Args:
-        target: What it does.
-        name: For people.
-        args: For `target`.
-        end: Called when the interpreter exits, after checkpointers have left: the thread should end soon, whatever it
-            waits for. None: it ends by itself.
-        give_up: Called when the time for that is over: the thread should drop what it does. Neither may wait.
+        target: The function that the thread runs.
+        name: The thread's name, for debuggers.
+        args: Arguments of `target`.
+        end: Called when the interpreter exits, after checkpointers have ended: the thread should end soon, whatever it
+            waits for. None: it ends by itself. Must not block.
+        give_up: Called when the time for that is over: the thread should drop its work. Must not block.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BackgroundThread(threading.Thread):
         Raises:
             RuntimeError: The system has no thread left, or the interpreter exits.
         """
-        _running.add(self)  # before the look: an exit looks after it has said so
+        _running.add(self)  # IMPORTANT: before the check; an exit sets `_exiting` first, and then reads `_running`
         try:
             if _exiting.is_set():
                 raise RuntimeError("can't start new thread: the interpreter exits")
@@ -72,7 +72,7 @@ class BackgroundThread(threading.Thread):
         try:
             super().run()
         finally:
-            self.end = self.give_up = None  # they may refer to who refers to this
+            self.end = self.give_up = None  # break reference cycles through the owner
             _running.discard(self)
 
 

@@ -264,7 +264,7 @@ def _restored(
 
 
 def _say_none(root: str, *, is_first: bool) -> None:
-    """Say it louder where other things lie: the directory may be the wrong one."""
+    """Log it as a warning where the directory holds other directories: it may be the wrong one."""
     names = []
     if is_first:
         with contextlib.suppress(OSError), os.scandir(root) as entries:

@@ -84,7 +84,7 @@ class SessionThread:
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as caught:
-            text = f"the worker at {endpoint} cannot be reached, for no file descriptor is to be had: {caught.strerror}"
+            text = f"the worker at {endpoint} cannot be reached: no file descriptor is free ({caught.strerror})"
             raise WorkerUnavailableError(text, endpoint=endpoint, detail=NO_DESCRIPTORS) from caught
         self._owner_pid = os.getpid()
         self.thread = BackgroundThread(self._run, "asyncckpt-client", give_up=self._stop)

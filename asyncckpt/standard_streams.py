@@ -1,8 +1,8 @@
-"""stdin, stdout and stderr of a command, whatever it was given: closed, a pipe that nobody reads, full, ASCII only.
+"""stdin, stdout and stderr of a command: closed, a pipe that nobody reads, a full disk, or ASCII only.
 
-cron jobs, daemons and CI runners start commands so. Without this, Python has no `sys.stdout` where it was closed, ends
-with code 120 where it cannot be flushed, and the next file that is opened takes the number of what was closed: whatever
-a library prints would go into it.
+cron jobs, daemons and CI runners start commands with such streams. Without this module, Python has no `sys.stdout`
+where it was closed, and exits with code 120 where it cannot be flushed; and the next file that is opened gets the
+descriptor of the closed stream, so that output of libraries would be written into that file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ EXIT_FAILED = 1
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """Open what was closed, onto /dev/null. Inside, what the encoding of stdout or stderr does not have is escaped."""
+    """Open closed streams onto /dev/null. Inside, characters that stdout or stderr cannot encode are escaped."""
     _open_closed()
     streams: list[Any] = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
     before = [stream.errors for stream in streams]
     for stream in streams:
         stream.reconfigure(errors="backslashreplace")
     stdout = sys.stdout
-    sys.stdout = _Noting(stdout)
+    sys.stdout = _RecordingStream(stdout)
     try:
         yield
     finally:
@@ -51,8 +51,8 @@ def _open_closed() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-class _Noting:
-    """A stream that remembers the first thing that went wrong, whoever has caught it."""
+class _RecordingStream:
+    """A stream that remembers its first error, also where a caller has caught it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -79,15 +79,17 @@ class _Noting:
 
 
 def lost_output() -> OSError | None:
-    """Flush stdout, and return why some of the output inside of `usable` was lost, if it was."""
+    """Flush stdout, and return the error by which output inside of `usable` was lost; None: all was written."""
     _flush(sys.stdout)
     return getattr(sys.stdout, "lost", None)
 
 
 def exit_code(code: int) -> int:
-    """Flush both; return `code`, or of a command that did well, `EXIT_FAILED` if some of its output was lost.
+    """Flush stdout and stderr, and return the exit code of the command.
 
-    That is said on stderr. Of a pipe whose reader has gone, as `head` goes when it has had enough, nothing is.
+    Returns:
+        `code`; but `EXIT_FAILED` where that is 0 and output was lost. The loss is printed on stderr, except for a pipe
+        whose reader has closed it, as `head` does.
     """
     lost = lost_output()
     if lost is not None and not isinstance(lost, BrokenPipeError):
@@ -98,7 +100,7 @@ def exit_code(code: int) -> int:
 
 
 def _flush(stream: TextIO) -> None:
-    """Flush. Where that fails, drop what is left, so that nobody tries again."""
+    """Flush. Where that fails, drop the buffered output, so that the interpreter does not try again at its exit."""
     try:
         stream.flush()
     except OSError:

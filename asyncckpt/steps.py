@@ -1,4 +1,4 @@
-"""The training step of a save: which values are one, as an argument and as the leaf `step` of a state."""
+"""The training step of a save: which values are accepted as one, as an argument and as the state's leaf `step`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def checked_step(value: Any, field: str = "step") -> int:
 
 
 def step_in(state_dict: Any) -> int | None:
-    """Return the step that the top-level leaf `step` of a state is; None where it is none, or no step."""
+    """Return the step in the top-level leaf `step` of a state; None where there is no such leaf or no valid step."""
     return _step_of(state_dict.get("step")) if isinstance(state_dict, Mapping) else None
 
 
 def _step_of(value: Any) -> int | None:
     if type(value) is not int:
-        # A bool of numpy or torch has an index, or not, by version. The device of an array of numpy is the text "cpu".
+        # Whether bools of numpy and torch have `__index__` depends on the version. The device of an array of numpy is a
+        # str, "cpu".
         is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
         is_near = str(getattr(value, "device", "cpu")).partition(":")[0] == "cpu"
         if is_bool or not is_near or tuple(getattr(value, "shape", ())):

@@ -110,7 +110,7 @@ def _worker() -> Finding:
     try:  # as a trainer does: it may be refused although commands are not
         with Conversation(endpoint, __version__, ANSWER_TIMEOUT_S) as found:
             if is_gone(found.worker.pid, found.worker.pid_start):
-                text = f"the one at {endpoint} is process {found.worker.pid}, which is not seen from here"
+                text = f"the one at {endpoint} is process {found.worker.pid}, which is not visible from here"
                 return fail("worker", text, "let trainer and worker share a PID namespace, and see each other in /proc")
     except AsyncCkptError as error:
         advice = "see the reason; a job with an ASYNCCKPT_JOB of its own, and no ASYNCCKPT_ENDPOINT, starts another one"

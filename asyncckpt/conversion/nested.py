@@ -1,6 +1,7 @@
-"""Targets that lie in the source's directory, or around the source: what is safe of that, and its way into place.
+"""Conversions whose target lies inside the source's directory, or whose source lies inside the target's.
 
-Stock `dcp_to_torch_save` and `torch_save_to_dcp` are used so: `model.pt` beside the files of `dcp.save`.
+Stock `dcp_to_torch_save` and `torch_save_to_dcp` are used like this: `model.pt` beside the files of `dcp.save`. Here is
+checked which of these are safe, and finished files are moved into a directory that exists.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from asyncckpt.storage.files import Files, fsync_directory
 from asyncckpt.uninterrupted import uninterrupted
 
 _OF_HUB = (".safetensors", ".index.json")
-"""Endings of what is read of a directory of safetensors files: a new one would make another model of it."""
+"""Endings of the files that a Hugging Face directory is read from: a new file of these would change its model."""
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Whether a path lies in a directory, or would; wherever links lead."""
+    """Whether a path, which need not exist, lies inside a directory after symbolic links are resolved."""
     inner, outer = os.path.realpath(path), os.path.realpath(directory)
     return inner != outer and os.path.commonpath([inner, outer]) == outer
 
 
 def check_apart(path: str, source: str, to: str) -> None:
-    """Refuse targets of kinds that cannot lie in the source, or around it.
+    """Refuse targets of kinds that can neither lie in the source nor around it.
 
     Raises:
         ConfigError: The target is the source, a directory in it, or a file or a Hugging Face directory around it.
@@ -42,10 +43,10 @@ def check_apart(path: str, source: str, to: str) -> None:
 
 
 def check_inside(path: str, source: str, contents: Contents) -> None:
-    """Refuse a target in the source's directory that would be taken for a part of it, or that is one.
+    """Refuse a target in the source's directory whose name would make it a part of the source.
 
     Raises:
-        ConfigError: It would.
+        ConfigError: By its name it is, or would be, a part of the source.
     """
     if not is_inside(path, source):
         return
@@ -61,10 +62,10 @@ def check_inside(path: str, source: str, contents: Contents) -> None:
 
 
 def check_around(path: str, files: Files) -> None:
-    """Refuse a target around the source in which a checkpoint stands, or files of one.
+    """Refuse a target around the source that holds a checkpoint, or files of one.
 
     Raises:
-        CheckpointExistsError: One does.
+        CheckpointExistsError: It holds one.
         OSError: It cannot be listed.
     """
     names = sorted(files.listdir(path))
@@ -79,11 +80,13 @@ def check_around(path: str, files: Files) -> None:
 
 
 def put_into_directory(temporary: Beside, path: str, files: Files) -> None:
-    """Move a finished target's files into a directory that stands; the one by which it is a checkpoint comes last.
+    """Move a finished target's files into a directory that exists; the manifest or DCP's metadata comes last.
+
+    On an error the files that were moved are moved back.
 
     Raises:
-        CheckpointExistsError: A file of such a name came to be there meanwhile; none of the target's is there.
-        OSError: A call failed; so.
+        CheckpointExistsError: A file of the same name was made there meanwhile.
+        OSError: A call failed.
     """
     last = (DCP_METADATA_NAME, MANIFEST_NAME)
     moved: list[str] = []

@@ -40,7 +40,7 @@ def _room(state_nbytes: int | None) -> Finding:
         available = int(psutil.virtual_memory().available)
     except OSError as error:
         text = f"how much is free is not known: {reason(error)}: {error.filename}"
-        return fail("memory", text, "mount proc on /proc (mount -t proc proc /proc): no worker can do without")
+        return fail("memory", text, "mount proc on /proc (mount -t proc proc /proc): the worker needs it")
     limit, used = cgroup_limit()
     where = "free on this machine"
     if limit is not None and limit - used < available:

@@ -75,7 +75,9 @@ def _pidfd() -> Finding:
     except (AttributeError, OSError) as raised:  # the first: a Python that was built without
         error = raised if isinstance(raised, OSError) else OSError(errno.ENOSYS, "this Python has none")
         text = f"no pidfds ({reason(error)}): a process's end is learnt from /proc every 200 ms, not at once"
-        return warn("pidfd", text, "Linux has them since 5.3; nothing need be done, on neither side", pidfd=False)
+        return warn(
+            "pidfd", text, "nothing needs to be done, for trainer or worker; Linux has pidfds since 5.3", pidfd=False
+        )
     return ok("pidfd", "the end of a process is learnt at once, by pidfd", pidfd=True)
 
 

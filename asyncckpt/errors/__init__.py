@@ -89,7 +89,7 @@ class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_p
 
 
 class DirectoryInUseError(AsyncCkptError, RuntimeError, code="directory_in_use", fields=("path", "pid", "host")):
-    """Another training, which is alive, saves to this directory: process `pid` on `host`. One at a time may."""
+    """Another live training saves to this directory: process `pid` on `host`. Only one at a time may."""
 
 
 class SignalHandlerError(AsyncCkptError, RuntimeError, code="signal_handler", fields=("signal",)):
@@ -253,13 +253,13 @@ class UnsupportedFormatError(
 
 
 class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields=("path", "keys")):
-    """Keys that were asked for are not in the checkpoint, or nothing of a whole part; `keys` lists every one."""
+    """The checkpoint lacks keys of the target, or all of a module, optimizer or named part; `keys` lists every one."""
 
 
 class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fields=("path", "fqn", "saved", "wanted")):
     """A tensor was saved with another shape than the target has, or a list with another length; nothing was changed.
 
-    Or loading code of a module of the target made the other shape; then values of that module may have changed.
+    Or a module's own loading code made an entry of another shape; then values of that module may have changed.
     `saved`, `wanted`: shapes, or lists of one length each.
     """
 
@@ -276,7 +276,7 @@ class LeafTypeMismatchError(
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
     """One memory, container or object of the target has two names, and cannot hold what was saved under both.
 
-    Nothing was changed, unless they are different views of one memory: then the tensors have been filled.
+    Nothing was changed, except for different views of one memory: then the target's tensors have been filled.
     """
 
 
@@ -287,8 +287,8 @@ class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=(
 class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("path", "fqn", "type_name", "detail")):
     """`load_state_dict()` of an object in the target raised; the cause is chained.
 
-    Tensors and plain objects of the target have been filled; objects that come behind it have not been given their
-    states. Of a module whose own loading code decides what is missing, nothing behind it has been filled either.
+    Tensors and plain objects of the target have been filled. Objects that come later in the target have not been given
+    their states. If a module's own loading code decides what is missing, nothing after that module has been filled.
     """
 
 

@@ -1,7 +1,7 @@
-"""Which files of a folder of the Hugging Face hub are its model: variants, copies and adapters lie beside it. Pure.
+"""Which files of a Hugging Face folder are its model, and which are variants, copies or adapters of it. Reads nothing.
 
-Names, as transformers and diffusers write them: `model.safetensors`; shards `model-00001-of-00002.safetensors` with the
-index `model.safetensors.index.json`; and each of these of a variant, such as fp16: `model.fp16.safetensors`,
+The names that transformers and diffusers write: `model.safetensors`; shards `model-00001-of-00002.safetensors` with the
+index `model.safetensors.index.json`; and the same for a variant such as fp16: `model.fp16.safetensors`,
 `model.fp16-00001-of-00002.safetensors` or `model-00001-of-00002.fp16.safetensors`, `model.safetensors.index.fp16.json`.
 """
 
@@ -16,11 +16,11 @@ INDEX_NAME = "model.safetensors.index.json"
 _INDEX = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json\Z")
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}(\.[^.]+)?\.safetensors\Z")
 _BESIDE = re.compile(r"(consolidated([-.][0-9]+)?|adapter_model)\Z")
-"""What lies beside a model: all of it once more, under Mistral's names of its tensors; and peft's adapters."""
+"""Files that are not the model: a copy of all of it under Mistral's tensor names, and adapters of peft."""
 
 
 class AmbiguousFolderError(ValueError):
-    """Several models lie in a folder, and nothing says which is meant; `files` are the ways to name one."""
+    """A folder holds several models, and nothing says which is meant; `files` are the names to choose from."""
 
     def __init__(self, files: Iterable[str]) -> None:
         self.files = sorted(files)
@@ -28,9 +28,9 @@ class AmbiguousFolderError(ValueError):
 
 
 class Chosen(NamedTuple):
-    """The model of a folder: its index, which names the files, or where there is none the files.
+    """The model of a folder: the name of its index, or without an index the names of its files.
 
-    `several`: whether the files are of more than one model by their names, so that they need not belong together.
+    `several`: the names of the files are those of more than one model, so the files may not belong together.
     """
 
     index_name: str | None
@@ -49,9 +49,9 @@ def index_names(names: Iterable[str]) -> list[str]:
 
 
 def model_of(name: str) -> str:
-    """Return what the files of one model, and of one variant, have in common: `model` or `model.fp16`, for example.
+    """Return the part of a name that all files of one model and variant share, such as `model` or `model.fp16`.
 
-    Of files that are called by their numbers alone that is nothing.
+    Files whose names are numbers have no such part: "".
     """
     found = _INDEX.match(name) or _SHARD.match(name)
     stem = found[1] + (found[2] or "") if found else name.removesuffix(".safetensors")
@@ -59,13 +59,13 @@ def model_of(name: str) -> str:
 
 
 def chosen_model(names: Iterable[str]) -> Chosen:
-    """Return the model of a folder, of variants the one without a suffix.
+    """Return the model of a folder; of several variants, the one without a suffix.
 
     Args:
-        names: Of the files in it.
+        names: The names of the files in the folder.
 
     Raises:
-        AmbiguousFolderError: There are several indexes, of models that are no variants of each other.
+        AmbiguousFolderError: There are indexes of several models that are not variants of one.
     """
     names = list(names)
     indexes, weights = index_names(names), sorted(name for name in names if name.endswith(".safetensors"))

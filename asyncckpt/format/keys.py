@@ -1,7 +1,7 @@
-"""The keys of a state dict's mappings: text and integers as they are, all others with a tag.
+"""The keys of a state dict's mappings: strings and integers as they are, all others as a tagged `TypedKey`.
 
-Python takes 1, 1.0 and True for one key, in dicts and in comparisons of paths; as `TypedKey` they are three. On disk a
-typed key is an array, tag first (SPEC.md section 4):
+For Python 1, 1.0 and True are the same key, in dicts and in comparisons of paths; as `TypedKey` they differ. On disk a
+typed key is an array that begins with the tag (SPEC.md section 4):
 
     ["n"]  None          ["b", bool]          ["f", 16 hex digits: the double, big endian]
     ["y", bytes]         ["t", key, ...]      a tuple of keys, typed ones among them
@@ -14,20 +14,20 @@ import struct
 from typing import Any
 
 MAX_KEY_CHARS = 4096
-"""Of a text; of any other key as Python writes it, which is its part of an FQN."""
+"""Of a string; of any other key its `repr`, which is its part of an FQN."""
 
 MAX_KEY_DEPTH = 8
-"""Tuples inside tuples. Chosen, not measured."""
+"""How deep tuples may be nested in a key. Chosen, not measured."""
 
 
 class TypedKey(tuple[Any, ...]):
-    """A key that is neither str nor int: its tag and what belongs to it. Its text is that of `value`."""
+    """A key that is neither str nor int: the tag and its arguments. `repr` and `str` are those of `value`."""
 
     __slots__ = ()
 
     @property
     def value(self) -> Any:
-        """The key as Python has it."""
+        """The Python value of the key."""
         kind, rest = self[0], self[1:]
         if kind == "t":
             return tuple(map(python_key, rest))
@@ -43,14 +43,14 @@ Key = str | int | TypedKey
 
 
 def python_key(key: Any) -> Any:
-    """Return a key of a tree or path as the dict has it."""
+    """Return the Python value of a key of a tree or path."""
     return key.value if type(key) is TypedKey else key
 
 
 def key_of(value: Any, depth: int = 0) -> Key | None:
-    """Return the key of a tree for one of a dict; None: it has no form.
+    """Return the tree's key for a key of a dict; None: it cannot be stored.
 
-    Subclasses of str, int, float, bytes and tuple become what they extend, as which they are looked up.
+    Subclasses of str, int, float, bytes and tuple become the type that they extend.
     """
     if isinstance(value, str):
         return str.__str__(value)
@@ -74,7 +74,7 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
     """Turn a decoded msgpack value into a key.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a key.
     """
     if type(raw) is int or (type(raw) is str and len(raw) <= MAX_KEY_CHARS):
         return raw

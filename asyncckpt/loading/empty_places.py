@@ -1,7 +1,8 @@
 """Places of a target that are empty or None, lists of another length, and subtrees of which nothing was saved.
 
-An empty place takes all that was saved below its name. A list with members that was saved longer takes the further
-ones too, if they are objects; any other list or tuple of another length is refused, so that none is cut or padded.
+An empty place takes everything that was saved below its name. A list that was saved with more members than the target's
+takes the additional ones, if they are objects. Any other list or tuple of another length is refused: none is cut or
+padded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SEQUENCE_TYPES = (list, tuple, deque)
 
 
 def is_empty_object(value: Any) -> bool:
-    """Whether an object leaf of a target holds nothing: None, or a list, tuple or deque of nothing else."""
+    """Whether an object leaf of a target holds nothing: it is None, or a list, tuple or deque of such values."""
     return value is None or (type(value) in _SEQUENCE_TYPES and all(map(is_empty_object, value)))
 
 
@@ -34,7 +35,7 @@ def refused_for(
     Args:
         place: The node of the place in the target: an empty mapping or an object.
         value: The object.
-        found: What was saved under its name.
+        found: The node that was saved under its name.
         fqn: Its name in the target.
         path: The checkpoint's, for messages.
     """
@@ -52,10 +53,10 @@ def refused_for(
 
 
 def selected_part(node: Node, selection: Selection, path: Path, fqn: str) -> Node | None:
-    """Return what of `node` goes into a place at `path` of which only a part was asked for; None: nothing.
+    """Return the selected part of `node`, for an empty place at `path`; None: nothing of it is selected.
 
     Raises:
-        ConfigError: That would shorten a list.
+        ConfigError: The selection would shorten a list.
     """
     part = selected(node, selection, path)
     if part is not None and _is_cut(node, part):
@@ -94,10 +95,11 @@ def lists_of_other_lengths(
 
 
 def further_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[Node, ...] | None:
-    """Return the saved members that a shorter list of a target takes besides its own; None: it cannot.
+    """Return the saved members that a shorter list of a target takes after its own; None: it cannot take them.
 
-    A history grows while a training runs: new objects at the end of a list are taken. Tuples, and lists whose further
-    members hold tensors, say how many there are; so do the groups of an optimizer. A deque may have room for no more.
+    A history grows while a training runs, so objects at the end of a list are taken. The length of a tuple, of a list
+    whose additional members hold tensors, and of an optimizer's groups is part of the structure and must not change. A
+    deque may be full.
 
     Args:
         tree: The target's.
@@ -109,7 +111,7 @@ def further_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[No
         return None
     form = form_in(node)
     if form is not None and form[1] is not None and form[1] < len(found[1]):
-        return None  # such a deque would let its first members go
+        return None  # the deque would drop its first members
     return further if all(leaf[0] == "O" for member in further for _, leaf in leaves(member)) else None
 
 
@@ -170,14 +172,14 @@ def lost_subtrees(
 ) -> list[str]:
     """Return the FQNs of the parts of a target of which nothing was found; that of the whole target is empty.
 
-    A part is an entry that holds others: at the target's top level, and wherever a text names it, but not inside of
-    a module or of what `state_dict()` of a module or an optimizer gave, which is one part. So is the whole target
-    where several leaves of it are missing.
+    A part is a container at the top level of the target, or one under a string key at any level. A module, and what
+    `state_dict()` of a module or an optimizer returned, is one part as a whole. So is the whole target if several of
+    its leaves are missing.
 
     Args:
         tree: The target's.
-        missing: Leaves that the checkpoint lacks.
-        found: Those that it has.
+        missing: Paths of leaves that the checkpoint lacks.
+        found: Paths of leaves that it has.
         is_module: Whether a module stands at a path.
     """
     kept = {at[:length] for at in found for length in range(len(at))}

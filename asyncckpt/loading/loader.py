@@ -30,14 +30,14 @@ def load(
 
     Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
     every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
-    leaves some targets filled and others not. So may loading code of a module's own: see below.
+    leaves some targets filled and others not. So may an error in loading code of a module: see below.
 
-    A module has loading code of its own where a submodule has hooks of `load_state_dict` or overrides
-    `_load_from_state_dict`. It is shown the saved names, values and versions, as a stock `load_state_dict` would show
-    them, also names that the module does not have. What is missing when it has run is a missing key. If a name was not
-    saved that it may make of others, its module is filled first, and nothing else changes before that is known. Plain
-    tensors that such code is shown are read beside the module (`low_memory` does not count them), unless the code is
-    torch's own; sharded ones are filled in place before.
+    Loading code of a module is a hook of `load_state_dict`, or an override of `_load_from_state_dict`, in the module
+    or a submodule. It is given the saved names, values and versions, as by a stock `load_state_dict`, including names
+    that the module does not have. Keys that are missing after it has run are missing keys of the load. A module whose
+    loading code may make an entry that was not saved is filled first, and nothing else changes until it is known
+    whether the entry is missing. Plain tensors for loading code from outside torch are read into memory of their own,
+    in addition to what `low_memory` allows; sharded ones are filled in place.
 
     Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
     where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only; a
@@ -45,22 +45,22 @@ def load(
 
     Args:
         path: The checkpoint's directory.
-        state_dict: A target. A place in it that is empty or None takes all that was saved below its name: an empty dict
-            or list (also `state_dict` itself) the members, None a new value. A list of objects that was saved longer
-            grows, which is logged; every other list or tuple has as many members as it was saved with. Its tensors are
-            filled in place, on their devices and with their dtypes: plain ones, DTensor, `ShardedSlice`, `FlatShard`,
-            `ShardedTensor` and registered types, of which only what this process holds is read, whatever number of
-            ranks saved it in whatever pieces. Its objects are replaced; only its keys are read. numpy arrays are filled
-            in place where they are writable and dtype and shape are the saved ones, else replaced. Objects with a
-            `load_state_dict()` are given the state that was saved under their name, whole, and what an optimizer keeps
-            of its parameters stays in the dtypes that it was saved with; a module's tensors are
-            filled in place before that, in the bare module, and what it has and the checkpoint lacks counts as missing.
-            A module whose state holds dicts or lists is given all of it new.
-            Without a target, nesting, key types, aliases and objects come back as saved, states of modules and
-            optimizers as dicts. Tensors that share memory hold what was saved under each of their names, or are
-            an error: two names of one tensor are filled from one, or from two with equal values, and a name that was
-            not saved counts as filled with its other one; other views that share elements are read again and compared
-            when they have been filled.
+        state_dict: The target; only its own keys are read. None: a new dict, in which nesting, key types, aliases and
+            objects are as they were saved, and states of modules and optimizers are dicts.
+            Tensors are filled in place, on their devices and with their dtypes: plain ones, DTensor, `ShardedSlice`,
+            `FlatShard`, `ShardedTensor` and registered types. Only what this process holds is read, however many ranks
+            saved it, in whatever pieces. numpy arrays are filled in place if they are writable and dtype and shape are
+            the saved ones, else replaced. Other objects are replaced.
+            Empty places take all that was saved below their name: an empty dict or list (also `state_dict` itself) the
+            members, None a new value. A list of objects that was saved with more members grows, which is logged; any
+            other list or tuple must have as many members as were saved.
+            Objects with a `load_state_dict()` are given the whole state that was saved under their name. The tensors of
+            a module are filled in place before that, in the bare module, and what the module has and the checkpoint
+            lacks is missing. A module whose state holds dicts or lists is given new values only. The state that an
+            optimizer keeps for its parameters has the dtypes that were saved.
+            Tensors that share memory hold what was saved under each of their names, or the load fails. Two names of one
+            tensor are filled from one saved tensor, or from two with equal values; a name that was not saved is filled
+            by the other one. Other views that share elements are read again and compared after they were filled.
         keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
             not one selects anything are an error, `strict` or not.
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as

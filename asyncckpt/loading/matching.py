@@ -67,8 +67,8 @@ class Matches:
         tensors: What is read into which value; a tensor with several names is there once.
         placements: The same of plain tensors that are filled whole, as they stand.
         ties: Tensors with two names under which two tensors were saved: filled from the first, if both are equal.
-        filled: Paths of the target's tensors and arrays that are filled in place; where no module is in the target,
-            nobody asks for them, and they may be left out.
+        filled: Paths of the target's tensors and arrays that are filled in place. May be incomplete where no module is
+            in the target, since nothing uses it then.
         filled_fqns: Their FQNs.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
         grown: Lists that take more members than they have; their nodes hold those.
@@ -123,7 +123,7 @@ def match(
         selection: Which of the target's leaves to fill.
         key_map: From the target's FQNs to the saved ones; names that a mapping lacks stay.
         path: The checkpoint's, for messages.
-        refuse: Called for every leaf that cannot be filled; raises, or takes note so that the next one is looked at.
+        refuse: Called for every leaf that cannot be filled; raises, or records it so that matching continues.
         allow_pickle: Tensors that cannot be stored as such are objects.
 
     Raises:

@@ -1,16 +1,17 @@
-"""A module of the target: what of its state is filled where it is, and what its own loading code is shown.
+"""Modules of the target: which of their tensors are filled in place, and what their own loading code is given.
 
-A parameter or buffer that was saved under its own name, with its own shape, is filled where it is. What the loading
-code of a module could change on the way (hooks of `load_state_dict`, an own `_load_from_state_dict`) is given to
-`load_state_dict` under the names that were saved, with the versions that were saved, as a stock load would show it:
+A parameter or buffer that was saved under its own name, with its own shape, is filled in place. Loading code of a
+module is a hook of `load_state_dict`, or an own `_load_from_state_dict`. It is called by `load_state_dict` with the
+names and versions that were saved, as in a load of stock torch. The entries that it is given are:
 
-- Names that the module does not have, or has with another shape, within reach of such code: made new.
-- Plain tensors within reach of code that is not torch's own: made new, too. Such code may leave the module's own value
-  in its place, which must not have been overwritten then. Sharded tensors are filled where they are, as stock
-  `dcp.load` does it.
-- Everything else is given as it was filled, and copied onto itself, which costs nothing.
+- New tensors for names that the module does not have, or has with another shape, if loading code sees these names.
+- New tensors for plain tensors that loading code from outside torch sees. Such code may keep the module's own value,
+  which must not have been overwritten then. Sharded tensors are filled in place, as stock `dcp.load` does.
+- The module's own tensors, already filled, for everything else. `load_state_dict` copies them onto themselves, which
+  costs nothing.
 
-Whether a name is missing that was not saved, and that such code may have made of others, is known when it has run.
+Loading code may also make entries that were not saved out of others. Whether these are missing is known only after it
+has run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from asyncckpt.storage.contents import SavedTensor
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _NORM = torch.nn.modules.batchnorm._NormBase
 _COUNTED = "num_batches_tracked"
-"""All that torch's normalisations do to a state: they add this name, which early versions did not have."""
+"""The only change that torch's normalisations make to a state: they add this name, which early versions lacked."""
 
 _OTHER_SIZE = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[(.*?)\]\) from checkpoint, "
@@ -46,7 +47,7 @@ _OTHER_SIZE = re.compile(
 
 
 class Whole:
-    """Stands in a module's state for an entry that is replaced as a whole; `value` is what the module has now."""
+    """Marks an entry of a module's state that is replaced, not filled in place; `value` is the module's current one."""
 
     __slots__ = ("value",)
 
@@ -54,21 +55,21 @@ class Whole:
         self.value = value
 
 
-class _Code(NamedTuple):
+class _LoadingCode(NamedTuple):
     """Loading code of a submodule.
 
     Attributes:
-        prefix: Of the names that it is shown, with a dot at its end; empty: all.
+        prefix: Prefix of the names that it sees, with a dot at its end; empty: it sees all.
         is_foreign: It is not torch's own.
-        names: All that it adds, below the prefix; None: anything.
+        names: The names that it may add, below the prefix; None: any.
     """
 
     prefix: str
     is_foreign: bool
     names: frozenset[str] | None
 
-    def decides(self, name: str) -> bool:
-        """Whether an entry that was not saved may come out of it."""
+    def may_make(self, name: str) -> bool:
+        """Whether it may make an entry that was not saved."""
         return name.startswith(self.prefix) and (self.names is None or name[len(self.prefix) :] in self.names)
 
 
@@ -76,19 +77,19 @@ class ModuleTarget:
     """One module of the target.
 
     Args:
-        module: It, or a wrapper around it.
-        path: Where it stands in the target.
+        module: The module, or a wrapper around it.
+        path: Its path in the target.
 
     Raises:
         OpeningError: Its `state_dict()` raised.
 
     Attributes:
         bare: The module without wrappers.
-        path, fqn: Where it stands.
-        state: What is filled, under the bare model's names; None: it is no flat mapping of names.
-        tensors: What is filled where it is, in the order of matching.
-        undecided: Names that were not saved; the module's code may make them of others.
-        saved_fqns: Of its own names, under which they are looked for.
+        path, fqn: Its path and name in the target.
+        state: The entries to fill, under the bare model's names; None: its state is not a flat mapping of names.
+        tensors: The tensors that are filled in place, in the order of matching.
+        undecided: Names that were not saved, and that the module's loading code may make of other entries.
+        saved_fqns: For each of its own names, the saved FQN under which it is looked for.
     """
 
     def __init__(self, module: torch.nn.Module, path: Path) -> None:
@@ -111,17 +112,17 @@ class ModuleTarget:
         self._own = {self._names.of(name): value for name, value in found.items()}
         self._real = {self._names.of(name): name for name in found}
         self.state = {self._names.of(name): _place(name, value) for name, value in found.items()}
-        self._code = _codes_in(self.bare, self._names)
+        self._code = _loading_code_in(self.bare, self._names)
 
     def name_of(self, fqn: str) -> str:
-        """Return what the bare module calls an FQN of the target below it."""
+        """Return the bare module's name of an entry whose FQN in the target is `fqn`."""
         return fqn[len(self.fqn) + 1 :]
 
     def takes_new(self, name: str, node: Node, found: Node, saved: SavedTree) -> bool:
-        """Whether an entry that was saved is made new for the module, not filled where it is.
+        """Whether a saved entry is read into a new value for the module's loading code, instead of filled in place.
 
         Args:
-            name: Of the entry.
+            name: The entry's name.
             node, found: Its leaf in the target, and the one that was saved.
             saved: The checkpoint.
         """
@@ -137,7 +138,7 @@ class ModuleTarget:
         return target.is_whole and any(code.is_foreign for code in reach)
 
     def like(self, name: str, saved: SavedTensor) -> TargetTensor | None:
-        """Return a new tensor that lies as a sharded one of the module does, where `saved` has its shape; else None."""
+        """Return a new tensor that is sharded like the module's own, if that is sharded and has `saved`'s shape."""
         own = self._own.get(name)
         if not isinstance(own, torch.Tensor) or sharded(own) is None or tuple(own.shape) != saved.global_shape:
             return None
@@ -146,15 +147,15 @@ class ModuleTarget:
             return target_tensor(torch.empty_like(own, dtype=dtype, requires_grad=False), "")
 
     def show(self, name: str, saved_fqn: str) -> None:
-        """Take note of an entry that was saved."""
+        """Remember an entry that was saved, which `load` gives to the module."""
         assert self.state is not None
         self.state.setdefault(name, None)
         self._shown[name] = saved_fqn
         self._looked_for.add(name)
 
     def decides(self, name: str) -> bool:
-        """Whether the module's own code may make an entry that was not saved; then it is undecided."""
-        if not any(code.decides(name) for code in self._code):
+        """Whether the module's loading code may make an entry that was not saved. Then the entry is undecided."""
+        if not any(code.may_make(name) for code in self._code):
             return False
         self.undecided.append(name)
         self._looked_for.add(name)
@@ -182,11 +183,11 @@ class ModuleTarget:
         return bool(self._code)
 
     def further(self, saved: SavedTree, taken: Container[str]) -> Iterator[tuple[str, str, Node]]:
-        """Yield (name, saved FQN, node) of what was saved of the module and it has not, within reach of its code.
+        """Yield (name, saved FQN, node) of saved entries that the module lacks and its loading code sees.
 
         Args:
             saved: The checkpoint.
-            taken: Saved FQNs that something in the target has.
+            taken: Saved FQNs that already belong to something in the target.
         """
         if not self._code:
             return
@@ -204,28 +205,28 @@ class ModuleTarget:
                     yield name, fqn, node
 
     def load(self, path: str, object_at: Callable[[int], Any]) -> list[str]:
-        """Give the module its state.
+        """Call `load_state_dict` of the module with its state.
 
         Args:
             path: The checkpoint's, for messages.
-            object_at: The value of an object of the checkpoint, by number.
+            object_at: Returns the value of an object of the checkpoint, by number.
 
         Returns:
-            FQNs that the module says are missing, and that nobody knew of before.
+            FQNs that the module reports as missing, and that were not reported before.
 
         Raises:
-            ShapeMismatchError: What its own code made has another shape.
-            StateLoadError: It did not take its state.
+            ShapeMismatchError: Its own code made an entry of another shape.
+            StateLoadError: `load_state_dict` raised.
         """
         given = self._given(object_at)
         options = {"strict": False} if takes_strict(self.bare) else {}
-        if not options:  # it would refuse a state in which something lacks
+        if not options:  # it is strict, and would refuse an incomplete state
             for name, value in self._own.items():
                 given.setdefault(self._real[name], value)
-        said: list[list[str]] = []
+        reports: list[list[str]] = []
         try:
             inference = torch.inference_mode() if self._is_inference() else nullcontext()
-            with self._watched(given, said), inference:
+            with self._copied_where_shared(given, reports), inference:
                 self.bare.load_state_dict(given, **options)
         except Exception as error:
             found = _OTHER_SIZE.search(str(error))
@@ -235,7 +236,7 @@ class ModuleTarget:
             got, wanted = ([int(n) for n in found[i].split(",") if n.strip()] for i in (2, 3))
             raise ShapeMismatchError(
                 f"{path}: load_state_dict() of {self.fqn!r} gives tensor {fqn!r} shape {got}, the target has {wanted}; "
-                "values of this module may have changed",
+                "values of this module may have changed. Build the module as it was when it was saved",
                 path=path,
                 fqn=fqn,
                 saved=got,
@@ -243,7 +244,7 @@ class ModuleTarget:
             ) from error
         if not self._code:
             return []
-        missing = self.undecided if not said else [self._names.of(name) for name in said[-1]]
+        missing = self.undecided if not reports else [self._names.of(name) for name in reports[-1]]
         return [f"{self.fqn}.{name}" for name in missing if name in self._looked_for or name not in self._own]
 
     def _given(self, object_at: Callable[[int], Any]) -> Any:
@@ -258,7 +259,7 @@ class ModuleTarget:
                 value = value.value
             if self._code and value is self._own.get(name) and isinstance(value, torch.Tensor):
                 plain = plain_parameter(value)
-                value = value.detach() if plain is None else plain  # code of the module's may calculate with it
+                value = value.detach() if plain is None else plain  # loading code may calculate with it
             given[self._real.get(name) or self._names.wrapped(name)] = value
         if self._code:
             found: OrderedDict[str, Any] = OrderedDict()
@@ -278,11 +279,12 @@ class ModuleTarget:
         return bool(tensors) and all(t.is_inference() for t in tensors if not torch.nn.parameter.is_lazy(t))
 
     @contextmanager
-    def _watched(self, given: Mapping[str, Any], said: list[list[str]]) -> Iterator[None]:
-        """Look on while the module's code works on a state, which shares memory with the module.
+    def _copied_where_shared(self, given: Mapping[str, Any], reports: list[list[str]]) -> Iterator[None]:
+        """Within the block, copy what loading code makes of the module's own tensors, and collect missing names.
 
-        IMPORTANT: what lies in the memory of one entry and has become another, or another view, is copied before the
-        first entry is written to. Otherwise two names that change places would get one value.
+        IMPORTANT: a tensor that shares memory with an entry of the module, and that loading code has put under another
+        name or made a view of, is copied before the first entry is written to. Otherwise two names that loading code
+        swaps would get one value.
         """
         if not self._code:
             yield
@@ -290,7 +292,7 @@ class ModuleTarget:
         in_place = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         live = {at for name, value in in_place.items() if self._is_own(name) for at in memory_of(value)}
 
-        def last(module: Any, state: Any, prefix: str, *_: Any) -> None:
+        def copy_shared(module: Any, state: Any, prefix: str, *_: Any) -> None:
             for name, value in list(state.items()):
                 if not isinstance(value, torch.Tensor) or value is in_place.get(name):
                     continue
@@ -300,12 +302,12 @@ class ModuleTarget:
                 elif live.intersection(memory_of(value)):
                     state[name] = value.detach().clone()
 
-        def heard(module: Any, keys: Any) -> None:
-            said.append(list(keys.missing_keys))
+        def report_missing(module: Any, keys: Any) -> None:
+            reports.append(list(keys.missing_keys))
 
         coded = [m for m in self.bare.modules() if m is self.bare or _code_of(m) is not None]
-        handles = [m.register_load_state_dict_pre_hook(last) for m in coded]  # type: ignore[no-untyped-call]
-        handles.append(self.bare.register_load_state_dict_post_hook(heard))  # type: ignore[no-untyped-call]
+        handles = [m.register_load_state_dict_pre_hook(copy_shared) for m in coded]  # type: ignore[no-untyped-call]
+        handles.append(self.bare.register_load_state_dict_post_hook(report_missing))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -319,12 +321,12 @@ class ModuleTarget:
 
 
 def _goes_into_shards(own: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a whole tensor is to go into a sharded one of its shape."""
+    """Whether `value` is a whole tensor, and `own` a sharded one of the same shape."""
     return sharded(own) is not None and sharded(value) is None and own.shape == value.shape
 
 
 def _spread(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies as `own` does, with this process's parts of a whole one."""
+    """Return a tensor that is sharded like `own`, filled with this process's parts of a whole one."""
     with torch.no_grad():
         made = torch.empty_like(own, dtype=value.dtype, requires_grad=False)
         for part, offsets in target_tensor(made, "").shards:
@@ -352,14 +354,14 @@ def _place(name: str, value: Any) -> Any:
     return value if in_place and not name.endswith(_EXTRA_STATE) else Whole(value)
 
 
-def _codes_in(bare: torch.nn.Module, names: BareNames) -> list[_Code]:
-    found: list[_Code] = []
+def _loading_code_in(bare: torch.nn.Module, names: BareNames) -> list[_LoadingCode]:
+    found: list[_LoadingCode] = []
     for name, module in bare.named_modules(remove_duplicate=False):
         code = _code_of(module, is_root=module is bare)
         if code is not None:
             prefix = f"{names.of(name)}." if name else ""
-            # A hook behind a load is given the missing names of all the module.
-            found.append(_Code("" if module._load_state_dict_post_hooks else prefix, *code))
+            # A post hook is given the missing names of the whole module.
+            found.append(_LoadingCode("" if module._load_state_dict_post_hooks else prefix, *code))
     return found
 
 
@@ -373,7 +375,7 @@ def _code_of(module: torch.nn.Module, *, is_root: bool = False) -> tuple[bool, f
     counts = isinstance(module, _NORM) and _home(own).startswith("torch.nn.")
     if own is not torch.nn.Module._load_from_state_dict and not counts:
         where.append(_home(own))
-    # Those of FSDP and its kin look after the module, not after the state.
+    # Hooks of torch.distributed (FSDP) prepare the module and do not change the state.
     where = [home for home in where if not home.startswith("torch.distributed.")]
     if where:
         return any(home != "torch" and not home.startswith("torch.") for home in where), None
@@ -404,7 +406,7 @@ def _entries_below(saved: SavedTree, root: str) -> Iterator[tuple[str, str, Node
 
 
 def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]:
-    is_state = node[0] == "o" and node[2] is not None  # of a module: what is a container in it is one entry
+    is_state = node[0] == "o" and node[2] is not None  # of a module, in which a container is one entry
     for key, child in zip(node[1][::2], node[1][1::2], strict=True):
         name = f"{prefix}{key}"
         if child is HOLE:
@@ -416,7 +418,7 @@ def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]
 
 
 def _metadata_of(saved: SavedTree, root: str) -> list[tuple[str, str, int]]:
-    """Return where the versions of a saved module's submodules are: what to cut off their names, and to put before."""
+    """Return where a saved module's versions are stored: (prefix to cut off names, prefix to add, object number)."""
     found = []
     for above in ("", *prefixes(root), *([root] if root else [])):
         at = saved.node_at(above)

@@ -1,9 +1,9 @@
-"""Giving an object its state by `load_state_dict`, and what that changes of it.
+"""Calls of `load_state_dict` of objects in the target, and the conversions that are undone afterwards.
 
 `torch.optim.Optimizer.load_state_dict` converts the state of a parameter to the parameter's dtype: a float32 moment of
-a bfloat16 parameter would lose its digits, an integer its type; it makes dicts of all mappings, and takes a text for a
-list. All of that is put back as it was saved, where it is plain that nothing else was done to it. What an object itself
-makes of its state stays, and is said where a tensor has another dtype afterwards.
+a bfloat16 parameter would be rounded, an integer would change its type. It also turns all mappings into dicts, and
+strings into lists. All of that is replaced by what was saved, if the conversion is the only thing that was done to it.
+What an object itself makes of its state stays; where a tensor has another dtype afterwards, that is logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncckpt.planning.stateful import unwrapped
 _log = logging.getLogger("asyncckpt.loading")
 
 Filled = Mapping[int, bool]
-"""By address of its storage: of a tensor that the same load fills, whether its values were converted to its dtype."""
+"""By storage address, for each tensor that the same load fills: whether its values were converted to its dtype."""
 
 
 def load_state(value: Any, state: Any, fqn: str, path: str, filled: Filled | None = None) -> None:
@@ -36,10 +36,10 @@ def load_state(value: Any, state: Any, fqn: str, path: str, filled: Filled | Non
         state: As it was saved.
         fqn: Its name, for messages.
         path: The checkpoint's, for messages.
-        filled: Where parameters were converted, so is their state: who resumes in another precision wants that.
+        filled: The state of parameters that were converted stays converted: this run resumes in another precision.
 
     Raises:
-        StateLoadError: It raised.
+        StateLoadError: `load_state_dict` raised.
     """
     value = unwrapped(value) if isinstance(value, torch.nn.Module) else value
     dtypes = {} if isinstance(value, torch.nn.Module) else _dtypes(state)
@@ -76,7 +76,7 @@ def takes_strict(module: torch.nn.Module) -> bool:
 
 
 def _entries(state: Any) -> list[dict[Any, Any]]:
-    """Return the saved state of each parameter of an optimizer, in the order of its groups; none of another form."""
+    """Return each parameter's saved state, in the order of the groups; [] if it is not an optimizer's state."""
     try:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         return [dict(state["state"].get(number) or {}) for number in numbers]
@@ -93,7 +93,9 @@ def _put_back(optimizer: torch.optim.Optimizer, entries: list[dict[Any, Any]], f
         if not isinstance(state, dict) or any(filled.get(address) for address in memory_of(parameter)):
             continue
         for key in saved.keys() & state.keys():
-            if key != "step" or not isinstance(saved[key], torch.Tensor):  # which kernels want as they have made it
+            if key != "step" or not isinstance(
+                saved[key], torch.Tensor
+            ):  # kernels need `step` in the form that the optimizer has made
                 state[key] = _as_saved(saved[key], state[key], parameter)
 
 
@@ -141,10 +143,10 @@ def _dtypes(state: Any, path: Path = ()) -> dict[Path, torch.dtype]:
 
 
 def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path: str) -> None:
-    """Say which tensors of an object have another dtype than was saved, as far as its `state_dict()` tells."""
+    """Log which tensors of an object have another dtype than was saved, as far as its `state_dict()` shows."""
     try:
         now = _dtypes(value.state_dict())
-    except Exception:  # of its own code; it was loaded all the same
+    except Exception:  # raised by the object's own code; the load itself has succeeded
         return
     changed = [(at, dtype) for at, dtype in saved.items() if now.get(at, dtype) != dtype]
     if changed:

@@ -1,9 +1,10 @@
-"""Targets that lie in the same memory, and whether they can hold what was saved under each of their names.
+"""Targets that share memory, and whether they can hold what was saved under each of their names.
 
 A tie is one tensor with two names. It is filled from one saved tensor, or from two with equal values, which are
 compared before anything changes. Other views that share memory (transposed, reshaped, a slice of a fused tensor, the
-imaginary part of a complex one) are filled one after the other, and then each is compared with what was saved under its
-name. Tensors that only lie among each other, such as the columns of one matrix, are told apart by their strides.
+imaginary part of a complex one) are filled one after the other; then each is compared with what was saved under its
+name. Tensors that interleave without sharing an element, such as the columns of one matrix, are recognised by their
+strides.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
 from asyncckpt.storage.contents import SavedTensor
 
 WINDOW_NBYTES = 16 << 20
-"""Of elements that are compared at once: host memory takes a few times as much, whatever the tensors' sizes."""
+"""How much is compared at once. It takes a few times as much host memory, whatever the tensors' sizes."""
 
 MAX_PAIRS = 100_000
-"""So many pairs of tensors are told apart by their strides, which takes 0.5 s. Of further ones it is asked whether they
-hold what was saved, as of those that share memory."""
+"""How many pairs of tensors are compared by their strides, which takes 0.5 s. Further pairs are treated as if they
+shared memory: they are compared with what was saved."""
 
 Read = Callable[[Sequence[Placement]], None]
 """Reads boxes of saved tensors into plain ones."""
@@ -36,13 +37,13 @@ Window = tuple[int, Placement]
 _CPU = torch.device("cpu")
 
 
-# ---- which share memory
+# ---- which targets share memory
 
 
 class Extent(NamedTuple):
-    """Where a tensor's elements lie: from address `start` on and before `end`, `itemsize` bytes at each of `steps`.
+    """The addresses of a tensor's elements: from `start` to before `end`, `itemsize` bytes at each of `steps`.
 
-    `steps`: (bytes from one index to the next, how many indices) of the dimensions that have several, none 0.
+    `steps`: (stride in bytes, number of indices) of each dimension with more than one index and a stride other than 0.
     """
 
     start: int
@@ -52,7 +53,7 @@ class Extent(NamedTuple):
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
-    """Return where the elements of a tensor that has some lie."""
+    """Return the extent of a tensor that is not empty."""
     start, width = tensor.data_ptr(), tensor.itemsize
     steps = tuple((s * width, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s)
     return Extent(start, start + width + sum(step * (n - 1) for step, n in steps), width, steps)
@@ -61,7 +62,8 @@ def extent_of(tensor: torch.Tensor) -> Extent:
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of the tensors that may share memory with another one, ascending.
 
-    What certainly shares none is left out: what lies apart, and slices of one tensor that have no element in common.
+    Tensors that certainly share none are left out: those whose address ranges are disjoint, and slices of one tensor
+    that have no element in common.
     """
     spans = [
         (t.data_ptr(), t.data_ptr() + t.nbytes if t.is_contiguous() else extent_of(t).end, n)
@@ -98,8 +100,8 @@ def _overlapping(extents: Iterable[tuple[Extent, int]]) -> set[int]:
 def are_apart(one: Extent, other: Extent) -> bool:
     """Whether two tensors certainly share no byte.
 
-    Outer dimensions of both repeat with a common period; within it, what the inner dimensions of one reach must lie
-    beside what those of the other do.
+    The outer dimensions of both repeat with a common period. Within one period, the bytes that the inner dimensions of
+    one tensor span must be disjoint from those of the other.
     """
     if one.end <= other.start or other.end <= one.start:
         return True
@@ -113,11 +115,11 @@ def are_apart(one: Extent, other: Extent) -> bool:
 
 
 def _inner(extent: Extent, least: int) -> int:
-    """Return the bytes that an extent reaches over without the dimensions whose step is `least` or more."""
+    """Return the bytes that an extent spans without the dimensions whose step is `least` or more."""
     return extent.itemsize + sum(step * (n - 1) for step, n in extent.steps if step < least)
 
 
-# ---- whether they hold what was saved
+# ---- whether these can hold what was saved
 
 
 class Tie(NamedTuple):
@@ -140,7 +142,7 @@ def check_ties(ties: Sequence[Tie], read: Read, path: str) -> None:
     """Check that what was saved under both names of each tie is equal, bit by bit, in the target's dtype.
 
     Args:
-        ties: Of each, what this process holds is compared.
+        ties: Of each, the parts that this process holds are compared.
         read: As `Read`.
         path: The checkpoint's, for messages.
 
@@ -168,9 +170,9 @@ def fill_shared(placements: Sequence[Placement], names: Sequence[str], read: Rea
         path: The checkpoint's, for messages.
 
     Raises:
-        AliasMismatchError: One does not, since another one with other values lies there too.
+        AliasMismatchError: A target does not, since another one with other values shares its memory.
 
-    Blocks: for the reads, two of everything.
+    Blocks: for the reads; everything is read twice.
     """
     parts, targets = list(enumerate(placements)), [placement.target for placement in placements]
     for batch in _batches(parts):
@@ -186,16 +188,17 @@ def fill_shared(placements: Sequence[Placement], names: Sequence[str], read: Rea
 
 
 def clash_of(number: int, target: torch.Tensor, value: torch.Tensor, filled: Sequence[torch.Tensor]) -> int | None:
-    """Return which one of several tensors has left other bytes in one of them than it was filled with.
+    """Return which of several tensors has overwritten another one of them.
 
     Args:
-        number: Of the one that is looked at.
-        target: It, or a box of it.
+        number: Position in `filled` of the tensor that is checked.
+        target: That tensor, or a box of it.
         value: What was filled in.
         filled: All of them, in the order in which they were filled.
 
     Returns:
-        The number of the last one that was filled and has an element there; None: it holds `value`.
+        The position of the last tensor in `filled` that has an element at the first byte that differs; None: `target`
+        holds `value`.
     """
     place = _first_difference(target, value)
     if place is None:
@@ -254,7 +257,7 @@ def _converted(value: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def _first_difference(target: torch.Tensor, value: torch.Tensor) -> int | None:
-    """Return the address of the first byte of `target` that is not as in `value`; None: all are."""
+    """Return the address of the first byte of `target` that differs from `value`; None: none does."""
     found, wanted = flat_bytes(target), flat_bytes(value)
     if torch.equal(found, wanted):
         return None
@@ -267,7 +270,7 @@ def _first_difference(target: torch.Tensor, value: torch.Tensor) -> int | None:
 
 
 def _holds(extent: Extent, address: int) -> bool:
-    """Whether the byte at `address` is of one of the elements."""
+    """Whether the byte at `address` belongs to an element of the extent."""
     if not extent.steps:
         return extent.start <= address < extent.end
     step, n = max(extent.steps)

@@ -1,9 +1,10 @@
 """Workers of a torch DataLoader that a signal to the whole process group kills before this process has stopped.
 
-SLURM, `timeout` and a terminal signal the group. The workers die at once; this process is to go on to the end of a
-step. torch raises for dead workers in two places: where a batch is fetched, and from a handler of SIGCHLD between any
-two bytecodes, in the middle of an optimizer's step too. After the signal the second is put off: it raises only while a
-batch is fetched, where training stands between two steps. Imports no torch: what is not loaded has no workers.
+SLURM, `timeout` and a terminal send the signal to the group. The workers die at once; this process is to continue to
+the end of a step. torch raises for dead workers in two places: where a batch is fetched, and from its handler of
+SIGCHLD, between any two bytecodes, also in the middle of an optimizer's step. After the signal the handler's errors are
+suppressed except while a batch is fetched, where the training is between two steps. Imports no torch: where torch is
+not loaded, there are no workers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly", "unable to open shared memory object")
-"""How torch's RuntimeErrors begin. What a dead worker had handed over half is one of the other classes."""
+"""How torch's RuntimeErrors for dead workers begin."""
 
 _CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
+"""What reading a batch raises that a worker had only partly sent when it died."""
+
 _OF_A_DATASET = "in DataLoader worker process"
-"""Of an error that a worker has raised itself, and that travelled here: a mistake in the user's data."""
+"""In the message of an error that a worker raised itself and sent here: a mistake in the user's data set."""
 
 _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"
 
@@ -55,13 +58,16 @@ def _is_fetching(frame: FrameType | None) -> bool:
 
 
 class DeferredDeaths:
-    """Puts off what torch's handler of SIGCHLD raises outside of a fetch. Used in the main thread, by handlers too."""
+    """Suppresses what torch's SIGCHLD handler raises while no batch is fetched. Used in the main thread and handlers.
+
+    Nothing is lost by that: fetching the next batch raises for the same dead workers.
+    """
 
     def __init__(self) -> None:
         self._before: Callable[[int, FrameType | None], Any] | None = None
 
     def begin(self) -> None:
-        """Begin, if torch's handler is in place. Takes no lock. Twice is fine."""
+        """Replace torch's handler, if it is installed. Takes no lock. Twice is fine."""
         found = signal.getsignal(signal.SIGCHLD)
         if self._before is None and callable(found) and getattr(found, "__module__", "") == _TORCH_HANDLER:
             self._before = found
@@ -78,7 +84,7 @@ class DeferredDeaths:
                 raise
 
     def end(self) -> None:
-        """Put torch's handler back, where this is still what is there. Twice is fine."""
+        """Put torch's handler back, unless another one was installed meanwhile. Twice is fine."""
         before = self._before
         if before is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
             signal.signal(signal.SIGCHLD, before)

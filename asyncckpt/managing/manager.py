@@ -67,8 +67,8 @@ class CheckpointManager(Resuming):
         mtbf_s: Mean seconds between failures of the job: after some saves, log what interval they make optimal.
         quarantine: `restore` puts broken checkpoints aside, as `restore_latest` does.
         shared: Other managers may save to the root meanwhile, and each remove what the other has saved. Else a second
-            one is refused: rank 0 has the directory from its first save on, until it is closed or its process ends
-            (`.asyncckpt.lock`). Who only restores neither needs nor takes it. The same on all ranks.
+            one is refused: rank 0 locks the directory (`.asyncckpt.lock`) from its first save until the manager is
+            closed or the process ends. A manager that only restores takes no lock. The same on all ranks.
         **fields: Fields of `CheckpointerConfig`, and `endpoint`, for the manager's own checkpointer.
 
     Raises:
@@ -226,7 +226,7 @@ class CheckpointManager(Resuming):
             raise
         self._advice.took(time.monotonic() - began)
         self._last_step = step
-        self._last.given(state, step)
+        self._last.record_state(state, step)
         self._last_handle = handle if isinstance(handle, SaveHandle) else None
         if self._times is not None:
             self._times.saved()
@@ -263,7 +263,7 @@ class CheckpointManager(Resuming):
             raise CheckpointerClosedError("the manager is closed")
         self._together.start()
         if self._last.is_on:
-            self._last.passed(step)
+            self._last.record_step(step)
         self._asked = step
         return self._preemption.at(step)
 
@@ -286,7 +286,7 @@ class CheckpointManager(Resuming):
         except DirectoryInUseError:
             raise
         except AsyncCkptError as error:  # the save will fail for the same reason, and say so
-            _log.warning("%s: the ranks do not know whether another training saves there: %s", self.root, error)
+            _log.warning("%s: the ranks could not agree on the lock of this directory: %s", self.root, error)
         self._is_claimed = True
 
     # ---- the end
@@ -314,22 +314,25 @@ class CheckpointManager(Resuming):
         self._close(None)
 
     def _save_after(self, error: BaseException) -> bool:
-        """Save what was given last, if killed workers of a DataLoader end the block. Returns whether it is safe.
+        """Save the state that was passed last, if `error` is of killed DataLoader workers after a signal.
 
-        Nothing is saved, and that is said, unless it can be proven that all ranks are at the end of the same step.
+        Nothing is saved, which is logged, unless it can be proven that all ranks are at the end of the same step.
+
+        Returns:
+            Whether the state is safe, so that `error` may be swallowed.
         """
         if self._closed or self._house.is_forked or self._preemption.left_s is None or not is_of_killed_workers(error):
             return False
         step, why = self._asked, self._last.why_unproven(self._asked)
         has_failed = self._last_handle is not None and self._last_handle.phase == "failed"
         is_saved = self._last_step is not None and step in (None, self._last_step) and not has_failed
-        if is_saved and not self._last.has_gone_on():
+        if is_saved and not self._last.has_trained_since():
             step, why = self._last_step, ""
         others = self._together.all_end_at(None if why else step, self._preemption.left_s)
         if why or others:
             _log.error(
-                "told to stop: the workers of a DataLoader were killed, and nothing was saved, an earlier checkpoint "
-                "stays: %s. Signal this process alone, or leave the loop at the end of a step",
+                "told to stop: the workers of a DataLoader were killed, and nothing was saved: %s. The newest earlier "
+                "checkpoint stays. Signal this process alone, or leave the loop at the end of a step",
                 why or others,
             )
             return False

@@ -96,7 +96,7 @@ class Resuming(Shelf):
         )
         if found is None:
             if step is None:
-                self._last.given(state, None)
+                self._last.record_state(state, None)
                 return None
             raise CheckpointNotFoundError(
                 f"there is no checkpoint of step {step}: none is committed at {path}, nor in memory", path=path
@@ -113,7 +113,7 @@ class Resuming(Shelf):
                 untouched,
             )
         self._house.restored(found)
-        self._last.given(state, found.step)
+        self._last.record_state(state, found.step)
         self._last_handle = None
         self._ancestry = extended(SaveId.parse(found.save_id), found.metadata)
         self._last_step = found.step

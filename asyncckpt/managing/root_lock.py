@@ -1,12 +1,14 @@
-"""One training at a time in a directory: a lock that ends with the process that has it.
+"""The lock of a root: one training at a time saves to a directory. It ends with the process that holds it.
 
-Two that are alive would save under the same names, and each remove what the other one still needs. It is a lock of the
-open file `.asyncckpt.lock`: file systems of several nodes keep it, a dead one's is free, and it stays when this process
-opens and closes the file elsewhere, as who copies the directory does. Forked children let go of it.
+Two live trainings would save under the same names, and each would remove what the other one still needs. The lock is
+an open-file-description lock (fcntl, `F_OFD_SETLK`) on `.asyncckpt.lock`: shared file systems enforce it between nodes,
+the kernel frees it when its holder dies, and it stays when this process opens and closes the file elsewhere, for
+example to copy the directory. Forked children close it.
 
-Where the file system has no locks, the file is a lease: its holder writes a new number into it every `RENEW_S`, and who
-finds one waits until it is renewed, and is refused, or has not been for `LEASE_S`, and takes it. Clocks of other
-machines do not count. A holder that was held up for longer loses it, and is told at its next save.
+Where the file system has no locks, the file is a lease. Its holder writes a new number into it every `RENEW_S`. A
+process that finds a lease waits. If the lease is renewed meanwhile, the process is refused; if it is not renewed for
+`LEASE_S`, the process takes it. Clocks of other machines are not used. A holder that was stopped for longer than
+`LEASE_S` loses the lease, and is told so at its next save.
 """
 
 from __future__ import annotations
@@ -28,45 +30,46 @@ from asyncckpt.coordination import Coordination
 from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_wire
 from asyncckpt.one_answer import same_answer
 
-LOCK_NAME = ".asyncckpt.lock"
+ROOT_LOCK_NAME = ".asyncckpt.lock"
 MAX_NBYTES = 4096
-"""Of what its holder has written into it."""
+"""Of the lock file's text, which names the holder."""
 
 LEASE_S = 30.0
 RENEW_S = 5.0
-"""Chosen: a second training is refused after so long, and a restarted one waits six times as long for a dead one."""
+"""Chosen: a second training is refused within `RENEW_S`; a restarted one waits `LEASE_S` for a lease of a dead one."""
 
 SETTLE_S = 1.0
-"""Two that take a lease at once have seen by then who was the last: longer than between a look at it and the taking."""
+"""Chosen, longer than from the last look at a lease to taking it: of two that take it at once, the last one has it."""
 
-LOOK_S = 0.2
+POLL_S = 0.2
+"""How often a lease of another process is looked at."""
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """NFS without its lock service, Lustre without `-o flock`, FUSE."""
 
 _TRIES = 100
-"""So often it is opened anew at most, because who had it removed it meanwhile. Chosen."""
+"""How often the file is opened again at most, where its holder removed it before it was locked here. Chosen."""
 
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """A `struct flock`."""
 
 _held: weakref.WeakValueDictionary[str, RootLock] = weakref.WeakValueDictionary()
-"""What this process has, by the path of the file."""
+"""The locks that this process holds, by the path of the file."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class RootLock:
-    """See the module. Made by one rank; thread-safe.
+    """The lock, or where there are none the lease, of one directory. Made by one rank; thread-safe.
 
     Args:
-        directory: Made by `take` if it is not there.
+        directory: What is locked; `take` makes it if it is not there.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._path = os.path.join(os.path.realpath(directory), LOCK_NAME)
+        self._path = os.path.join(os.path.realpath(directory), ROOT_LOCK_NAME)
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._fd, self._token = -1, ""
         self._number = 0
@@ -74,12 +77,14 @@ class RootLock:
         self._ended = threading.Event()
 
     def take(self) -> None:
-        """Take it, unless it is held. Where it cannot be known whether another one has it, that is said once.
+        """Take the lock, unless it is held already.
+
+        Where the file system fails, so that nobody can know whether another training has it, that is logged once.
 
         Raises:
-            DirectoryInUseError: A training that is alive has it; or it was lost to one.
+            DirectoryInUseError: A live training has it, or took it from this one.
 
-        Blocks: not for a lock; for a lease that another one had, at most `LEASE_S` and a little more.
+        Blocks: not for a lock. For the lease of another process at most `LEASE_S`, and `SETTLE_S` after that.
         """
         with self._lock:
             if self._is_released or (self._is_held() and not self._is_lost()):
@@ -95,12 +100,14 @@ class RootLock:
                 raise
             except OSError as error:
                 if not self._is_unknown:
-                    _log.warning("%s: whether another training saves there is not known: %s", self._directory, error)
+                    _log.warning(
+                        "%s: cannot be locked, so another training may save there too: %s", self._directory, error
+                    )
                 self._is_unknown = True
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was taken, and is another one's now, or nobody's: its file was removed or replaced."""
+        """Whether it was taken, and the file was removed or replaced since: it is another training's, or nobody's."""
         with self._lock:
             return self._is_held() and self._is_lost()
 
@@ -126,7 +133,7 @@ class RootLock:
                     self._fd, fd = fd, -1
                     with contextlib.suppress(OSError):  # a full disk: it is held all the same
                         os.ftruncate(self._fd, 0)
-                        os.pwrite(self._fd, self._text(), 0)
+                        os.pwrite(self._fd, self._record(), 0)
                     return
             except OSError as error:
                 if error.errno in _TAKEN:
@@ -138,21 +145,21 @@ class RootLock:
             finally:
                 if fd >= 0:
                     os.close(fd)
-        raise OSError(errno.EBUSY, "it is removed again and again", self._path)
+        raise OSError(errno.EBUSY, f"other processes removed it {_TRIES} times while it was being locked", self._path)
 
     def _take_lease(self) -> None:
         first = seen = _read(self._path)
         deadline = time.monotonic() + LEASE_S
         if seen:
             _log.warning(
-                "%s: no file locks here, and process %s on %s has a lease of it; waiting up to %.0f s for its renewal "
-                "or its end",
+                "%s: no file locks here, and process %s on %s has a lease of it; waiting up to %.0f s to see whether "
+                "that process is alive and renews it",
                 self._directory,
                 *_holder(seen),
                 LEASE_S,
             )
         while seen and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             try:
                 seen = _read(self._path)
             except FileNotFoundError:  # its holder has ended
@@ -163,7 +170,7 @@ class RootLock:
         mine = f"{self._path}.{token}"
         try:
             with open(mine, "xb") as file:
-                file.write(self._text(token))
+                file.write(self._record(token))
             os.replace(mine, self._path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -182,29 +189,34 @@ class RootLock:
             _log.warning("%s: the lease of this training is not renewed: %s", self._directory, error)
 
     def renew(self) -> bool:
-        """Write a new number into the lease. Returns whether it is held still. Called by the thread of the lease."""
+        """Write a new number into the lease. Returns whether it is still held. Called by the lease's thread."""
         with self._lock:
             if not self._token:
                 return False
             self._number += 1
             try:
                 with open(self._path, "r+b", buffering=0) as file:
-                    # IMPORTANT: into the file that was looked at: what has taken its place is another one's.
+                    # IMPORTANT: look and write through one open file: a file that has replaced it is another's.
                     if _parsed(file.read(MAX_NBYTES)).get("token") != self._token:
                         raise FileNotFoundError
                     file.seek(0)
-                    file.write(self._text(self._token))
+                    file.write(self._record(self._token))
             except FileNotFoundError:
-                _log.error("%s: the lease of this training was lost: it was not renewed in time", self._directory)
+                _log.error(
+                    "%s: the lease of this training was lost, since it was not renewed within %.0f s; another training "
+                    "may save there",
+                    self._directory,
+                    LEASE_S,
+                )
                 return False
             except OSError as error:
-                _log.warning("%s: the lease of this training is not renewed: %s", self._directory, error)
+                _log.warning("%s: renewing the lease of this training failed: %s", self._directory, error)
             return True
 
-    def _text(self, token: str = "") -> bytes:
-        said = {"pid": os.getpid(), "host": socket.gethostname()}
-        more = {"token": token, "renewed": f"{self._number:012d}"} if token else {}  # always as long
-        return json.dumps({**said, **more}).encode()
+    def _record(self, token: str = "") -> bytes:
+        holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        lease = {"token": token, "renewed": f"{self._number:012d}"} if token else {}  # of constant length
+        return json.dumps({**holder, **lease}).encode()
 
     def _is_there(self, fd: int) -> bool:
         try:
@@ -228,13 +240,13 @@ class RootLock:
         )
 
     def release(self) -> None:
-        """Let others have it, for good. Twice is fine; does nothing in a forked child."""
+        """Release the lock for good; it cannot be taken again. Twice is fine; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             self._is_released = True
             self._ended.set()
-            # IMPORTANT: removed before it is free. After that it may be another one's.
+            # IMPORTANT: remove the file before it is unlocked. After that it may be another training's.
             if self._is_held() and not self._is_lost():
                 with contextlib.suppress(OSError):
                     os.unlink(self._path)
@@ -249,7 +261,7 @@ class RootLock:
                 os.close(fd)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: else its parent's lock would last as long as it."""
+        """Close the lock in a forked child, which would otherwise keep its parent's lock alive."""
         self._lock = threading.Lock()
         self._let_go()
 
@@ -260,21 +272,21 @@ class RootLock:
 
 
 def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -> None:
-    """Take a lock on rank 0, and learn on every rank whether that was possible; a collective.
+    """Take a lock on rank 0, and tell every rank whether that succeeded. A collective.
 
     Args:
-        lock: On rank 0; None: another rank.
-        ranks: How the ranks meet; None: there is one.
-        timeout_s: For the other ranks.
+        lock: On rank 0; None on the others.
+        ranks: How the ranks meet; None: there is one rank.
+        timeout_s: How long to wait for the other ranks.
 
     Raises:
-        DirectoryInUseError: A training that is alive has it; on every rank.
-        PlanTimeoutError, SaveFailedError, ...: The ranks cannot agree; rank 0 may have it.
+        DirectoryInUseError: A live training has the lock; raised on every rank.
+        PlanTimeoutError, SaveFailedError, ...: The ranks cannot agree. Rank 0 may have taken the lock.
 
     Blocks: for the other ranks; and as `RootLock.take`.
     """
 
-    if ranks is None and lock is None:  # a checkpointer of other parts, whose ranks meet nowhere
+    if ranks is None and lock is None:  # ranks that have no way to meet: a checkpointer that was not made here
         return
 
     def take() -> str:
@@ -285,8 +297,7 @@ def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -
             return json.dumps(to_wire(error))
         return "null"
 
-    said = take() if ranks is None else same_answer(ranks, take, timeout_s, "save()")
-    refusal = json.loads(said)
+    refusal = json.loads(take() if ranks is None else same_answer(ranks, take, timeout_s, "save()"))
     if refusal is not None:
         error: AsyncCkptError = from_wire(refusal)
         raise error
@@ -316,14 +327,14 @@ def _read(path: str) -> dict[str, object]:
         os.close(fd)
 
 
-def _parsed(said: bytes) -> dict[str, object]:
+def _parsed(record: bytes) -> dict[str, object]:
     try:
-        found = json.loads(said)
-    except ValueError:  # it is just being written
+        found = json.loads(record)
+    except ValueError:  # its holder is writing it
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _holder(said: dict[str, object]) -> tuple[int | None, str | None]:
-    pid, host = said.get("pid"), said.get("host")
+def _holder(record: dict[str, object]) -> tuple[int | None, str | None]:
+    pid, host = record.get("pid"), record.get("host")
     return (pid, str(host)) if isinstance(pid, int) else (None, None)

@@ -31,7 +31,9 @@ _log = logging.getLogger("asyncckpt")
 
 
 class TimePlan:
-    """See the module. `at` and `saved` in the training thread; `turn` in the watch's; what both use under `_changed`.
+    """When to save, in the records of rank 0. The training thread calls `at` and `saved`, the watch's thread `turn`.
+
+    What both threads use is changed under `_changed`.
 
     Args:
         interval_s: Seconds from one save to the next.

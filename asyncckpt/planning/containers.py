@@ -1,8 +1,8 @@
-"""The containers of a state beyond dict, list and tuple: which form a tree gives them, and how they are made again.
+"""Containers other than dict, list and tuple: the form that a tree stores for them, and how they are made again.
 
-A container comes back as the type that it extends: a subclass of `Counter` as a `Counter`. What makes the missing
-values of a `defaultdict` is stored by name, and only where it is one of a few types: nothing is imported for a name
-that a file holds. A mapping of any other type comes back as a dict.
+A container comes back as the type that it extends: a subclass of `Counter` as a `Counter`. The factory of a
+`defaultdict` is stored by name, and only if it is one of a few known types: nothing is imported for a name that is read
+from a file. A mapping of any other type comes back as a dict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {name: _TYPES[name] for name in FACTO
 _NAMES = {factory: name for name, factory in _FACTORIES.items()}
 
 Form = tuple[Any, ...]
-"""What a node of a container has behind its members, and a plain one has not: see `format.tree`."""
+"""The third member of a container's node, which plain dicts and lists do not have: see `format.tree`."""
 
 
 def form_of(value: Mapping[Any, Any]) -> Form | None:
@@ -48,7 +48,7 @@ def is_counter(node: Node) -> bool:
 
 
 def has_lost_factory(node: Node) -> bool:
-    """Whether a node is a defaultdict that comes back without what made its missing values."""
+    """Whether a node is a defaultdict whose factory could not be stored."""
     return node[0] == "d" and form_in(node) == ("defaultdict", UNSTORED_FACTORY)
 
 
@@ -58,7 +58,7 @@ def deque_form(value: deque[Any]) -> Form:
 
 
 def mapping_of(form: Form | None, pairs: Iterable[tuple[Any, Any]]) -> Any:
-    """Return the mapping of a form; None: a dict. A defaultdict whose factory is not stored has none."""
+    """Return a new mapping of a form; None: a dict. A defaultdict whose factory is not stored gets no factory."""
     if form is None:
         return dict(pairs)
     if form[0] == "Counter":

@@ -102,13 +102,13 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def check_memory_is_real(what: str) -> None:
-    """Check that torch makes ordinary tensors here and now; addresses of others must not be written to.
+    """Check that torch makes ordinary tensors at the moment: other tensors have no address that may be written to.
 
     Args:
         what: What was called, for the message.
 
     Raises:
-        UnsupportedLeafError: It does not, in FakeTensorMode or inside a torch.func transform.
+        UnsupportedLeafError: It makes others, since FakeTensorMode or a torch.func transform is active.
     """
     probe = torch.empty(1, dtype=torch.uint8, device="cpu")
     why = why_no_memory(probe)
@@ -116,7 +116,7 @@ def check_memory_is_real(what: str) -> None:
         return
     kind = type(probe).__name__
     raise UnsupportedLeafError(
-        f"{what} copies bytes of real tensors, and torch makes none here, but a {kind}"
+        f"{what} copies bytes of real tensors, and torch makes a {kind} instead of one here"
         f"{'' if why is None else ': ' + why}. Leave FakeTensorMode, or the transform (vmap, functionalize), around "
         "the call; nothing was changed",
         leaf="",

@@ -2,10 +2,10 @@
 
 All ZeroMQ calls of a trainer, a reader and the commands are here, and what they raise is `WorkerUnavailableError`.
 
-IMPORTANT: libzmq ends the process where it finds no descriptor for what it makes with a context and its first socket
-(`errno_assert` in epoll.cpp and ip.cpp). So it is asked only while `RESERVED` descriptors are free, which is tried out.
-Descriptors that run out later cost it nothing: of what it does then only connecting anew takes one, and that is tried
-again by itself.
+IMPORTANT: libzmq aborts the process if it gets no file descriptor while it makes a context and its first socket
+(`errno_assert` in epoll.cpp and ip.cpp). So it is called only after `RESERVED` descriptors were opened and closed again
+to prove that they are free. Descriptors that run out later do no harm: then only reconnecting takes one, and libzmq
+retries that by itself.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 NEEDED = 9
 """Descriptors that libzmq opens until it is connected: an eventfd each for context, reaper, thread and socket, an epoll
-each for reaper and thread, the connection; two for what a build without getrandom(2) and eventfd(2) takes."""
+each for reaper and thread, and the connection; two more in builds without getrandom(2) and eventfd(2)."""
 
 RESERVED = NEEDED + 7
-"""As many must be free: other threads of the process open files meanwhile. Chosen."""
+"""How many must be free: other threads of the process open files meanwhile. Chosen."""
 
 NO_DESCRIPTORS = "descriptors"
-"""Detail of the error where too few are free: nothing is said by that about the worker."""
+"""Detail of the error where too few are free. It says nothing about the worker, which may be alive."""
 
 HIGH_WATER_MARK = 1000
 RECONNECT_MS = 20
 
 
 def check_descriptors(endpoint: str) -> None:
-    """Prove that ZeroMQ will find the descriptors that it needs.
+    """Prove that ZeroMQ will get the descriptors that it needs.
 
     Raises:
-        WorkerUnavailableError: It may not.
+        WorkerUnavailableError: Fewer than `RESERVED` are free.
     """
     free, error = try_descriptors(RESERVED)
     if error is not None:
@@ -58,24 +58,25 @@ def _translated(endpoint: str) -> Iterator[None]:
     try:
         yield
     except zmq.ZMQError as error:
-        text = f"the worker at {endpoint} cannot be reached: ZeroMQ says: {error}"
+        text = f"the worker at {endpoint} cannot be reached: ZeroMQ failed: {error}"
         raise WorkerUnavailableError(text, endpoint=endpoint, detail="zmq") from error
 
 
 class Dealer:
-    """See the module. Used from one thread.
+    """A DEALER socket with a context of its own, connected to a worker. Used from one thread.
 
     Args:
         endpoint: `ipc://...`.
-        name: Of the session; the worker answers to it.
+        name: The session's name, to which the worker answers.
 
     Raises:
-        WorkerUnavailableError: ZeroMQ cannot be used now. That nobody listens is no error: it is tried again.
+        WorkerUnavailableError: ZeroMQ cannot be used now. An endpoint at which nobody listens is no error: libzmq
+            connects once somebody does.
     """
 
     def __init__(self, endpoint: str, name: str = "") -> None:
         check_descriptors(endpoint)
-        import zmq  # only now: a process that loads beside no worker need not have it
+        import zmq  # only now: a process that loads without a worker does not need it
 
         self._endpoint, self._again = endpoint, zmq.Again
         self._pollin, self._dontwait = int(zmq.POLLIN), int(zmq.DONTWAIT)
@@ -100,7 +101,7 @@ class Dealer:
                 raise
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send a message, or drop it where the queue is full: whoever wants an answer repeats it. Does not wait."""
+        """Send a message, or drop it if the queue is full: a caller that needs an answer repeats it. Does not wait."""
         with _translated(self._endpoint), contextlib.suppress(self._again):
             self._socket.send_multipart(frames, self._dontwait)
 

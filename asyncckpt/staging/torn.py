@@ -1,14 +1,14 @@
 """Finds out whether tensors changed while they were copied behind the training.
 
-Version counters tell of every in-place operation that torch knows of. `.data`, raw pointers, fused optimizers outside
-their `step()` and CUDA graphs count nothing. Digests find these too, as far as they look: `overlap_check="sample"`
-looks at a window of each tensor, another one at each save, `"hash"` at every byte. What was looked at at `save()` is
-compared with the slot after the copy, and with the tensor itself: a write that comes after the copy of the one window
-may have come before the copy of another.
+A version counter changes with every in-place operation that torch knows of, but not with writes through `.data`, raw
+pointers, fused optimizers outside their `step()` and CUDA graphs. Digests find such writes in the bytes that they
+cover: `overlap_check="sample"` covers one window of each tensor, another one at each save; `"hash"` covers every byte.
+The digest of `save()` is compared with the slot after the copy, and with the tensor itself, since a write that comes
+after the copy of this window may have come before the copy of another.
 
-Nor is an operation seen that still runs when the copy ends: torch counts it at its own end, up to some milliseconds
-later (a fence, as the hooks of `step()` have it, keeps it from beginning; digests find it if it has written by then). A
-storage that is given other memory (`share_memory_()`, `resize_()`) counts nothing either: addresses do.
+An operation that still runs when the copy ends is not seen by the counters either: torch increments them at its end, up
+to some milliseconds later. A fence, as in the hooks of `step()`, keeps it from beginning; digests find it if it has
+written by then. A storage that gets other memory (`share_memory_()`, `resize_()`) is found by its address.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from asyncckpt.staging.moving import careful_move
 from asyncckpt.staging.ownership import storages
 
 SAVES = 128
-"""Within so many saves of one structure every byte of up to `MOST` tensors is looked at, each time less than 1 % of
-them; with `n` tensors within fewer than `SAVES + n / MOST`."""
+"""Within this many saves of one structure every byte of up to `MOST` tensors is digested, at each save less than 1 % of
+them. Of `n` tensors every byte is digested within fewer than `SAVES + n / MOST` saves."""
 
 MOST = 1024
-"""Tensors in the host's memory that are looked at at one save; of more, every so manieth. Chosen: 1.3 us each where no
-cache holds them, and beyond 4 KiB what it takes to read 1 % of them."""
+"""How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn.
+Chosen: 1.3 us each where no cache holds them, and for tensors larger than 4 KiB the time to read 1 % of them."""
 
 MOST_ON_DEVICES = 256
-"""As `MOST`, for tensors on devices: a view and a share of a copy cost the training thread some 10 us each."""
+"""`MOST` for tensors on devices: a view and a part of a copy cost the training thread some 10 us each."""
 
 _UNCOUNTED = "a write that bumps no version counter"
 _MOVED = "share_memory_() or a resize of its storage"
 
 
 def windows_of(n_tensors: int, turn: int, most: int) -> list[tuple[int, int, int]]:
-    """Return what is looked at at a save: positions of tensors, and which of how many pieces of each.
+    """Return what is sampled at a save: (position of the tensor, number of the piece, number of pieces).
 
     Args:
-        n_tensors: How many there are to look at.
-        turn: Of the save; successive turns come to every piece.
-        most: Look at so many tensors at most.
+        n_tensors: How many tensors there are.
+        turn: The number of the save; successive turns reach every piece.
+        most: The most tensors that are sampled at one save.
     """
     period = max(1, -(-n_tensors // most))
     pieces = -(-SAVES // period)
@@ -61,7 +61,7 @@ def windows_of(n_tensors: int, turn: int, most: int) -> list[tuple[int, int, int
 
 
 def window_in(n_elements: int, piece: int, pieces: int) -> Window:
-    """Return a piece of a tensor: of one that has fewer elements than there are pieces, one element."""
+    """Return a piece of a tensor; one element of a tensor that has fewer elements than there are pieces."""
     start, end = n_elements * piece // pieces, n_elements * (piece + 1) // pieces
     if start == end and n_elements:
         start, end = piece % n_elements, piece % n_elements + 1
@@ -69,14 +69,14 @@ def window_in(n_elements: int, piece: int, pieces: int) -> Window:
 
 
 class Turns:
-    """Counts the saves of each structure, so that structures that are saved in turn come to all their windows."""
+    """Counts the saves of each structure, so that each reaches all its windows, also if several alternate."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[int, tuple[object, int]] = OrderedDict()
         self._latest = -1
 
     def next(self, plan: object) -> int:
-        """Return the turn of a save with `plan`; that of a structure that was not known is any."""
+        """Return the turn of a save with `plan`. A structure that is new may begin at any turn."""
         _, count = self._counts.pop(id(plan), (plan, self._latest))
         self._counts[id(plan)] = plan, count + 1  # it is kept, so that no other one gets its id
         if len(self._counts) > PlanCache.MAX_PLANS:
@@ -86,7 +86,7 @@ class Turns:
 
 
 class Source(NamedTuple):
-    """What is copied: the number of the state's tensor, what of it, and its place; None: that is gone by the check."""
+    """One copy: the tensor's number in the state, what is copied, and its place; None: freed before the check."""
 
     number: int
     tensor: torch.Tensor
@@ -127,17 +127,17 @@ class SourceWatch:
         self._on_devices: list[tuple[Source, Window]] = []
 
     def digest(self, sources: Sequence[Source]) -> None:
-        """Digest `sources` now, all of each, to compare with at `check`."""
+        """Digest all bytes of `sources` now; `check` compares with these digests."""
         self._digested = [_Digested(source, None, tensor_digest(source.tensor)) for source in sources]
 
     def sample(self, sources: Sequence[tuple[Source, Window]]) -> None:
-        """Digest windows of `sources`, which lie in the host's memory, now, to compare with at `check`."""
+        """Digest windows of `sources`, which lie in host memory, now; `check` compares with these digests."""
         self._digested = [_Digested(source, w, _window_digest(source.tensor, w)) for source, w in sources]
 
     def sample_on_devices(self, sources: Sequence[tuple[Source, Window]]) -> list[torch.Tensor]:
-        """Return windows of `sources`, which lie row-major on devices, as bytes: `Transfer` takes them.
+        """Return windows of `sources`, which lie row-major on devices, as bytes, for `Transfer` to read.
 
-        What it has read of them is compared at `check_on_devices`.
+        `check_on_devices` compares what it has read.
         """
         self._on_devices = list(sources)
         with torch.no_grad():

@@ -30,7 +30,7 @@ from asyncckpt.errors import (
     NoSoundCheckpointError,
     WaitTimeoutError,
 )
-from asyncckpt.managing.root_lock import LOCK_NAME
+from asyncckpt.managing.root_lock import ROOT_LOCK_NAME
 
 STEPS = 12
 
@@ -358,7 +358,7 @@ def test_a_synchronous_checkpointer_is_managed_alike(tmp_path: pathlib.Path) -> 
     with SyncCheckpointer() as given:
         with CheckpointManager(tmp_path, checkpointer=given, max_to_keep=2, step_format="checkpoint-{step}") as managed:
             save(managed, 1, 2, 3)
-            assert sorted(os.listdir(tmp_path)) == [LOCK_NAME, "checkpoint-2", "checkpoint-3"]
+            assert sorted(os.listdir(tmp_path)) == [ROOT_LOCK_NAME, "checkpoint-2", "checkpoint-3"]
             assert loaded(managed) == 3
         given.load(tmp_path / "checkpoint-3")  # the manager has not closed it
 

@@ -21,7 +21,7 @@ from asyncckpt import CheckpointManager
 from asyncckpt.cli import main
 from asyncckpt.errors import AsyncCkptError, ConfigError, DirectoryInUseError
 from asyncckpt.managing import housekeeping
-from asyncckpt.managing.root_lock import LOCK_NAME
+from asyncckpt.managing.root_lock import ROOT_LOCK_NAME
 
 HOLD = """
 import sys, torch, asyncckpt
@@ -104,10 +104,10 @@ def test_a_second_manager_is_refused_at_its_first_save_by_name_and_may_read_befo
             assert (raised.value.pid, raised.value.path) == (other.pid, str(root)) and raised.value.host
         assert restore(second) == 1 and second.all_steps() == [1] and second.latest_step() == 1
         other.communicate(b"", timeout=DEADLINE_S)
-        assert not (root / LOCK_NAME).exists()
+        assert not (root / ROOT_LOCK_NAME).exists()
         save(second, 2)
         assert second.all_steps() == [2]
-    assert not (root / LOCK_NAME).exists()
+    assert not (root / ROOT_LOCK_NAME).exists()
 
 
 def test_who_only_restores_takes_nothing_and_removes_nothing(manager: Callable[..., CheckpointManager]) -> None:
@@ -119,7 +119,7 @@ def test_who_only_restores_takes_nothing_and_removes_nothing(manager: Callable[.
         save(training, 4)
     with manager(max_to_keep=1) as reader:
         assert restore(reader) == 4
-        assert os.listdir(reader.root).count(LOCK_NAME) == 0
+        assert os.listdir(reader.root).count(ROOT_LOCK_NAME) == 0
 
 
 def test_two_managers_of_one_process_take_turns(manager: Callable[..., CheckpointManager]) -> None:
@@ -138,7 +138,7 @@ def test_after_a_killed_one_the_next_saves_at_once_while_the_worker_may_still_wr
 ) -> None:
     with holding(root, shared_worker, 1) as other:
         other.kill()
-    assert (root / LOCK_NAME).exists()
+    assert (root / ROOT_LOCK_NAME).exists()
     with manager() as again:
         save(again, 2)
         assert again.all_steps() == [1, 2], "the dead one's save was not lost either"
@@ -148,7 +148,7 @@ def test_those_that_mean_to_share_a_root_do(manager: Callable[..., CheckpointMan
     first, second = manager(shared=True), manager(shared=True)
     save(first, 1)
     save(second, 2)
-    assert first.all_steps() == [1, 2] and not os.path.exists(os.path.join(first.root, LOCK_NAME))
+    assert first.all_steps() == [1, 2] and not os.path.exists(os.path.join(first.root, ROOT_LOCK_NAME))
     with pytest.raises(ConfigError, match="shared"):
         manager(shared=1)
 
@@ -158,7 +158,7 @@ def test_the_file_of_the_lock_is_nothing_that_a_command_lists_counts_or_removes(
 ) -> None:
     with manager() as training:
         save(training, 1, 2)
-        lock = root / LOCK_NAME
+        lock = root / ROOT_LOCK_NAME
         assert lock.exists()
         for command in (
             ["ls", str(root)],
@@ -200,7 +200,7 @@ def test_ranks_are_all_refused_by_the_name_of_who_has_it(
         other.communicate(b"", timeout=DEADLINE_S)
     with rank_processes.running(2, refused, *arguments, group=group, environ={"MASTER_PORT": f"{root}2"}) as ranks:
         assert ranks.results() == [["saved"]] * 2
-    assert not (root / LOCK_NAME).exists()
+    assert not (root / ROOT_LOCK_NAME).exists()
 
 
 # ---- what a run went on from ----------------------------------------------------------------------------------------

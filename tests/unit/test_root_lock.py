@@ -20,7 +20,7 @@ from real_worker import wait_until
 
 from asyncckpt.errors import DirectoryInUseError
 from asyncckpt.managing import root_lock
-from asyncckpt.managing.root_lock import LOCK_NAME, RootLock
+from asyncckpt.managing.root_lock import ROOT_LOCK_NAME, RootLock
 
 HOLD = """
 import sys
@@ -61,9 +61,9 @@ def test_another_process_is_named_and_keeps_nobody_out_once_it_was_killed(tmp_pa
             assert raised.value.pid == other.pid
         finally:
             other.kill()
-    assert (tmp_path / LOCK_NAME).exists()
+    assert (tmp_path / ROOT_LOCK_NAME).exists()
     taken(str(tmp_path)).release()
-    assert not (tmp_path / LOCK_NAME).exists()
+    assert not (tmp_path / ROOT_LOCK_NAME).exists()
 
 
 def is_refused_elsewhere(directory: pathlib.Path) -> bool:
@@ -103,7 +103,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_gives_it_away(tmp_path: pathl
     os.close(writer)
     try:
         assert os.read(reader, 100) == str(os.getpid()).encode()
-        assert (tmp_path / LOCK_NAME).exists()
+        assert (tmp_path / ROOT_LOCK_NAME).exists()
         one.release()
         taken(str(tmp_path)).release()
     finally:
@@ -136,17 +136,17 @@ def test_a_lock_that_its_holder_removes_while_it_is_opened_is_taken_anew(
 
     monkeypatch.setattr(os, "open", open_and_remove)
     one = taken(str(tmp_path))
-    assert len(paths) == 2 and (tmp_path / LOCK_NAME).exists()
+    assert len(paths) == 2 and (tmp_path / ROOT_LOCK_NAME).exists()
     one.release()
 
 
 def test_where_it_cannot_be_known_the_training_goes_on_and_it_is_said(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ROOT_LOCK_NAME).symlink_to(tmp_path / "elsewhere")
     taken(str(tmp_path)).release()
-    assert "whether another training saves there is not known" in caplog.text
-    assert os.listdir(tmp_path) == [LOCK_NAME]
+    assert "cannot be locked, so another training may save there too" in caplog.text
+    assert os.listdir(tmp_path) == [ROOT_LOCK_NAME]
 
 
 # ---- where the file system has no locks ----
@@ -168,7 +168,7 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def written_by(directory: pathlib.Path, pid: int) -> pathlib.Path:
     """A lease of another process, as it has left it."""
-    lease = directory / LOCK_NAME
+    lease = directory / ROOT_LOCK_NAME
     lease.write_text(json.dumps({"pid": pid, "host": "elsewhere", "token": "of it", "renewed": "000000000007"}))
     return lease
 
@@ -211,7 +211,7 @@ def test_a_lease_of_a_dead_one_is_taken_when_it_has_run_out(
     one = taken(str(tmp_path))
     assert time.monotonic() - began >= 0.5 and not one.is_lost
     assert "process 4711 on elsewhere has a lease of it; waiting up to" in caplog.text
-    assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / ROOT_LOCK_NAME).read_text())["pid"] == os.getpid()
     one.release()
     assert os.listdir(tmp_path) == []
 
@@ -259,7 +259,7 @@ def test_a_directory_that_is_removed_and_made_again_is_taken_again(tmp_path: pat
     shutil.rmtree(tmp_path / "runs")
     assert one.is_lost
     one.take()
-    assert not one.is_lost and (tmp_path / "runs" / LOCK_NAME).exists()
+    assert not one.is_lost and (tmp_path / "runs" / ROOT_LOCK_NAME).exists()
     shutil.rmtree(tmp_path / "runs")
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "runs")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -268,7 +268,7 @@ def test_a_directory_that_is_removed_and_made_again_is_taken_again(tmp_path: pat
         with pytest.raises(DirectoryInUseError, match=f"process {other.pid} on "):
             one.take()
         one.release()
-        assert (tmp_path / "runs" / LOCK_NAME).exists(), "it is another one's"
+        assert (tmp_path / "runs" / ROOT_LOCK_NAME).exists(), "it is another one's"
         other.communicate(b"")
 
 
