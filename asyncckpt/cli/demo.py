@@ -29,7 +29,7 @@ ROOM_NBYTES = 1_000_000_000
 """What the demo has on the disk at once: 8 checkpoints of 37 MB, a copy of one, and a save of 2 x 200 MB."""
 
 LITTLE_NBYTES = 64_000_000
-"""With less than this left, a failure is the disk's: no checkpoint of the demo is larger by much."""
+"""With less than this left, a failure of the demo is blamed on the disk: its checkpoints are about as large."""
 
 INTRODUCTION = f"""\
 This takes 1 to 2 minutes on two cores, longer the first time. It trains a small GPT on {RANKS} ranks and proves that
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lack_of_room(directory: Path, nbytes: int) -> str | None:
-    """Say that the disk has fewer than so many bytes left; None: it has them, or cannot be asked."""
+    """Return a message if the disk has fewer than so many bytes left; None: it has them, or cannot be asked."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError:

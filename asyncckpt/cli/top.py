@@ -24,9 +24,9 @@ DESCRIPTION = (
     "Show what the worker is doing, drawn anew every second: of each rank the step that it saves or saved last, how "
     "far that is, how much of it is staged (all of it: safe from the trainer's end) and written, how fast, its slots, "
     "and how old its last durable step is. Above them each run's newest checkpoint: what a restart would go on from. "
-    "It waits for a worker that is not there yet, and goes on with the next one; what a worker that hangs or has gone "
-    "said last is marked STALE within 3 s. Ctrl-C ends it. Into a pipe it prints one table after the other; --json one "
-    "object a line."
+    "It waits for a worker that is not there yet, and continues with the next one; the last answer of a worker that "
+    "hangs or has ended is marked STALE within 3 s. Ctrl-C ends it. Into a pipe it prints one table after the other; "
+    "--json one object a line."
 )
 EXAMPLES = (
     "asyncckpt top",
@@ -162,8 +162,8 @@ def frame(seen: Mapping[str, Any]) -> list[str]:
     if seen["state"] == WAITING:
         return [f"no worker at {seen['endpoint']} yet; waiting for one"]
     if seen["state"] == STALE:
-        silent = f"STALE: the worker has not answered for {_age(seen['silent_s'])}; it hangs, has gone, or is replaced"
-        return [f"{silent}. What it said last:", *frame({**seen, "state": ANSWERS})]
+        silent = f"STALE: the worker has not answered for {_age(seen['silent_s'])}"
+        return [f"{silent}; it hangs, has ended, or was replaced. Its last answer:", *frame({**seen, "state": ANSWERS})]
     memory = f"{_size(seen['private_nbytes'])} + slots" if seen["private_nbytes"] is not None else "-"
     draining = ", DRAINING" if seen["draining"] else ""
     lines = [

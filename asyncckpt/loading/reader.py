@@ -225,7 +225,7 @@ class _Load:
         return state_dict, [*matches.missing, *undecided, *late]
 
     def _fill_undecided(self, matches: Matches) -> list[str]:
-        """Fill the modules whose own code decides what is missing, before anything else changes; returns that."""
+        """Fill the modules whose loading code decides what is missing, before anything else; return missing keys."""
         missing: list[str] = []
         for module in matches.undecided:
             places = _below(matches.replaced, module)
@@ -234,7 +234,7 @@ class _Load:
             for place in places:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
             missing += self._loaded([module])
-            self._report_late(missing, "values of this module have changed, and nothing behind it in the target")
+            self._report_late(missing, "values of this module have changed, and nothing after it in the target")
         return missing
 
     def _loaded(self, modules: Iterable[ModuleTarget]) -> list[str]:
@@ -299,12 +299,13 @@ class _Load:
         self._touched.update(matches.filled_fqns)
 
     def _refuse_shared(self, matches: Matches) -> None:
-        """One container or object of the target under two names holds one value, so that must be what was saved."""
+        """Check that what was saved under two names of one container or object of the target is equal."""
         for first, one, fqn, other in matches.shared:
             if not self._are_same(one, other):
                 raise AliasMismatchError(
-                    f"{self._path}: {first!r} and {fqn!r} are one object or in one container of the target, and were "
-                    "saved with other values; nothing was changed. Give each its own, or leave one out by keys",
+                    f"{self._path}: {first!r} and {fqn!r} are one object, or lie in one container, of the target, and "
+                    "the values that were saved under them differ; nothing was changed. Give each one of its own, or "
+                    "leave one out by keys",
                     path=self._path,
                     fqn=first,
                     other_fqn=fqn,
@@ -367,7 +368,9 @@ class _Load:
             _logger.warning("%s: nothing was saved for %s, which stays empty", self._path, _shown(matches.left_empty))
         if matches.grown:
             longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.grown]
-            _logger.warning("%s: lists become longer than they are in the target: %s", self._path, _shown(longer))
+            _logger.warning(
+                "%s: lists of the target were extended by members that were saved: %s", self._path, _shown(longer)
+            )
 
     def _report_factories(self, parts: Iterable[tuple[Path, Node]]) -> None:
         """`parts`: what is made new, by its path."""

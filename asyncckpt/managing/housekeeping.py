@@ -115,7 +115,11 @@ class Housekeeping:
 
     def _prune(self) -> None:
         if self._root_lock is not None and self._root_lock.is_lost:
-            _log.error("%s: nothing is removed any more: another training may have this directory now", self._root)
+            _log.error(
+                "%s: the lock of this directory was lost, so another training may save there now: this one removes no "
+                "checkpoint any more",
+                self._root,
+            )
             return
         with self._lock:
             broken, restored = set(self._broken), self._restored

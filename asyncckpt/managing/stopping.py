@@ -24,7 +24,7 @@ _log = logging.getLogger("asyncckpt")
 
 
 class Stopping:
-    """See the module. `at` in the training thread; `turn` in the watch's.
+    """This rank's part in the agreement. The training thread calls `at`, the watch's thread `turn`.
 
     Args:
         world_size: How many ranks there are.
