@@ -66,9 +66,10 @@ def load(
         default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
             `torch.load` takes them; the saved location is always "cpu". None: the CPU.
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them, and they stay
-            as they are. Either way it is an error when nothing was saved of a whole part: of an entry at the top level
-            that holds others; or, at any level, of an object with a `load_state_dict()` or of what the `state_dict()`
-            of a module or an optimizer gave. With `keys` only what they select counts.
+            as they are. Either way it is an error if nothing was saved of a whole part: of a container at the top level
+            or, at any level, under a string key; of an object with a `load_state_dict()`, or what the `state_dict()` of
+            a module or an optimizer returned; or of the target, if several of its leaves are missing. With `keys` only
+            what they select counts.
         verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
             checksum. What is read is at most 1.1 times what is needed, counted in whole pages of 4 KiB: of rows that
             are shorter than a page, the pages that they lie in.
