@@ -11,6 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+LOOKS = {
+    "torch.distributed.is_available",
+    *(f"torch.distributed.distributed_c10d.{name}" for name in ("is_initialized", "WORLD", "default_pg")),
+}
+"""Which process group this process has: each save looks, and sends no message. Not counted."""
+
 
 class DistributedCalls:
     """What calls torch.distributed: its functions in Python, and methods of stores and process groups in C++.
@@ -33,7 +39,9 @@ class DistributedCalls:
             return
         self.threads.add(threading.current_thread().name)
         if event == "call" and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
-            self.found[f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"] += 1
+            name = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+            if name not in LOOKS:
+                self.found[name] += 1
         if event == "c_call" and "distributed" in str(getattr(argument, "__module__", "")):
             self.found[str(argument)] += 1
         if event == "c_call" and isinstance(getattr(argument, "__self__", None), (dist.Store, dist.ProcessGroup)):

@@ -188,6 +188,7 @@ def _main(
         if port:
             store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.barrier()  # or a rank that is done at once ends while others still connect to it
         found = function(rank, *arguments)
         if dist.is_initialized():
             dist.destroy_process_group()
