@@ -67,12 +67,19 @@ def unpickle(data: bytes) -> Any:
         Exception: Anything: the bytes decide.
     """
     if data.startswith(_ZIP):
-        return torch.load(io.BytesIO(data), map_location=_restored, weights_only=False)
+        return torch.load(io.BytesIO(data), map_location=_WhereItWas(), weights_only=False)
     return pickle.loads(data)
 
 
-def _restored(storage: Any, location: str) -> Any:
-    try:
-        return torch.serialization.default_restore_location(storage, location)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # no such device
-        return storage
+class _WhereItWas(dict[Any, Any]):
+    """From each location to itself, or to the CPU where this machine has no such device.
+
+    IMPORTANT: a dict, since torch rebuilds a tensor subclass that stands for others with no function for its place.
+    """
+
+    def get(self, location: Any, default: Any = None) -> Any:
+        try:
+            torch.serialization.default_restore_location(torch.UntypedStorage(0), str(location))  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return "cpu"
+        return location

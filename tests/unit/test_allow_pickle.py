@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import states
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import asyncckpt
 from asyncckpt import PerRank, SyncCheckpointer
@@ -203,6 +204,17 @@ def test_quantized_tensors_parameters_and_subclasses_in_a_pickled_object_come_ba
     assert type(found.subclass) is Subclass and type(found.wrapping) is Wrapping
     assert torch.equal(found.wrapping.inner.int(), leaf.wrapping.inner.int())
     assert torch.equal(found.conjugated, leaf.conjugated) and found.meta.is_meta
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_tensor_that_stands_for_others_comes_back_alone_and_in_an_object(
+    tmp_path: pathlib.Path, inside: bool
+) -> None:
+    two = TwoTensor(torch.arange(3.0), torch.ones(3))
+    path = save(tmp_path / "a", {"x": Holder(tensor=two) if inside else two})
+    found = asyncckpt.load(path, allow_pickle=True)["x"]
+    found = found.tensor if inside else found
+    assert type(found) is TwoTensor and torch.equal(found.a, two.a) and torch.equal(found.b, two.b)
 
 
 def test_a_pickle_with_tensors_is_the_same_every_time_and_without_them_is_pythons() -> None:
