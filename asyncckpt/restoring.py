@@ -263,20 +263,31 @@ def _restored(
     )
 
 
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
+"""Of files that others keep states in."""
+
+
 def _say_none(root: str, *, is_first: bool) -> None:
-    """Log it as a warning where the directory holds other directories: it may be the wrong one."""
+    """Log it as a warning where other things lie at `root`: it may be the wrong directory."""
+    if not is_first:
+        return
     names = []
-    if is_first:
-        with contextlib.suppress(OSError), os.scandir(root) as entries:
-            names = [one.name for one in entries if one.is_dir() and not one.name.startswith(".")]
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        names = [
+            one.name
+            for one in entries
+            if not one.name.startswith(".") and (one.is_dir() or one.name.endswith(_SUFFIXES))
+        ]
     if names:
         _log.warning(
-            "nothing to restore: no checkpoint is committed in %s, nor in memory; the %d directories in it, %s among "
-            "them, are none",
+            "nothing to restore: no checkpoint is committed in %s, nor in memory; the %d entries in it, %s among them, "
+            "are none of asyncckpt's (load() takes other formats, one by one)",
             root,
             len(names),
             min(names),
         )
+    elif os.path.isfile(root):
+        _log.warning("nothing to restore: %s is a file, and no directory with checkpoints: load() takes files", root)
     else:
         _log.info("nothing to restore: no checkpoint is committed in %s, nor in memory", root)
 

@@ -148,7 +148,7 @@ def test_none_that_verifies_is_an_error_that_lists_all_and_warns_of_the_target(r
     assert sorted(os.listdir(root)) == ["s10", "s20", "s30"]  # the last ones are never put aside
 
 
-@pytest.mark.parametrize("what", ["nothing", "other things", "never committed"])
+@pytest.mark.parametrize("what", ["nothing", "a log", "other things", "never committed", "a file", "files of torch"])
 def test_no_checkpoint_at_all_is_none_and_the_target_stays(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,14 +160,18 @@ def test_no_checkpoint_at_all_is_none_and_the_target_stays(
     if what == "never committed":
         save(tmp_path, state(10))
         (tmp_path / "s10" / "manifest.json").unlink()
-    root = tmp_path / "none" if what == "nothing" else tmp_path
+    if what == "a log":
+        (tmp_path / "train.log").write_text("started")
+    if what in ("a file", "files of torch"):
+        torch.save(state(10), tmp_path / "last.pt")
+    root = tmp_path / {"nothing": "none", "a file": "last.pt"}.get(what, "")
     target = state(77)
     assert asyncckpt.restore_latest(root, target) is None is asyncckpt.restore_latest(root)
     with asyncckpt.SyncCheckpointer() as checkpointer:
         assert checkpointer.restore_latest(root) is None
     assert target["step"] == 77 and torch.equal(target["w"], state(77)["w"])
     said = [one for one in caplog.records if "nothing to restore" in one.message]
-    assert len(said) == 3 and {one.levelname for one in said} == {"INFO" if what == "nothing" else "WARNING"}
+    assert len(said) == 3 and {one.levelname for one in said} == {"INFO" if what in ("nothing", "a log") else "WARNING"}
 
 
 def test_a_root_that_cannot_be_read_is_an_error_and_not_none(tmp_path: Path) -> None:
