@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncckpt.format.archive import torch_archive
-from asyncckpt.format.keys import checked_key
+from asyncckpt.format.keys import Key, TypedKey, checked_key
 from asyncckpt.format.names import per_rank_name
 from asyncckpt.format.pickle_image import PickleImage
 from asyncckpt.format.tree import Node, Path, fqn_of
@@ -35,7 +35,7 @@ def items_of(tree: Node) -> Iterator[Item]:
             yield from visit(node[1], path, True)
         elif node[0] in ("d", "o"):
             for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-                yield from visit(child, (*path, str(checked_key(key))), own)
+                yield from visit(child, (*path, str(_key(key))), own)
         elif node[0] == "l" and not is_terminal(node):
             for n, child in enumerate(node[1]):
                 yield from visit(child, (*path, n), own)
@@ -43,6 +43,11 @@ def items_of(tree: Node) -> Iterator[Item]:
             yield Item(path, node, own)
 
     yield from visit(tree, (), False)
+
+
+def _key(raw: Any) -> Key:
+    """Return a key of a tree that was unpacked, or need not be: whether it is too long is for those who store it."""
+    return raw if type(raw) in (str, int, TypedKey) else checked_key(raw)
 
 
 def is_terminal(node: Node) -> bool:
@@ -97,7 +102,7 @@ def _without_ranks(node: Node) -> Node:
     if node[0] in ("l", "t"):
         return (node[0], tuple(map(_without_ranks, node[1])), *node[2:])
     if node[0] in ("d", "o"):
-        members = tuple(_without_ranks(m) if n % 2 else checked_key(m) for n, m in enumerate(node[1]))
+        members = tuple(_without_ranks(m) if n % 2 else _key(m) for n, m in enumerate(node[1]))
         return (node[0], members, *node[2:])
     return node
 
