@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -212,7 +212,8 @@ class ModuleTarget:
             object_at: Returns the value of an object of the checkpoint, by number.
 
         Returns:
-            FQNs that the module reports as missing, and that were not reported before.
+            FQNs that the module reports as missing, and that were not reported before; and of entries that its own
+            state has and it did not take.
 
         Raises:
             ShapeMismatchError: Its own code made an entry of another shape.
@@ -223,17 +224,17 @@ class ModuleTarget:
         if not options:  # it is strict, and would refuse an incomplete state
             for name, value in self._own.items():
                 given.setdefault(self._real[name], value)
-        reports: list[list[str]] = []
+        reports: list[tuple[list[str], list[str]]] = []
         try:
             inference = torch.inference_mode() if self._is_inference() else nullcontext()
             with self._copied_where_shared(given, reports), inference:
-                self.bare.load_state_dict(given, **options)
+                found = self.bare.load_state_dict(given, **options)
         except Exception as error:
-            found = _OTHER_SIZE.search(str(error))
-            if found is None:
+            other = _OTHER_SIZE.search(str(error))
+            if other is None:
                 raise state_load_error(error, self.bare, self.fqn, path) from error
-            fqn = f"{self.fqn}.{self._names.of(found[1])}"
-            got, wanted = ([int(n) for n in found[i].split(",") if n.strip()] for i in (2, 3))
+            fqn = f"{self.fqn}.{self._names.of(other[1])}"
+            got, wanted = ([int(n) for n in other[i].split(",") if n.strip()] for i in (2, 3))
             raise ShapeMismatchError(
                 f"{path}: load_state_dict() of {self.fqn!r} gives tensor {fqn!r} shape {got}, the target has {wanted}; "
                 "values of this module may have changed. Build the module as it was when it was saved",
@@ -242,10 +243,25 @@ class ModuleTarget:
                 saved=got,
                 wanted=wanted,
             ) from error
-        if not self._code:
+        missing, unexpected = reports[-1] if reports else (None, getattr(found, "unexpected_keys", ()))
+        names = self.undecided if missing is None else [self._names.of(name) for name in missing]
+        lacking = [name for name in names if name in self._looked_for] if self._code else []
+        return [f"{self.fqn}.{name}" for name in (*lacking, *self._left_behind(given, unexpected))]
+
+    def _left_behind(self, given: Mapping[str, Any], unexpected: Iterable[str]) -> list[str]:
+        """Return the names of the module's own state that it was given, and whose values it has not taken.
+
+        A module may give its state names that it does not know when it loads. What was filled where it is is in its
+        place all the same; a copy that `state_dict()` made is not.
+        """
+        names = [name for name in map(self._names.of, unexpected) if name in self._own and name in self._shown]
+        if not names:
             return []
-        missing = self.undecided if not reports else [self._names.of(name) for name in reports[-1]]
-        return [f"{self.fqn}.{name}" for name in missing if name in self._looked_for or name not in self._own]
+        try:
+            now = {self._names.of(name): value for name, value in _live_state(self.bare).items()}
+        except Exception:  # of its own code; what it has taken cannot be seen
+            return names
+        return [name for name in names if not _is_same(given[self._real[name]], now.get(name))]
 
     def _given(self, object_at: Callable[[int], Any]) -> Any:
         assert self.state is not None
@@ -279,8 +295,10 @@ class ModuleTarget:
         return bool(tensors) and all(t.is_inference() for t in tensors if not torch.nn.parameter.is_lazy(t))
 
     @contextmanager
-    def _copied_where_shared(self, given: Mapping[str, Any], reports: list[list[str]]) -> Iterator[None]:
-        """Within the block, copy what loading code makes of the module's own tensors, and collect missing names.
+    def _copied_where_shared(
+        self, given: Mapping[str, Any], reports: list[tuple[list[str], list[str]]]
+    ) -> Iterator[None]:
+        """Within the block, copy what loading code makes of the module's own tensors, and collect names.
 
         IMPORTANT: a tensor that shares memory with an entry of the module, and that loading code has put under another
         name or made a view of, is copied before the first entry is written to. Otherwise two names that loading code
@@ -302,12 +320,12 @@ class ModuleTarget:
                 elif live.intersection(memory_of(value)):
                     state[name] = value.detach().clone()
 
-        def report_missing(module: Any, keys: Any) -> None:
-            reports.append(list(keys.missing_keys))
+        def report_names(module: Any, keys: Any) -> None:
+            reports.append((list(keys.missing_keys), list(keys.unexpected_keys)))
 
         coded = [m for m in self.bare.modules() if m is self.bare or _code_of(m) is not None]
         handles = [m.register_load_state_dict_pre_hook(copy_shared) for m in coded]  # type: ignore[no-untyped-call]
-        handles.append(self.bare.register_load_state_dict_post_hook(report_missing))  # type: ignore[no-untyped-call]
+        handles.append(self.bare.register_load_state_dict_post_hook(report_names))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -318,6 +336,23 @@ class ModuleTarget:
         assert self.state is not None
         name = self._names.of(real)
         return name in self._own and self.state[name] is self._own[name]
+
+
+def _is_same(given: Any, now: Any) -> bool:
+    """Whether a module has what it was given: the same memory, or an equal value."""
+    if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
+        if memory_of(given) & memory_of(now):
+            return True
+        pairs = ((a.detach(), b.detach()) for a, b in zip(_parts(given), _parts(now), strict=False))
+        return given.shape == now.shape and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    try:
+        return type(given) is type(now) and bool(given == now)
+    except Exception:  # tensors in it, say
+        return False
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [part for part, _ in target_tensor(tensor, "").shards]
 
 
 def _goes_into_shards(own: torch.Tensor, value: torch.Tensor) -> bool:

@@ -679,6 +679,73 @@ def test_copies_first_or_not_it_is_the_same(tmp_path: Path, case: str, low_memor
     states.assert_same(comparable(target), comparable(expected))
 
 
+# ---- what a module has named itself and does not take ----------------------------------------------------------------
+
+
+class Shows(nn.Module):
+    """Its state has other names than its loading code knows; `what` is done with each entry."""
+
+    def __init__(self, what: Callable[[dict[str, Any], str], None], has_code: bool) -> None:
+        super().__init__()
+        self.a, self.plain = nn.Linear(4, 4), torch.randn(2)
+        self.register_buffer("passing", torch.randn(3), persistent=False)
+        if has_code:
+            self.b = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self._register_state_dict_hook(lambda module, state, prefix, *rest: what(module, state, prefix))  # type: ignore[no-untyped-call]
+
+
+def renames_copies(module: Any, state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}c.weight"] = state.pop(f"{prefix}a.weight").clone()
+
+
+def renames_live(module: Any, state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}c.weight"] = state.pop(f"{prefix}a.weight")
+
+
+def drops(module: Any, state: dict[str, Any], prefix: str) -> None:
+    del state[f"{prefix}a.weight"]
+
+
+def adds_live(module: Any, state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}passing"], state[f"{prefix}plain"] = module.passing, module.plain
+
+
+def adds_a_count(module: Any, state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}count"] = int(module.plain[0] * 1000)
+
+
+def adds_a_version(module: Any, state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}version"] = "2"
+
+
+@pytest.mark.parametrize("has_code", [False, True])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "what, lost",
+    [
+        (renames_copies, ["c.weight"]),
+        (renames_live, []),
+        (drops, []),
+        (adds_live, []),
+        (adds_a_count, ["count"]),
+        (adds_a_version, []),
+    ],
+)
+def test_what_a_module_names_itself_and_does_not_take_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: Any, lost: list[str], strict: bool, has_code: bool
+) -> None:
+    source, target = nn.Sequential(Shows(what, has_code)), nn.Sequential(Shows(what, has_code))
+    path = save(tmp_path / "c", {"m": source, "n": 1})
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        missing, error = ours(path, {"m": target, "n": 0}, strict)
+    names = [f"m.0.{name}" for name in lost]
+    assert error is None and missing == (names if strict else [])
+    assert all(name in caplog.text for name in (() if strict else names))
+    if not lost:
+        states.assert_same(target.state_dict(), source.state_dict())
+        assert not caplog.records
+
+
 def test_a_state_of_nested_dicts_is_given_whole_as_it_was_saved(tmp_path: Path) -> None:
     class Nested(nn.Module):
         def __init__(self, value: float) -> None:
