@@ -16,7 +16,7 @@ from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.failpoints import reach
 from asyncckpt.loading.fetching import read_files
 from asyncckpt.loading.placements import Placement, ranges_by_file
-from asyncckpt.loading.shared_memory import Tie, check_ties, fill_shared, overlapping
+from asyncckpt.loading.shared_memory import ONE_TENSOR, Tie, check_ties, fill_shared, overlapping
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.sinks import fill_box, new_tensor
 from asyncckpt.loading.target_tensors import Filling, names_of, placements_of, tell_types
@@ -56,14 +56,14 @@ class Filler:
         self._contents, self._files, self._shared, self._ahead = contents, files, shared, ahead
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
-    def check_ties(self, ties: Sequence[Tie]) -> None:
+    def check_ties(self, ties: Sequence[Tie], how: str = ONE_TENSOR) -> None:
         """Check that targets with two names can hold what was saved under each; changes nothing.
 
         Raises:
             AliasMismatchError: One cannot.
             CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
         """
-        check_ties(ties, self._read_boxes, self._contents.path)
+        check_ties(ties, self._read_boxes, self._contents.path, how)
 
     def fill(
         self,

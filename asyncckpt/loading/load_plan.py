@@ -100,7 +100,7 @@ def plan_load(
     refused: list[Mismatch] = []
     matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)
     wanted = Selection(names)
-    mismatched = tuple(_leaf(error) for error in refused)
+    mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused))
     mismatched += _unread([*matches.replaced, *matches.grown], saved, contents)
     taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
     new = [node[1] for place in [*matches.replaced, *matches.grown] for _, node in leaves(place.node) if node[0] != "O"]
@@ -114,6 +114,7 @@ def plan_load(
     shared = [names[real[n]] for n in overlapping([placed[n].target for n in real])]
     containers = [fqn for first, _, other, _ in matches.shared for fqn in (first, other)]
     ties = [Placement(tie.other, *shard) for tie in matches.ties for shard in tie.shards]
+    tied = [fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)]
     boxes += [box_of(placement) for placement in (*placed, *ties)]
     return LoadPlan(
         missing=tuple(matches.missing),
@@ -121,9 +122,7 @@ def plan_load(
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),
-        shared=tuple(
-            dict.fromkeys([*shared, *(fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)), *containers])
-        ),
+        shared=tuple(dict.fromkeys([*shared, *tied, *containers])),
         nbytes=needed_nbytes(boxes),
     )
 

@@ -33,6 +33,7 @@ from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
 from asyncckpt.loading.targets import Targets, is_loadable, unmarked
 from asyncckpt.per_rank import PerRank
+from asyncckpt.planning.containers import has_lost_factory
 from asyncckpt.planning.numpy_values import view_of
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
 from asyncckpt.planning.torch_types import torch_dtype, why_no_memory
@@ -77,6 +78,8 @@ class Matches:
             A tensor that is filled under another name is not missing.
         lost: FQNs of modules, other objects and subtrees of which nothing was found at all; of the whole target: "".
         left_empty: FQNs of empty dicts of the target that a checkpoint of another format has nothing for.
+        not_taken: FQNs of parameters and buffers that are None, and of submodules without members, in modules of the
+            target, below which something was saved.
         shared: What fills one container or object of the target under two names: FQN and saved node of both.
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
@@ -97,6 +100,7 @@ class Matches:
     missing: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     left_empty: list[str] = field(default_factory=list)
+    not_taken: list[str] = field(default_factory=list)
     shared: list[tuple[str, Node, str, Node]] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
@@ -159,7 +163,8 @@ def match(
             if not _match_state(matches, place, saved, selection, saved_fqn):
                 matching.absent_paths.append(leaf_path)
             elif matches.replaced and matches.replaced[-1].path == leaf_path:
-                matching.own((id(value), None), fqn, matches.replaced[-1].node)
+                owner = (id(value), None) if module is None else module.owner_of(module.name_of(fqn))
+                matching.own(owner, fqn, matches.replaced[-1].node)
             continue
         if node[0] in MAPPINGS or (node[0] == "O" and is_empty_object(value)):
             if not targets.is_module(leaf_path) and (fqn in selection or selection.reaches_into(fqn)):
@@ -180,7 +185,7 @@ def match(
         else:
             matching.tensor(leaf, found[1])
     for module in targets.modules:
-        matching.end(module, selection)
+        matching.end(module, selection, rename)
     matching.take_ties()
     if matching.absent_paths:
         found_paths = [*matches.filled, *(place.path for place in matches.replaced), *matching.empty_paths]
@@ -244,6 +249,8 @@ class _Matching:
                     value=fqn,
                 )
         self._taking.add(id(value))
+        if has_lost_factory(node) and isinstance(unmarked(value), MutableMapping):
+            node = node[:2]  # a mapping that stands there keeps its own
         is_inner = isinstance(holder, tuple) or isinstance(value, PerRank)
         self.own(targets.owner_of(path) if is_inner else (id(holder), (key,)), fqn, node)
         self.matches.replaced.append(Replaced(path, fqn, node))
@@ -295,7 +302,7 @@ class _Matching:
         if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value) and why_no_memory(value):
             self.matches.without_memory.append((fqn, value))
 
-    def end(self, module: ModuleTarget, selection: Selection) -> None:
+    def end(self, module: ModuleTarget, selection: Selection, rename: Callable[[str], str] | None) -> None:
         """Match what was saved of a module and it does not have, and say what of it is undecided."""
         matches = self.matches
         for name, saved_fqn, node in list(module.further(self._saved, matches.found)):
@@ -305,6 +312,13 @@ class _Matching:
                 continue
             module.show(name, saved_fqn)
             self._take_new(module, Replaced((*module.path, name), fqn, self._saved.without_holes(node)), there)
+        for name in module.vacant:
+            fqn = f"{module.fqn}.{name}".removesuffix(".")
+            saved_fqn = fqn if rename is None else rename(fqn)
+            there = self._saved.node_at(saved_fqn) or self._saved.gathered(saved_fqn)
+            below = [] if there is None or fqn not in selection else leaves(there[1], there[0])
+            if any(inner is not HOLE and fqn_of(leaf) not in matches.found for leaf, inner in below):
+                matches.not_taken.append(fqn)
         module.take_ties()
         if not module.was_found:
             names = [f"{module.fqn}.{name}" for name in module.undecided]
@@ -339,6 +353,8 @@ class _Matching:
         """Match a leaf with a container that was saved: an empty mapping, or the object `value`, may take all of it."""
         path, fqn, node, _, _ = leaf
         there, is_whole = self._saved.node_at(saved_fqn), fqn in selection
+        if there is None and (node[0] in MAPPINGS or node[0] == "O"):
+            there = self._saved.gathered(saved_fqn)
         if there is None:
             if is_whole:
                 self._absent(leaf, saved_fqn)

@@ -40,6 +40,9 @@ _NORM = torch.nn.modules.batchnorm._NormBase
 _COUNTED = "num_batches_tracked"
 """The only change that torch's normalisations make to a state: they add this name, which early versions lacked."""
 
+_COLLECTIONS = frozenset(
+    getattr(torch.nn, name) for name in ("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+)
 _OTHER_SIZE = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[(.*?)\]\) from checkpoint, "
     r"the shape in current model is torch\.Size\(\[(.*?)\]\)"
@@ -171,6 +174,27 @@ class ModuleTarget:
     def own_value(self, name: str) -> Any:
         """Return what the module has under a name."""
         return self._own.get(name)
+
+    def owner_of(self, name: str) -> tuple[int, str]:
+        """Return what changes when an entry does: the id of the submodule that it is of, and its name there."""
+        above, _, last = self._real[name].rpartition(".")
+        try:
+            return id(self.bare.get_submodule(above)), last
+        except AttributeError:  # the state has names of its own
+            return id(self.bare), name
+
+    @property
+    def vacant(self) -> Iterator[str]:
+        """Yield the names of parameters and buffers that are None, and of submodules that may have members and have
+        none: empty for the module itself.
+        """
+        for above, module in self.bare.named_modules(remove_duplicate=False):
+            prefix = f"{self._names.of(above)}." if above else ""
+            if type(module) in _COLLECTIONS and not len(module):
+                yield prefix.removesuffix(".")
+            for name, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}{name}"
 
     @property
     def was_found(self) -> bool:

@@ -69,6 +69,14 @@ def state_load_error(error: Exception, value: Any, fqn: str, path: str) -> State
     )
 
 
+def may_ask(value: Any) -> bool:
+    """Whether `state_dict()` of an object surely waits for no other rank: a load on one rank alone would never end."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    plain = torch.optim.Optimizer.state_dict
+    return getattr(type(value), "state_dict", None) is plain or torch.distributed.get_world_size() == 1
+
+
 def takes_strict(module: torch.nn.Module) -> bool:
     """Whether a module's `load_state_dict` has the argument `strict`."""
     parameters = inspect.signature(module.load_state_dict).parameters.values()
@@ -144,6 +152,8 @@ def _dtypes(state: Any, path: Path = ()) -> dict[Path, torch.dtype]:
 
 def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path: str) -> None:
     """Log which tensors of an object have another dtype than was saved, as far as its `state_dict()` shows."""
+    if not may_ask(value):
+        return
     try:
         now = _dtypes(value.state_dict())
     except Exception:  # raised by the object's own code; the load itself has succeeded

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from asyncckpt.collector import collector_paused
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import AliasMismatchError, ConfigError, MissingKeysError, SharedLoadError
+from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.tree import Node, Path, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
@@ -27,6 +29,7 @@ from asyncckpt.loading.recalled import check_source, read_from
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import Selection, key_list, selected
+from asyncckpt.loading.shared_memory import ONE_OBJECT, Tie, alias_mismatch
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.loading.target_tensors import TargetTensor, conversions, refuse_without_memory
@@ -35,9 +38,9 @@ from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.containers import has_lost_factory
 from asyncckpt.planning.keys import mappings
-from asyncckpt.planning.torch_types import check_memory_is_real
+from asyncckpt.planning.torch_types import check_memory_is_real, torch_dtype
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.contents import Contents, check_lengths
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_ahead import ReadAhead
 
@@ -300,28 +303,33 @@ class _Load:
 
     def _refuse_shared(self, matches: Matches) -> None:
         """Check that what was saved under two names of one container or object of the target is equal."""
+        ties: list[Tie] = []
         for first, one, fqn, other in matches.shared:
-            if not self._are_same(one, other):
-                raise AliasMismatchError(
-                    f"{self._path}: {first!r} and {fqn!r} are one object, or lie in one container, of the target, and "
-                    "the values that were saved under them differ; nothing was changed. Give each one of its own, or "
-                    "leave one out by keys",
-                    path=self._path,
-                    fqn=first,
-                    other_fqn=fqn,
-                )
+            pairs: list[tuple[SavedTensor, SavedTensor]] = []
+            if not self._are_same(one, other, pairs):
+                raise alias_mismatch(first, fqn, self._path, ONE_OBJECT, "nothing was changed")
+            for saved, again in pairs:
+                shape = saved.global_shape
+                like = torch.empty(shape, dtype=torch_dtype(saved.dtype), device="meta")
+                ties.append(Tie(first, fqn, saved, again, [(like, (0,) * len(shape))]))
+        self._filler.check_ties(ties, ONE_OBJECT)
 
-    def _are_same(self, one: Node, other: Node) -> bool:
+    def _are_same(self, one: Node, other: Node, pairs: list[tuple[SavedTensor, SavedTensor]]) -> bool:
+        """Whether two nodes have one value, if each of `pairs`, which are added to, has one."""
         if one == other:
             return True
-        if len(one) != len(other) or one[0] != other[0] or one[0] in ("T", "N", "B"):
+        if len(one) != len(other) or one[0] != other[0]:
             return False
+        if one[0] in ("T", "N", "B"):
+            saved, again = (self._saved.tensors[node[1]] for node in (one, other))
+            pairs.append((saved, again))
+            return (saved.dtype, saved.global_shape) == (again.dtype, again.global_shape)
         if one[0] == "O":
             raws = [self._objects.raw(rank)[number] for rank, number in map(self._saved.object_at, (one[1], other[1]))]
             return bool(raws[0] == raws[1])
-        pairs = list(zip(one[1], other[1], strict=False))
+        members = zip(one[1], other[1], strict=False)
         return len(one[1]) == len(other[1]) and all(
-            self._are_same(a, b) if isinstance(a, tuple) and isinstance(b, tuple) else a == b for a, b in pairs
+            self._are_same(a, b, pairs) if type(a) is tuple and type(b) is tuple else a == b for a, b in members
         )
 
     def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
@@ -366,6 +374,12 @@ class _Load:
     def _report_places(self, matches: Matches) -> None:
         if matches.left_empty:
             _logger.warning("%s: nothing was saved for %s, which stays empty", self._path, _shown(matches.left_empty))
+        if matches.not_taken:
+            _logger.warning(
+                "%s: something was saved for %s, where the module has None or no members; it stays so",
+                self._path,
+                _shown(matches.not_taken),
+            )
         if matches.grown:
             longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.grown]
             _logger.warning(

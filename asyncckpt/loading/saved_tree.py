@@ -79,6 +79,20 @@ class SavedTree:
         """Return (typed path, node) of a leaf or container, an empty one too."""
         return self._nodes.get(fqn)
 
+    def gathered(self, fqn: str) -> tuple[Path, Node] | None:
+        """Return (path, node) of a dict of all leaves whose names begin with `fqn`, where no container is called so.
+
+        Other formats, and states of modules, have flat names with dots in them.
+        """
+        if fqn not in self._beginnings:
+            return None
+        below = [(name, node) for name, node in self.leaves.items() if name.startswith(f"{fqn}.")]
+        return (fqn,), ("d", tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
+
+    @cached_property
+    def _beginnings(self) -> set[str]:
+        return {prefix for fqn in self.leaves for prefix in prefixes(fqn)}
+
     @cached_property
     def _nodes(self) -> dict[str, tuple[Path, Node]]:
         found: dict[str, tuple[Path, Node]] = {}

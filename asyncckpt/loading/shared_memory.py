@@ -128,7 +128,7 @@ class Tie(NamedTuple):
     Attributes:
         fqn, other_fqn: The names, as the target has them.
         saved, other: What was saved under them, of one global shape.
-        shards: What this process holds of the target: plain tensors with their offsets.
+        shards: What this process holds of the target: plain tensors with their offsets, whose memory is not looked at.
     """
 
     fqn: str
@@ -138,13 +138,18 @@ class Tie(NamedTuple):
     shards: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
 
 
-def check_ties(ties: Sequence[Tie], read: Read, path: str) -> None:
+ONE_TENSOR = "are one tensor in the target"
+ONE_OBJECT = "are one object, or lie in one container, of the target"
+
+
+def check_ties(ties: Sequence[Tie], read: Read, path: str, how: str = ONE_TENSOR) -> None:
     """Check that what was saved under both names of each tie is equal, bit by bit, in the target's dtype.
 
     Args:
         ties: Of each, the parts that this process holds are compared.
         read: As `Read`.
         path: The checkpoint's, for messages.
+        how: In what way they are one, for messages.
 
     Raises:
         AliasMismatchError: Two differ.
@@ -157,7 +162,7 @@ def check_ties(ties: Sequence[Tie], read: Read, path: str) -> None:
         for (n, _), one, other in zip(batch, _values(batch, read, _CPU), _values(others, read, _CPU), strict=True):
             if not torch.equal(flat_bytes(one), flat_bytes(other)):
                 tie = ties[n]
-                raise _mismatch(tie.fqn, tie.other_fqn, path, "are one tensor in the target", "nothing was changed")
+                raise alias_mismatch(tie.fqn, tie.other_fqn, path, how, "nothing was changed")
 
 
 def fill_shared(placements: Sequence[Placement], names: Sequence[str], read: Read, path: str) -> None:
@@ -184,7 +189,7 @@ def fill_shared(placements: Sequence[Placement], names: Sequence[str], read: Rea
             if other is not None:
                 one, two = (names[m] for m in sorted((n, other)))
                 left = "the tensors of the target are filled, these with values of both; its objects are as they were"
-                raise _mismatch(one, two, path, "share memory in the target", left)
+                raise alias_mismatch(one, two, path, "share memory in the target", left)
 
 
 def clash_of(number: int, target: torch.Tensor, value: torch.Tensor, filled: Sequence[torch.Tensor]) -> int | None:
@@ -284,7 +289,8 @@ def _holds(extent: Extent, address: int) -> bool:
     )
 
 
-def _mismatch(fqn: str, other_fqn: str, path: str, how: str, left: str) -> AliasMismatchError:
+def alias_mismatch(fqn: str, other_fqn: str, path: str, how: str, left: str) -> AliasMismatchError:
+    """Return the error for two names of the target whose saved values differ; `left`: what became of the target."""
     return AliasMismatchError(
         f"{path}: {fqn!r} and {other_fqn!r} {how}, and the values that were saved under them differ; {left}. Give each "
         "memory of its own in the target, or leave one of them out by keys",

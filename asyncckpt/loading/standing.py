@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.format.keys import python_key
 from asyncckpt.format.tree import Node, Path, leaves
+from asyncckpt.loading.object_states import may_ask
 from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
 from asyncckpt.planning.sharding.recognising import sharded
 from asyncckpt.planning.state_dict import flatten
@@ -35,7 +36,7 @@ def standing_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> 
         return {}
     found = list(saved)
     try:
-        state = holder.state_dict()
+        state = holder.state_dict() if may_ask(holder) else {}
         own = _own_tensors(
             holder, [(path, _value_at(state, path)) for path, _ in _tensor_leaves(flatten(state, is_target=True).tree)]
         )

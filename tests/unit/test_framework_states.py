@@ -404,3 +404,48 @@ def test_other_parameter_groups_are_a_typed_error(tmp_path: pathlib.Path, groups
     with pytest.raises(StateLoadError) as caught:
         asyncckpt.load(tmp_path / "a", {"o": made(groups)})
     assert (caught.value.fqn, caught.value.type_name) == ("o", "SGD")
+
+
+class Gathering:
+    """Its `state_dict()` waits for all ranks, `load_state_dict()` for none."""
+
+    def __init__(self) -> None:
+        self.n_asked, self.state = 0, {"a": torch.ones(2), "b": [torch.ones(1)]}
+
+    def state_dict(self) -> Any:
+        self.n_asked += 1
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class GatheringSGD(O.SGD):
+    n_asked = 0
+
+    def state_dict(self) -> Any:
+        self.n_asked += 1
+        return super().state_dict()
+
+
+def test_no_state_dict_is_called_that_may_wait_for_other_ranks(tmp_path: pathlib.Path) -> None:
+    def made() -> Any:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = GatheringSGD([weight], 0.1, momentum=0.9)
+        optimizer.state[weight]["momentum_buffer"] = torch.full((3,), 2.0)
+        return {"e": Gathering(), "o": optimizer}
+
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save(made(), tmp_path / "a")
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    try:
+        target = made()
+        target["o"].state.clear()
+        asyncckpt.plan_load(tmp_path / "a", target)
+        asyncckpt.load(tmp_path / "a", target)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (target["e"].n_asked, target["o"].n_asked) == (0, 0)
+    (state,) = target["o"].state.values()
+    assert state["momentum_buffer"].tolist() == [2, 2, 2] and torch.equal(target["e"].state["a"], torch.ones(2))

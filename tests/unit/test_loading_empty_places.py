@@ -241,6 +241,59 @@ def test_an_array_in_the_place_of_a_list_is_replaced(tmp_path: Path) -> None:
     assert target == {"x": [1, 2], "y": {"a": None}}
 
 
+FLAT = {"m.a.w": torch.ones(2), "m.a.b": torch.ones(3), "m.c": torch.ones(1), "x": torch.zeros(4)}
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "torch", "safetensors", "hf", "dcp"])
+@pytest.mark.parametrize("empty", [dict, OrderedDict, lambda: None])
+def test_an_empty_place_takes_flat_names_too(tmp_path: Path, to: str, empty: Any) -> None:
+    if to in ("safetensors", "hf"):
+        pytest.importorskip("safetensors")
+    asyncckpt.convert(save(tmp_path / "a", FLAT), tmp_path / "b", to=to)
+    target = {"m": empty(), "x": torch.ones(4)}
+    assert asyncckpt.plan_load(tmp_path / "b", target).fits
+    asyncckpt.load(tmp_path / "b", target)
+    assert_same({**target["m"]}, {"a.w": torch.ones(2), "a.b": torch.ones(3), "c": torch.ones(1)})
+    part: Any = {"n": {"a": empty(), "c": torch.zeros(1)}}
+    asyncckpt.load(tmp_path / "b", part, key_map=lambda name: name.replace("n", "m", 1), keys=["n.a.w", "n.c"])
+    assert_same({"a": {**part["n"]["a"]}, "c": part["n"]["c"]}, {"a": {"w": torch.ones(2)}, "c": torch.ones(1)})
+
+
+def test_a_mapping_that_keeps_its_own_factory_is_no_reason_for_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"a": defaultdict(lambda: 0, x=1), "b": defaultdict(lambda: 0, y=defaultdict(lambda: 0, z=1))}
+    path, target = save(tmp_path / "a", saved), {"a": defaultdict(lambda: 7), "b": defaultdict(lambda: 8)}
+    asyncckpt.load(path, target, keys="a")
+    assert not caplog.records and dict(target["a"]) == {"x": 1} and target["a"]["new"] == 7
+    asyncckpt.load(path, target, keys="b")
+    assert [record.getMessage().split(", ")[1] for record in caplog.records] == [
+        "'b.y' first: theirs could not be stored; fill a target that has its own"
+    ]
+
+
+def test_an_optimizer_under_two_names_takes_two_saved_ones_that_are_equal(tmp_path: Path) -> None:
+    def made() -> Any:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.Adam([weight])
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        return weight, optimizer
+
+    path = save(tmp_path / "a", {"o": made()[1], "p": {"o": made()[1]}})
+    weight, optimizer = made()
+    optimizer.state[weight]["exp_avg"].zero_()
+    assert {"o", "p.o"} <= {*asyncckpt.plan_load(path, {"o": optimizer, "p": {"o": optimizer}}).shared}
+    asyncckpt.load(path, {"o": optimizer, "p": {"o": optimizer}})
+    assert_same(optimizer.state_dict()["state"][0], made()[1].state_dict()["state"][0])
+    other = made()[1]
+    other.state[other.param_groups[0]["params"][0]]["exp_avg"][1] += 1
+    path = save(tmp_path / "b", {"o": made()[1], "p": {"o": other}})
+    with pytest.raises(AliasMismatchError, match="nothing was changed") as caught:
+        asyncckpt.load(path, {"o": optimizer, "p": {"o": optimizer}})
+    assert (caught.value.fqn, caught.value.other_fqn) == ("o", "p.o")
+
+
 def test_one_empty_container_in_two_places_becomes_two(tmp_path: Path) -> None:
     path = save(tmp_path / "c", {"a": {"x": 1}, "b": {"x": 2}, "l": [1], "m": [2]})
     one: dict[str, Any] = {}

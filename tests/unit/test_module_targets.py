@@ -17,7 +17,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt import CheckpointManager, SyncCheckpointer
-from asyncckpt.errors import AsyncCkptError, MissingKeysError, ShapeMismatchError, StateLoadError
+from asyncckpt.errors import AliasMismatchError, AsyncCkptError, MissingKeysError, ShapeMismatchError, StateLoadError
 
 Make = Callable[[], nn.Module]
 
@@ -744,6 +744,64 @@ def test_what_a_module_names_itself_and_does_not_take_is_said(
     if not lost:
         states.assert_same(target.state_dict(), source.state_dict())
         assert not caplog.records
+
+
+@pytest.mark.parametrize("make, make_target, places", [
+    (lambda: nn.Linear(2, 2), lambda: nn.Linear(2, 2, bias=False), ["bias"]),
+    (lambda: nn.Linear(2, 2, bias=False), lambda: nn.Linear(2, 2, bias=False), []),
+    (lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(1, 1)),
+     lambda: nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(1, 1)), ["0.weight", "0.bias"]),
+    (lambda: nn.ModuleDict({"x": nn.ModuleList([nn.Linear(1, 1)]), "y": nn.Linear(1, 1)}),
+     lambda: nn.ModuleDict({"x": nn.ModuleList(), "y": nn.Linear(1, 1)}), ["x"]),
+    (lambda: nn.ParameterDict({"a": torch.ones(2)}), nn.ParameterDict, [""]),
+    (lambda: nn.Linear(2, 2), nn.Sequential, [""]),
+    (nn.Sequential, nn.Sequential, []),
+    (lambda: nn.Linear(2, 2), lambda: with_hook(nn.Linear(2, 2, bias=False), lambda s, p: s.pop(p + "bias", None)),
+     []),
+])  # fmt: skip
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_place_of_a_module_that_is_empty_and_cannot_take_what_was_saved_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make, make_target: Make, places: list[str], is_flat: bool
+) -> None:
+    path = save(tmp_path / "c", {"m": make(), "n": 1})
+    if is_flat:
+        torch.save({f"m.{name}": value for name, value in make().state_dict().items()} | {"n": 1}, tmp_path / "f")
+        path = str(tmp_path / "f")
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        asyncckpt.load(path, {"m": nn.DataParallel(make_target()), "n": 0})
+    said = [record.getMessage() for record in caplog.records if "stays so" in record.getMessage()]
+    assert len(said) == bool(places)
+    assert all(f"m.{name}".removesuffix(".") in said[0].split(" for ")[1] for name in places)
+
+
+@pytest.mark.parametrize("values", [(3, 3), (3, 4)])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_extra_state_of_one_module_under_two_names_is_what_was_saved_under_both(
+    tmp_path: Path, values: tuple[int, int], is_inside: bool
+) -> None:
+    class Counting(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.n = n
+
+        def get_extra_state(self) -> int:
+            return self.n
+
+        def set_extra_state(self, n: int) -> None:
+            self.n = n
+
+    def made(one: nn.Module, other: nn.Module) -> Any:
+        return {"m": nn.ModuleDict({"a": one, "b": other})} if is_inside else {"a": one, "b": {"c": other}}
+
+    path, target = save(tmp_path / "c", made(*map(Counting, values))), Counting(0)
+    assert (asyncckpt.plan_load(path, made(target, target)).shared == ()) is False
+    if values[0] == values[1]:
+        asyncckpt.load(path, made(target, target))
+        assert target.n == 3
+    else:
+        with pytest.raises(AliasMismatchError, match="nothing was changed"):
+            asyncckpt.load(path, made(target, target))
+        assert target.n == 0
 
 
 def test_a_state_of_nested_dicts_is_given_whole_as_it_was_saved(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def test_a_target_that_fits_is_said_to_fit(path: str) -> None:
         plan.nbytes = 0  # type: ignore[misc]
 
 
+def test_a_place_that_does_not_fit_is_listed_once(path: str) -> None:
+    plan = plan_load(path, {"step": {"x": torch.zeros(1), "y": torch.zeros(1)}})
+    assert plan.mismatched == (("step", "object", "container"),)
+
+
 def test_everything_that_does_not_fit_is_listed_at_once(path: str) -> None:
     wanted = target()
     wanted["model"] = {"w": torch.zeros(3, 4), "new": torch.zeros(1), "b": 5}
