@@ -112,6 +112,11 @@ class Membership:
         return True
 
 
+def has_other_ranks() -> bool:
+    """Whether a default process group of several ranks is there, in which code of the user's may wait for them."""
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
 def _default_group() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 

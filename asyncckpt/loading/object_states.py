@@ -21,6 +21,7 @@ from asyncckpt.errors import StateLoadError
 from asyncckpt.format.tree import Path, fqn_of
 from asyncckpt.loading.target_tensors import memory_of
 from asyncckpt.planning.stateful import unwrapped
+from asyncckpt.process_group import has_other_ranks
 
 _log = logging.getLogger("asyncckpt.loading")
 
@@ -71,10 +72,7 @@ def state_load_error(error: Exception, value: Any, fqn: str, path: str) -> State
 
 def may_ask(value: Any) -> bool:
     """Whether `state_dict()` of an object surely waits for no other rank: a load on one rank alone would never end."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return True
-    plain = torch.optim.Optimizer.state_dict
-    return getattr(type(value), "state_dict", None) is plain or torch.distributed.get_world_size() == 1
+    return not has_other_ranks() or getattr(type(value), "state_dict", None) is torch.optim.Optimizer.state_dict
 
 
 def takes_strict(module: torch.nn.Module) -> bool:
