@@ -51,11 +51,12 @@ class CheckpointerConfig:
             training less in front; without an optimizer it is "blocking". "device"
             copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
             has no room for that, and for what lies in host memory, it is "auto".
-        overlap_check: How writes are looked for that no version counter sees, to what is copied behind the training.
-            "sample" digests a window of each tensor, at `save()`, after the copy and in the slot: less than 1 % of the
-            bytes, other ones at each save, all of them within 128 saves (of more than 1,024 tensors, and 256 on
-            devices, some at each save, and all somewhat later; on devices only row-major ones). It finds what it looks
-            at, and proves nothing. "hash" digests everything: for tests. "off" trusts hooks and counters.
+        overlap_check: How to look for writes that no version counter sees, in tensors that are copied behind the
+            training. "sample" digests a window of each tensor, at `save()` and after the copy in the slot and in the
+            tensor: less than 1 % of the bytes, other windows at each save, all bytes within 128 saves. Of more than
+            1,024 tensors (256 on devices) each save takes some, and all bytes take longer; on devices only row-major
+            tensors are sampled. It is a chance and no proof. "hash" digests everything: for tests. "off" relies on
+            hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".

@@ -1,6 +1,6 @@
-"""The door of saves and loads to torch.distributed, the only one, with `circles`: which rank this is, how ranks meet.
+"""How saves and loads use torch.distributed: which rank this is, how ranks meet. Only this and `circles` call it.
 
-What plugs into others' use of it (`dcp`, `integrations`) asks it itself; a test holds the list.
+Exceptions are `dcp` and `integrations`, which plug into other libraries that use it; a test holds the list.
 
 A meeting uses the default group's store to see who comes, then a gloo group of its own, which ends with it. The group
 is made directly and not by `new_group`: that counts groups per process, so a meeting that one rank alone tries would

@@ -115,9 +115,7 @@ def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
     return UnsupportedLeafError(text, leaf=fqn, type_name=kind)
 
 
-_STANDS_FOR = (
-    "a tensor subclass with a __torch_dispatch__: its elements are what that makes of them, and no memory holds them"
-)
+_STANDS_FOR = "a tensor subclass with a __torch_dispatch__, which computes its elements; they do not lie in its memory"
 
 
 def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ def described(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return `leaves` with a `ShardsOf` for each value of a type that has shards, also where all of it is here.
 
     Raises:
-        UnsupportedLeafError: Shards that cannot be, or that lie in what torch takes for one object; `leaf` is the FQN.
+        UnsupportedLeafError: Invalid shards, or shards in what torch stores as one object; `leaf` is the FQN.
         OverlappingShardsError: Two shards of one value share elements.
     """
     return {fqn: _described(fqn, value) for fqn, value in leaves.items()}
@@ -108,9 +108,7 @@ def _described(fqn: str, value: Any) -> Any:
         for member in _members(value):
             if describer(type(member)) is not None:
                 kind = type(value).__name__
-                text = (
-                    f"it lies in a {kind} that torch.distributed.checkpoint takes for one object, as it takes any tuple"
-                )
+                text = f"it lies in a {kind}, which torch.distributed.checkpoint stores as one object, like every tuple"
                 text += "; put it into dicts and lists only, and leave flatten_state_dict on"
                 raise refused(type(member).__name__, text)
     except OverlappingShardsError as error:
@@ -129,7 +127,9 @@ def _shards_of(value: Any) -> ShardsOf:
             found = _found_in(found)
     if isinstance(found, torch.Tensor):
         if describer(type(found)) is not None:
-            raise refused(type(value).__name__, f"it is said to be a {type(found).__name__}, which is said to be one")
+            kind = type(found).__name__
+            text = f"its to_shards gave a registered type, and that one's gave another, {kind}; one must give shards"
+            raise refused(type(value).__name__, text)
         shards = tuple(given or ())
         found = Sharded(found.dtype, tuple(found.shape), shards, None, type(value).__name__)
     return ShardsOf(value, found, given)

@@ -58,7 +58,7 @@ class Targets:
         return path in self._modules
 
     def fixed_at(self, path: Path) -> str | None:
-        """Return the type of the container that does not let what stands at a path be replaced; None if it can be."""
+        """Return the type of the container in which the value at a path cannot be replaced; None if it can be."""
         for container in reversed(self._containers(path)):
             if isinstance(container, (MutableSequence, MutableMapping, PerRank)):
                 return None
@@ -67,7 +67,7 @@ class Targets:
         return None if isinstance(self._root, MutableMapping) else type(self._root).__name__
 
     def owner_of(self, path: Path) -> tuple[int, Any]:
-        """Return what changes when something at a path is replaced: the id of a container, and the keys below it."""
+        """Return what changes when the value at a path is replaced: the id of a container, and the keys below it."""
         depth = len(path)
         for container in reversed(self._containers(path)):
             depth -= not isinstance(container, PerRank)
@@ -76,7 +76,7 @@ class Targets:
         return id(self._root), path
 
     def _containers(self, path: Path) -> list[Any]:
-        """Return all that is around what stands at a path, the outermost first; a `PerRank` counts."""
+        """Return the containers around the value at a path, the outermost first; a `PerRank` counts as one."""
         value, rest = self._located(path)
         found = []
         for key in rest:
@@ -91,7 +91,7 @@ class Targets:
         return found
 
     def replace_at(self, path: Path, new: Any) -> None:
-        """Put `new` at a path; an empty dict or list that stands there takes its members."""
+        """Put `new` at a path; an empty dict or list there takes its members instead."""
         root, rest = self._located(path)
         _replace_at(root, rest, new, self._kept)
 
@@ -109,7 +109,7 @@ class Targets:
 
     @property
     def modules(self) -> list[ModuleTarget]:
-        """The modules whose tensors are filled where they are."""
+        """The modules whose tensors are filled in place."""
         return list(self._modules.values())
 
     def module_at(self, path: Path) -> ModuleTarget | None:

@@ -91,7 +91,7 @@ class Housekeeping:
             self._busy.setdefault(save.name, set()).add(save)
 
     def ended(self, save: Hold, *, is_committed: bool) -> None:
-        """It has been committed, or has failed, or has not even begun. Twice is fine."""
+        """A save has been committed, has failed, or could not begin. Twice is fine."""
         with self._lock:
             if is_committed:
                 self._broken.discard(save.name)

@@ -24,10 +24,10 @@ _LOCK_ATTEMPTS = 10
 
 _RUNTIME_NAME = "asyncckpt"
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where sockets lie if no variable names a fit place: the next, where another user has taken the name in one."""
+"""Where sockets lie if no variable names a usable directory: the first in which no other user has taken the name."""
 
 _NAME_NBYTES = len("0" * 16 + ".sock")
-"""Of the longest name that is made up here: `run-` and 12 letters are as long."""
+"""Length of the longest socket name that is made here: `run-` and 12 letters are as long as 16 digits."""
 
 JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _log = logging.getLogger("asyncckpt")
@@ -97,12 +97,12 @@ def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str
 
 
 def users_directory(environ: Mapping[str, str], uid: int) -> str | None:
-    """Return where this user's own files of the moment lie, whatever the job; it need not be there. None: nowhere."""
+    """Return the directory of this user's runtime files, for all jobs. It may not exist. None: no place is usable."""
     return next((place.directory for place in places(environ, uid) if not place.refusal), None)
 
 
 def is_users_directory(directory: str, uid: int) -> bool:
-    """Whether endpoints that were made up lie in `directory`: nobody else has a use for it."""
+    """Whether `directory` is one in which endpoints are made here, and which nothing else uses."""
     return os.path.basename(directory) in (_RUNTIME_NAME, _temporary_name(uid))
 
 
@@ -113,8 +113,8 @@ def _temporary_name(uid: int) -> str:
 def places(environ: Mapping[str, str], uid: int) -> list[Place]:
     """Return where this user's sockets may lie, the preferred place first.
 
-    All processes of a user find the same one, however odd their environment is, as long as it is the same: what decides
-    is the environment, and whom the directories belong to.
+    All processes of a user with the same environment find the same place: it depends only on the environment and on
+    the owners of the directories.
 
     Args:
         environ: For `XDG_RUNTIME_DIR` and `TMPDIR`. One that is not set names no place.

@@ -1,4 +1,4 @@
-"""Which process a pid means: the pid and its start time, since pids are used again; and when that process ends."""
+"""Identity of a process: its pid and start time, since pids are reused; and a watch that tells when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import select
 from asyncckpt.errors import WorkerUnavailableError
 
 POLL_S = 0.2
-"""How often a process is looked at that no pidfd tells of. P6 gives a death a second to be noticed."""
+"""How often a process without a pidfd is looked at. P6 promises that a death is noticed within a second."""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -40,21 +40,21 @@ def own_start_ticks() -> int:
 
 
 def is_gone(pid: int, started: int) -> bool:
-    """Whether the process `pid` that started at `started` ticks has ended. Needs no descriptor to be sure of that.
+    """Whether the process `pid` that started at `started` ticks has ended. Works without a free descriptor.
 
-    One whose first thread has ended while others run has not: they can write. One that cannot be looked at, since /proc
-    is hidden or no descriptor is left, has not, as long as there is a process of that number.
+    A process whose main thread has ended while others run has not ended: these can write. Where /proc cannot be read
+    (it is hidden, or no descriptor is free), a process counts as alive as long as any process has that pid.
     """
     found = start_ticks(pid)
     if found is not None:
         return found != started
-    if pid <= 0:  # kill(2) would mean a group
+    if pid <= 0:  # for kill(2) a process group
         return True
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # the second: beyond what any pid can be
+    except (ProcessLookupError, OverflowError):  # OverflowError: larger than any pid
         return True
-    except OSError:  # it is another user's
+    except OSError:  # EPERM: a process of another user
         pass
     try:
         return len(os.listdir(f"/proc/{pid}/task")) <= 1
@@ -66,10 +66,10 @@ class ProcessWatch:
     """Tells when a process ends: by a pidfd, or by its start time where the kernel or a sandbox gives no pidfd.
 
     Args:
-        pid: The process; the caller asks `is_gone` afterwards whether it is the one that is meant. IMPORTANT: before,
-            the number could become another process in between.
+        pid: The process. IMPORTANT: the caller checks with `is_gone` after this, not before, that it is the process
+            that is meant: before, the pid could be reused in between.
         started: When it started, in ticks.
-        use_pidfd: False takes the other way, for tests.
+        use_pidfd: False uses the start time, for tests.
 
     Attributes:
         fd: Becomes readable when the process ends; -1: there is none, and `has_ended` must be asked every `POLL_S`.
