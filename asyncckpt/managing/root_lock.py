@@ -158,13 +158,13 @@ class RootLock:
                 *_holder(seen),
                 LEASE_S,
             )
-        while seen and time.monotonic() < deadline:
+        while first and time.monotonic() < deadline:
             time.sleep(POLL_S)
             try:
                 seen = _read(self._path)
             except FileNotFoundError:  # its holder has ended
                 break
-            if seen and seen != first:
+            if seen and seen != first:  # empty: its holder is writing it
                 raise self._refusal(*_holder(seen))
         token = secrets.token_hex(8)
         mine = f"{self._path}.{token}"
@@ -229,11 +229,14 @@ class RootLock:
 
     def _refusal(self, pid: int | None, host: str | None) -> DirectoryInUseError:
         directory = os.path.dirname(self._path)
-        who = "an unknown process" if pid is None else f"process {pid} on {host}"
-        here = ", this one: close what saves there first" if (pid, host) == (os.getpid(), socket.gethostname()) else ""
+        if (pid, host) == (os.getpid(), socket.gethostname()):
+            who, advice = "in this process", "close what saves there first"
+        else:
+            who = "an unknown process" if pid is None else f"process {pid} on {host}"
+            advice = "wait for its end"
         return DirectoryInUseError(
-            f"{directory}: another training saves there, {who}{here}; wait for its end, or give this one a directory "
-            "of its own. A CheckpointManager that is to share it takes shared=True",
+            f"{directory}: another training saves there, {who}; {advice}, or give this one a directory of its own. A "
+            "CheckpointManager that is to share it takes shared=True",
             path=directory,
             pid=pid,
             host=host,

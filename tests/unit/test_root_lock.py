@@ -202,6 +202,17 @@ def test_a_lease_that_is_renewed_keeps_others_out_by_name(tmp_path: pathlib.Path
     assert other.exists(), "it is another one's"
 
 
+def test_a_lease_that_is_read_while_it_is_written_is_not_taken_from_its_holder(
+    tmp_path: pathlib.Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = json.loads(written_by(tmp_path, 4711).read_text())
+    reads = iter([lease, lease, {}, {**lease, "renewed": "000000000008"}])
+    monkeypatch.setattr(root_lock, "_read", lambda path: next(reads))
+    with pytest.raises(DirectoryInUseError, match="process 4711 on elsewhere"):
+        taken(str(tmp_path))
+    assert json.loads((tmp_path / ROOT_LOCK_NAME).read_text()) == lease
+
+
 def test_a_lease_of_a_dead_one_is_taken_when_it_has_run_out(
     tmp_path: pathlib.Path, no_locks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
