@@ -200,7 +200,7 @@ class _Load:
         refuse_without_memory(matches.without_memory, self._path)
         self._refuse_shared(matches)
         self._refuse_mix(matches)
-        self._report_missing(matches, is_error=options.strict or selection.in_vain or bool(matches.lost))
+        self._report_missing(matches, selection, is_error=options.strict or selection.in_vain or bool(matches.lost))
         self._report_places(matches)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
@@ -280,7 +280,7 @@ class _Load:
         wanted = Selection(missing if self._saved.own is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
         missed = Matches(Targets({}), missing=missing)
-        self._report_missing(missed, is_error=self._options.strict or selection.in_vain)
+        self._report_missing(missed, selection, is_error=self._options.strict or selection.in_vain)
         tree = self._saved.without_holes(tree)
         fresh = self._fresh([tree], {})
         self._report_factories([((), tree)])
@@ -343,7 +343,7 @@ class _Load:
         if not self._saved.is_plain:
             report_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _report_missing(self, matches: Matches, *, is_error: bool) -> None:
+    def _report_missing(self, matches: Matches, selection: Selection, *, is_error: bool) -> None:
         missing, path = matches.missing, self._path
         if not missing:
             return
@@ -352,9 +352,17 @@ class _Load:
         if is_error:
             names = "\n  ".join(missing)
             lost, advice = "", "Rename them by key_map, or pass strict=False if they may stay as they are"
-            if matches.lost:
-                tops = _shown([str(key) for key in self._saved.tree[1][::2]])
-                advice = "Rename them by key_map, or leave them out, of the target or by keys: strict=False does not"
+            tops = _shown([str(key) for key in self._saved.tree[1][::2]])
+            if selection.in_vain:
+                advice = (
+                    f"Correct keys: none of them selects anything, which is an error with strict=False too. The "
+                    f"checkpoint has at its top level {tops}. It lacks"
+                )
+            elif matches.lost:
+                advice = (
+                    "Rename them by key_map, or leave them out of the target or by keys: a part of which nothing is "
+                    "found is an error with strict=False too"
+                )
                 parts = _shown([fqn or "the whole target" for fqn in matches.lost])
                 lost = f", nothing at all of {parts} (at its top level it has {tops})"
             raise MissingKeysError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import logging
 import os
@@ -13,6 +15,7 @@ from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
@@ -30,6 +33,11 @@ from asyncckpt.retention.ancestry import told
 from asyncckpt.retention.policy import RetentionPolicy
 from asyncckpt.retention.pruning import Score
 from asyncckpt.steps import checked_step
+
+_CHECKPOINTER_KEYWORDS = {field.name for field in dataclasses.fields(CheckpointerConfig)} | {
+    name for name, one in inspect.signature(AsyncCheckpointer).parameters.items() if one.kind is one.KEYWORD_ONLY
+}
+"""What a manager passes on to a checkpointer of its own."""
 
 _NUMBERS = itertools.count()
 """Of the managers of several ranks in this process; all ranks make them in the same order."""
@@ -98,6 +106,7 @@ class CheckpointManager(Resuming):
         shared: bool = False,
         **fields: Any,
     ) -> None:
+        check_keywords(CheckpointManager, fields, _CHECKPOINTER_KEYWORDS)
         super().__init__(root, step_format, quarantine=quarantine)
         policy = RetentionPolicy(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
         if best_fn is not None and max_to_keep == 1:

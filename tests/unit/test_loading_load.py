@@ -402,6 +402,15 @@ def test_keys_that_select_nothing_are_missing(tmp_path: Path) -> None:
     assert caught.value.keys == ["typo"]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("target", [None, {"a": torch.zeros(2)}], ids=["new", "target"])
+def test_keys_none_of_which_selects_anything_are_said_to_be_wrong(tmp_path: Path, strict: bool, target: Any) -> None:
+    path = save(tmp_path / "c", {"a": torch.ones(2)})
+    with pytest.raises(MissingKeysError, match=r"none of them selects anything.*top level a\. It lacks") as caught:
+        load(path, target, keys=["typo"], strict=strict)
+    assert "pass strict=False" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("saved", "wanted", "prefix", "where"),
     [

@@ -115,6 +115,13 @@ def test_a_step_format_that_gives_no_names_is_refused(text: str) -> None:
     assert caught.value.field == "step_format"
 
 
+def test_an_unknown_argument_of_a_manager_is_told_its_nearest_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown field 'max_to_kep'; the nearest is 'max_to_keep'; .*endpoint.*slots"
+    ):
+        CheckpointManager(tmp_path, max_to_kep=3)
+
+
 def test_names_are_those_of_the_format() -> None:
     assert StepNames("/runs/a", "checkpoint-{step}").path(500) == "/runs/a/checkpoint-500"
 
