@@ -230,6 +230,18 @@ def test_a_flat_range_is_saved_as_its_boxes() -> None:
     assert sum(math.prod(size) for size in sizes) == 11 and len(sizes) == 3
 
 
+@pytest.mark.parametrize("key", [0, 7, None, 1.5, True, ("a", 1), b"x", "text"])
+def test_leaves_under_keys_that_are_no_text_get_to_their_places(tmp_path: Path, key: Any) -> None:
+    def state(n: int) -> dict[str, Any]:
+        return {"s": {key: {"n": n, "t": torch.full((2,), float(n))}, "x": [{key: n}]}, "y": {key: [n, n]}}
+
+    dcp_calls.save(state(3), dcp.FileSystemWriter(tmp_path / "c"), planner=ShardedSavePlanner())
+    target = state(0)
+    dcp_calls.load(target, dcp.FileSystemReader(tmp_path / "c"), planner=ShardedLoadPlanner())
+    assert target["s"][key].pop("t").tolist() == [3, 3]
+    assert target == {"s": {key: {"n": 3}, "x": [{key: 3}]}, "y": {key: [3, 3]}}
+
+
 @pytest.mark.parametrize("flatten", [True, False])
 def test_what_is_no_tensor_gets_into_the_target_flattened_or_not(flatten: bool, tmp_path: Path) -> None:
     box = asyncckpt.ShardedSlice(WHOLE.clone(), (10, 7), (0, 0))
