@@ -6,13 +6,10 @@ registered types; all other leaves are the default planners' business.
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
@@ -22,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
 from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
-from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner
+from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner, put
 from asyncckpt.errors import (
     AliasMismatchError,
     CorruptCheckpointError,
@@ -96,7 +93,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
                 made = {fqn: value}
                 _init_state_dict(made)
                 leaves[fqn] = made[fqn]
-                _put(state_dict, paths[fqn], made[fqn])
+                put(state_dict, paths[fqn], made[fqn])
         self.state_dict = _fillable(described(leaves))
         self.mappings = paths if self.flatten_state_dict else {}
 
@@ -184,18 +181,6 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
                     other_fqn=fqn,
                 )
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a leaf that is no tensor into the target, under the key that it has there: torch makes texts of keys."""
-        if not self.flatten_state_dict:
-            return super().load_bytes(read_item, value)
-        path, found = self.mappings[read_item.dest_index.fqn], dict[str, Any]()
-        target, self.original_state_dict = self.original_state_dict, found
-        try:
-            super().load_bytes(read_item, value)
-        finally:
-            self.original_state_dict = target
-        return _put(target, path, get_element(found, path))
-
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the tensor of a shard, or what the default planner finds."""
         leaf = self.state_dict.get(index.fqn)
@@ -240,20 +225,6 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             del self._pending[fqn]
             leaf.commit()
         return None
-
-
-def _put(state_dict: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Put `value` in the place that has a path; in paths the keys of mappings are texts, as torch makes them."""
-    container = state_dict
-    for part in path[:-1]:
-        container = container[_key_in(container, part)]
-    container[_key_in(container, path[-1])] = value
-
-
-def _key_in(container: Any, part: Any) -> Any:
-    if not isinstance(container, Mapping) or part in container:
-        return part
-    return next((key for key in container if str(key) == part), part)
 
 
 def _named_key(item: ReadItem) -> tuple[str, _Key]:

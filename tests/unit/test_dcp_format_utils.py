@@ -138,6 +138,16 @@ def stock_load(state: dict[str, Any], path: pathlib.Path, flatten: bool = True, 
         )
 
 
+def test_objects_of_a_file_under_keys_that_are_no_text_get_to_their_places(tmp_path: pathlib.Path) -> None:
+    def state(n: int) -> Any:
+        return {"state": {0: {"step": n, "m": torch.full((2,), float(n))}, None: {(1, "x"): n}}}
+
+    torch.save(state(3), tmp_path / "a.pt")
+    found: Any = state(0)
+    stock_load(found, tmp_path / "a.pt")
+    states.assert_same(found, state(3))
+
+
 @pytest.mark.parametrize("kind", ["torch", "legacy", "safetensors", "hf"])
 def test_a_file_without_metadata_fills_a_target_without_a_group(kind: str, tmp_path: pathlib.Path) -> None:
     path = foreign_samples.write(kind, tmp_path)
