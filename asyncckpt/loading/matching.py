@@ -217,6 +217,7 @@ class _Matching:
         # parts may be copies: the first number of each value.
         self._filled: dict[int, tuple[str, list[int]]] = {}
         self._values: dict[int, int] = {}
+        self._made_new: dict[int, tuple[str, int, ModuleTarget]] = {}  # the target's tensor: by whose loading code
         self._absent_tensors: list[TargetLeaf] = []
         self._taking: set[int] = set()  # ids of empty containers that one place has already
         self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}
@@ -287,7 +288,22 @@ class _Matching:
             return False
         self._note_memory(fqn, own)
         self._take_new(module, Replaced(path, fqn, self._saved.without_holes(there[1])), there)
+        if there[1][0] == "T":
+            self._tie_new(module, self._values.setdefault(id(own), node[1]), target_tensor(own, fqn), there[1][1])
         return True
+
+    def _tie_new(self, module: ModuleTarget, own: int, target: TargetTensor, found: int) -> None:
+        """Tie a tensor that a module's loading code fills to other places in the target where it is filled."""
+        tensor = self._saved.tensors[found]
+        if target.global_shape != tensor.global_shape:
+            return
+        first, numbers = self._filled.get(own, ("", []))
+        earlier, number, whose = self._made_new.setdefault(own, (target.fqn, found, module))
+        pairs = [(first, numbers[0])] if numbers else []
+        pairs += [(earlier, number)] if whose is not module else []
+        self.matches.ties += [
+            Tie(fqn, target.fqn, self._saved.tensors[n], tensor, target.shards) for fqn, n in pairs if n != found
+        ]
 
     def _take_new(self, module: ModuleTarget, place: Replaced, there: tuple[Path, Node]) -> None:
         at, node = there
@@ -423,6 +439,9 @@ class _Matching:
         if len(numbers) > 1:
             matches.ties.append(Tie(first, fqn, self._saved.tensors[numbers[0]], tensor, target.shards))
             return
+        made_new = self._made_new.get(own)
+        if made_new is not None and made_new[1] != found:
+            matches.ties.append(Tie(made_new[0], fqn, self._saved.tensors[made_new[1]], tensor, target.shards))
         module = matches.targets.module_at(path)
         (matches.tensors if module is None else module.tensors).append((tensor, target))
 
@@ -431,7 +450,7 @@ class _Matching:
         matches = self.matches
         for path, fqn, node, holder, key in self._absent_tensors:
             own = node[1] if node[0] == "N" else self._values.get(id(unmarked(holder[key])), node[1])
-            if own in self._filled:
+            if own in self._filled or own in self._made_new:
                 matches.missing.remove(fqn)
                 self.absent_paths.remove(path)
                 matches.filled.append(path)

@@ -29,10 +29,11 @@ from asyncckpt.format.tree import Node, Path, fqn_of
 from asyncckpt.loading.object_states import state_load_error, takes_strict
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE, prefixes
+from asyncckpt.loading.shared_memory import ONE_TENSOR, alias_mismatch
 from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
 from asyncckpt.planning.sharding.recognising import sharded
 from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
-from asyncckpt.planning.torch_types import plain_parameter
+from asyncckpt.planning.torch_types import flat_bytes, plain_parameter
 from asyncckpt.storage.contents import SavedTensor
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -241,6 +242,7 @@ class ModuleTarget:
 
         Raises:
             ShapeMismatchError: Its own code made an entry of another shape.
+            AliasMismatchError: One of its tensors was given two values under two names.
             StateLoadError: `load_state_dict` raised.
         """
         given = self._given(object_at)
@@ -249,9 +251,10 @@ class ModuleTarget:
             for name, value in self._own.items():
                 given.setdefault(self._real[name], value)
         reports: list[tuple[list[str], list[str]]] = []
+        last: dict[str, torch.Tensor] = {}
         try:
             inference = torch.inference_mode() if self._is_inference() else nullcontext()
-            with self._copied_where_shared(given, reports), inference:
+            with self._copied_where_shared(given, reports, last), inference:
                 found = self.bare.load_state_dict(given, **options)
         except Exception as error:
             other = _OTHER_SIZE.search(str(error))
@@ -267,10 +270,36 @@ class ModuleTarget:
                 saved=got,
                 wanted=wanted,
             ) from error
+        if last:
+            self._refuse_ties(last, path)
         missing, unexpected = reports[-1] if reports else (None, getattr(found, "unexpected_keys", ()))
         names = self.undecided if missing is None else [self._names.of(name) for name in missing]
         lacking = [name for name in names if name in self._looked_for] if self._code else []
         return [f"{self.fqn}.{name}" for name in (*lacking, *self._left_behind(given, unexpected))]
+
+    def _tied(self) -> list[list[str]]:
+        """Return the names of each tensor of the module that has several."""
+        found: dict[int, list[str]] = {}
+        for name, value in self._own.items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), []).append(name)
+        return [names for names in found.values() if len(names) > 1]
+
+    def _refuse_ties(self, last: Mapping[str, torch.Tensor], path: str) -> None:
+        """Check that a tensor with several names was given one value, if it has the value of one of them now.
+
+        Raises:
+            AliasMismatchError: It was not: the other values are lost.
+        """
+        for names in self._tied():
+            own = self._own[names[0]]
+            values = [(name, last[self._real[name]]) for name in names if self._real[name] in last]
+            equal = [name for name, value in values if _is_equal(own, value)]
+            other = next((name for name, _ in values if name not in equal), None)
+            if equal and other is not None:
+                one, two = sorted((equal[0], other), key=names.index)
+                left = "values of this module have changed"
+                raise alias_mismatch(f"{self.fqn}.{one}", f"{self.fqn}.{two}", path, ONE_TENSOR, left)
 
     def _left_behind(self, given: Mapping[str, Any], unexpected: Iterable[str]) -> list[str]:
         """Return the names of the module's own state that it was given, and whose values it has not taken.
@@ -320,9 +349,10 @@ class ModuleTarget:
 
     @contextmanager
     def _copied_where_shared(
-        self, given: Mapping[str, Any], reports: list[tuple[list[str], list[str]]]
+        self, given: Mapping[str, Any], reports: list[tuple[list[str], list[str]]], last: dict[str, torch.Tensor]
     ) -> Iterator[None]:
-        """Within the block, copy what loading code makes of the module's own tensors, and collect names.
+        """Within the block, copy what loading code makes of the module's own tensors, and collect names; in `last`, by
+        name, what hooks have left for tensors that have several.
 
         IMPORTANT: a tensor that shares memory with an entry of the module, and that loading code has put under another
         name or made a view of, is copied before the first entry is written to. Otherwise two names that loading code
@@ -333,6 +363,7 @@ class ModuleTarget:
             return
         in_place = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         live = {at for name, value in in_place.items() if self._is_own(name) for at in memory_of(value)}
+        tied = {self._real[name] for names in self._tied() for name in names}
 
         def copy_shared(module: Any, state: Any, prefix: str, *_: Any) -> None:
             for name, value in list(state.items()):
@@ -343,6 +374,11 @@ class ModuleTarget:
                     state[name] = _spread(own, value)
                 elif live.intersection(memory_of(value)):
                     state[name] = value.detach().clone()
+            for name in tied:
+                if isinstance(state.get(name), torch.Tensor):
+                    last[name] = state[name]
+                elif name.startswith(prefix):
+                    last.pop(name, None)
 
         def report_names(module: Any, keys: Any) -> None:
             reports.append((list(keys.missing_keys), list(keys.unexpected_keys)))
@@ -365,14 +401,19 @@ class ModuleTarget:
 def _is_same(given: Any, now: Any) -> bool:
     """Whether a module has what it was given: the same memory, or an equal value."""
     if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
-        if memory_of(given) & memory_of(now):
-            return True
-        pairs = ((a.detach(), b.detach()) for a, b in zip(_parts(given), _parts(now), strict=False))
-        return given.shape == now.shape and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+        return bool(memory_of(given) & memory_of(now)) or (given.dtype == now.dtype and _is_equal(now, given))
     try:
         return type(given) is type(now) and bool(given == now)
     except Exception:  # tensors in it, say
         return False
+
+
+def _is_equal(own: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor holds another one's values, in its own dtype."""
+    if own.shape != value.shape:
+        return False
+    pairs = zip(_parts(own), _parts(value), strict=False)
+    return all(torch.equal(flat_bytes(a), flat_bytes(b.detach().to(a.device, a.dtype))) for a, b in pairs)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -804,6 +804,81 @@ def test_extra_state_of_one_module_under_two_names_is_what_was_saved_under_both(
         assert target.n == 0
 
 
+class Tied(nn.Module):
+    def __init__(self, is_tied: bool, hook: Callable[[dict[str, Any], str], None] | None) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        if is_tied:
+            self.head.weight = self.emb.weight
+        if hook is not None:
+            with_hook(self, hook)
+
+
+def nothing(state: dict[str, Any], prefix: str) -> None:
+    pass
+
+
+def drops_head(state: dict[str, Any], prefix: str) -> None:
+    state.pop(f"{prefix}head.weight")
+
+
+def doubles(state: dict[str, Any], prefix: str) -> None:
+    for name in ("emb", "head"):
+        state[f"{prefix}{name}.weight"] = state[f"{prefix}{name}.weight"] * 2
+
+
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("hook, factor, refuses", [
+    (None, 1, True), (nothing, 1, True), (doubles, 2, True), (drops_head, 1, False),
+])  # fmt: skip
+def test_a_tied_tensor_that_loading_code_fills_has_what_was_saved_under_both_names(
+    tmp_path: Path, hook: Any, factor: int, refuses: bool, differs: bool
+) -> None:
+    source, target = Tied(False, None), Tied(True, hook)
+    if not differs:
+        source.head.weight.data.copy_(source.emb.weight)
+    path = save(tmp_path / "c", {"x": [source]})
+    if differs and refuses:
+        with pytest.raises(AliasMismatchError) as caught:
+            asyncckpt.load(path, {"x": [target]})
+        assert (caught.value.fqn, caught.value.other_fqn) == ("x.0.emb.weight", "x.0.head.weight")
+        return
+    if hook is drops_head:  # what it drops is missing
+        with pytest.raises(MissingKeysError, match="head"):
+            asyncckpt.load(path, {"x": [target]})
+    else:
+        asyncckpt.load(path, {"x": [target]})
+    assert torch.equal(target.emb.weight, source.emb.weight * factor)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("kind", ["a module", "a module with code", "a tensor"])
+def test_a_tensor_that_loading_code_and_another_place_fill_has_what_was_saved_for_both(
+    tmp_path: Path, kind: str, is_equal: bool, first: bool
+) -> None:
+    def state(one: Any, weight: Any) -> dict[str, Any]:
+        other = nn.Linear(3, 5, bias=False)
+        other.weight = weight
+        if kind == "a module with code":
+            with_hook(other, nothing)
+        places = [("m", one), ("o", weight if kind == "a tensor" else other)]
+        return dict(places if first else reversed(places))
+
+    source, target = Tied(False, None), Tied(False, nothing)
+    weight = nn.Parameter(source.head.weight.detach().clone() + (0 if is_equal else 1))
+    path = save(tmp_path / "c", state(source, weight))
+    before = copy.deepcopy(target.state_dict())
+    if is_equal:
+        asyncckpt.load(path, state(target, target.head.weight))
+        states.assert_same(target.state_dict(), source.state_dict())
+    else:
+        assert asyncckpt.plan_load(path, state(target, target.head.weight)).shared
+        with pytest.raises(AliasMismatchError, match="nothing was changed"):
+            asyncckpt.load(path, state(target, target.head.weight))
+        states.assert_same(target.state_dict(), before)
+
+
 def test_a_state_of_nested_dicts_is_given_whole_as_it_was_saved(tmp_path: Path) -> None:
     class Nested(nn.Module):
         def __init__(self, value: float) -> None:
