@@ -261,15 +261,27 @@ def test_when_no_worker_can_be_started_saves_fail_and_training_goes_on(
 
 
 def test_an_endpoint_directory_that_is_open_to_others_is_refused(
+    endpoint_dir: pathlib.Path,
+) -> None:
+    (endpoint_dir / "open").mkdir()
+    (endpoint_dir / "open").chmod(0o777)
+    with pytest.raises(EndpointError, match="0700"):
+        AsyncCheckpointer(endpoint=f"ipc://{endpoint_dir}/open/w.sock", worker_start_timeout_s=0.5)
+
+
+def test_a_default_directory_that_is_open_to_others_is_passed_over(
     endpoint_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
     (endpoint_dir / "asyncckpt").mkdir()
     (endpoint_dir / "asyncckpt").chmod(0o777)
-    with AsyncCheckpointer(worker_start_timeout_s=0.5) as checkpointer:
-        error = checkpointer.save(STATE, tmp_path / "a").written.exception(DEADLINE_S)
-    assert isinstance(error, EndpointError)
-    assert "0700" in str(error)
+    (endpoint_dir / "t").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(endpoint_dir))
+    monkeypatch.setenv("TMPDIR", str(endpoint_dir / "t"))
+    with AsyncCheckpointer() as checkpointer:
+        checkpointer.save(STATE, tmp_path / "a").written.result(DEADLINE_S)
+    assert not list((endpoint_dir / "asyncckpt").iterdir())
+    stop = [sys.executable, "-m", "asyncckpt", "worker", "stop"]
+    subprocess.run(stop, check=True, capture_output=True, timeout=60)
 
 
 def test_closing_waits_for_no_worker_that_never_comes(
