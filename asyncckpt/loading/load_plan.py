@@ -122,7 +122,7 @@ def plan_load(
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),
-        shared=tuple(dict.fromkeys([*shared, *tied, *containers])),
+        shared=tuple(dict.fromkeys([*shared, *tied, *matches.left_to_code, *containers])),
         nbytes=needed_nbytes(boxes),
     )
 

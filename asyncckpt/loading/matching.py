@@ -68,6 +68,8 @@ class Matches:
         tensors: What is read into which value; a tensor with several names is there once.
         placements: The same of plain tensors that are filled whole, as they stand.
         ties: Tensors with two names under which two tensors were saved: filled from the first, if both are equal.
+        left_to_code: FQNs of tensors with two names under which two were saved, in a module whose own loading code may
+            make others of them.
         filled: Paths of the target's tensors and arrays that are filled in place. May be incomplete where no module is
             in the target, since nothing uses it then.
         filled_fqns: Their FQNs.
@@ -92,6 +94,7 @@ class Matches:
     tensors: list[Filling] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     ties: list[Tie] = field(default_factory=list)
+    left_to_code: list[str] = field(default_factory=list)
     filled: list[Path] = field(default_factory=list)
     filled_fqns: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
@@ -300,7 +303,10 @@ class _Matching:
         first, numbers = self._filled.get(own, ("", []))
         earlier, number, whose = self._made_new.setdefault(own, (target.fqn, found, module))
         pairs = [(first, numbers[0])] if numbers else []
-        pairs += [(earlier, number)] if whose is not module else []
+        if whose is not module:
+            pairs.append((earlier, number))
+        elif number != found:
+            self.matches.left_to_code += [earlier, target.fqn]
         self.matches.ties += [
             Tie(fqn, target.fqn, self._saved.tensors[n], tensor, target.shards) for fqn, n in pairs if n != found
         ]

@@ -838,6 +838,8 @@ def test_a_tied_tensor_that_loading_code_fills_has_what_was_saved_under_both_nam
     if not differs:
         source.head.weight.data.copy_(source.emb.weight)
     path = save(tmp_path / "c", {"x": [source]})
+    shared = asyncckpt.plan_load(path, {"x": [target]}).shared
+    assert shared == ("x.0.emb.weight", "x.0.head.weight"), "they were saved as two"
     if differs and refuses:
         with pytest.raises(AliasMismatchError) as caught:
             asyncckpt.load(path, {"x": [target]})
