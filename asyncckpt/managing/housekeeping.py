@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from asyncckpt import __version__
+from asyncckpt.errors import DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.managing.pruner import Pruner
 from asyncckpt.managing.root_lock import RootLock
@@ -114,12 +115,7 @@ class Housekeeping:
             self._pruner.request()
 
     def _prune(self) -> None:
-        if self._root_lock is not None and self._root_lock.is_lost:
-            _log.error(
-                "%s: the lock of this directory was lost, so another training may save there now: this one removes no "
-                "checkpoint any more",
-                self._root,
-            )
+        if not self._has_root():
             return
         with self._lock:
             broken, restored = set(self._broken), self._restored
@@ -135,7 +131,22 @@ class Housekeeping:
             dead_after_s=self._dead_after_s,
             restored=restored,
             verifies=self._verifies,
+            is_ours=self._is_ours,
         )
+
+    def _is_ours(self) -> bool:
+        return self._root_lock is None or not self._root_lock.is_lost
+
+    def _has_root(self) -> bool:
+        """Whether the lock is held; one whose file somebody has removed is taken again."""
+        if self._is_ours():
+            return True
+        assert self._root_lock is not None
+        try:
+            self._root_lock.take()
+        except DirectoryInUseError as error:
+            _log.error("the lock of this directory was lost, and no checkpoint is removed any more: %s", error)
+        return self._is_ours()
 
     def _verifies(self, one: Stored) -> bool:
         if one.save_id not in self._verified:

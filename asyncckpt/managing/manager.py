@@ -256,7 +256,8 @@ class CheckpointManager(Resuming):
     def reached_preemption(self, step: int) -> bool:
         """Whether to save and stop at `step`: True on all ranks at the same one, and at all later ones.
 
-        Ask on every rank, at the same steps, in ascending order. It costs nothing until a rank was told to stop.
+        Ask on every rank, at the same steps, in ascending order, at their ends. Until a rank was told to stop it costs
+        a microsecond; some 15 where a DataLoader has workers: counters of tensors say later whether training went on.
 
         Raises:
             ConfigError: `step` is no step.
@@ -383,8 +384,11 @@ class CheckpointManager(Resuming):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        is_safe = error is not None and self._save_after(error)
-        self._close(None if is_safe else kind)
+        is_safe = False
+        try:
+            is_safe = error is not None and self._save_after(error)
+        finally:  # a second interrupt, say
+            self._close(None if is_safe else kind)
         return is_safe
 
 

@@ -18,6 +18,8 @@ _log = logging.getLogger("asyncckpt")
 class Pruner:
     """Does a piece of work in a thread of its own, once more for all requests that came meanwhile.
 
+    The thread ends when there is nothing to do: who drops this, and what the work refers to, drops all of it.
+
     Args:
         work: What it does. What it raises is logged.
     """
@@ -48,9 +50,8 @@ class Pruner:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._done == self._wanted and not self._ended:
-                    self._changed.wait()
                 if self._done == self._wanted:
+                    self._thread = None
                     return
                 wanted = self._wanted
             try:

@@ -27,6 +27,7 @@ import time
 import weakref
 
 from asyncckpt.coordination import Coordination
+from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_wire
 from asyncckpt.one_answer import same_answer
 
@@ -73,7 +74,7 @@ class RootLock:
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._fd, self._token = -1, ""
         self._number = 0
-        self._is_unknown = self._is_released = False
+        self._is_unknown = self._is_released = self._is_refused = False
         self._ended = threading.Event()
 
     def take(self) -> None:
@@ -90,15 +91,18 @@ class RootLock:
             if self._is_released or (self._is_held() and not self._is_lost()):
                 return
             self._let_go()
+            self._is_refused = True  # until it is known better: what it held before is not its own any more
             if self._path in _held:
                 raise self._refusal(os.getpid(), socket.gethostname())
             try:
                 os.makedirs(self._directory, exist_ok=True)
                 self._take()
                 _held[self._path] = self
+                self._is_refused = False
             except DirectoryInUseError:
                 raise
             except OSError as error:
+                self._is_refused = False
                 if not self._is_unknown:
                     _log.warning(
                         "%s: cannot be locked, so another training may save there too: %s", self._directory, error
@@ -107,9 +111,9 @@ class RootLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was taken, and the file was removed or replaced since: it is another training's, or nobody's."""
+        """Whether it is another one's now, or nobody's: it was refused, released, or its file removed or replaced."""
         with self._lock:
-            return self._is_held() and self._is_lost()
+            return self._is_released or self._is_refused or (self._is_held() and self._is_lost())
 
     def _is_held(self) -> bool:
         return self._fd >= 0 or bool(self._token)
@@ -181,8 +185,7 @@ class RootLock:
         if found.get("token") != token:  # another one took it in the same moment, after us
             raise self._refusal(*_holder(found))
         self._token = token
-        thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._ended), name="asyncckpt-lease")
-        thread.daemon = True
+        thread = BackgroundThread(_renew, "asyncckpt-lease", (weakref.ref(self), self._ended), end=self._ended.set)
         try:
             thread.start()
         except RuntimeError as error:  # can't start new thread

@@ -120,6 +120,7 @@ def prune(
     delete: bool = True,
     restored: SaveId | None = None,
     verifies: Callable[[Stored], bool] | None = None,
+    is_ours: Callable[[], bool] = lambda: True,
 ) -> list[Pruned]:
     """Remove the checkpoints that the policy gives up, in the order in which they go.
 
@@ -145,6 +146,8 @@ def prune(
         delete: False only says what would go.
         restored: What this run has restored from, until it has committed one of its own.
         verifies: Whether a checkpoint is read back sound; None: by all of its checksums.
+        is_ours: Whether nobody else has the root meanwhile. Asked right before each goes: this process may have been
+            stopped for longer than others wait for it.
 
     Raises:
         OSError: `root` or its pins cannot be read: nothing was removed.
@@ -172,13 +175,13 @@ def prune(
             _log.info("%s stays: %s", os.path.join(root, one.name), resumed[one.name])
             done.append(Pruned(stored=one, is_removed=False, kept=resumed[one.name]))
         else:
-            done.append(_pruned(root, one, files, umask, package, busy, delete=delete))
+            done.append(_pruned(root, one, files, umask, package, busy, is_ours, delete=delete))
     if not is_sound:
         _log.warning("%s is not whole any more: nothing older is removed", os.path.join(root, newest.name))
     elif delete:
         rules = Rules(now=time.time(), older_than_s=dead_after_s, dead_before_epoch=newest.save_id.epoch)
         for name in found.names:
-            if name not in busy:
+            if name not in busy and is_ours():
                 _finish(os.path.join(root, name), files, umask)
                 _sweep(os.path.join(root, name), rules, files, umask, package)
     return done
@@ -234,14 +237,22 @@ def is_read_back(path: str, save_id: SaveId, files: Files) -> bool:
 
 
 def _pruned(
-    root: str, one: Stored, files: Files, umask: int, package: str, busy: Collection[str], *, delete: bool
+    root: str,
+    one: Stored,
+    files: Files,
+    umask: int,
+    package: str,
+    busy: Collection[str],
+    is_ours: Callable[[], bool],
+    *,
+    delete: bool,
 ) -> Pruned:
     path = os.path.join(root, one.name)
     if not delete:
         return Pruned(stored=one, is_removed=True)
 
     def is_wanted() -> bool:
-        return one.name in busy or is_pinned(path, files)
+        return one.name in busy or is_pinned(path, files) or not is_ours()
 
     try:
         gone = retire(path, one.save_id, files, umask=umask, package=package, is_wanted=is_wanted)
@@ -250,7 +261,7 @@ def _pruned(
         return Pruned(stored=one, is_removed=False, error=error)
     if gone:
         _log.info("removed step %d, %s", one.step, path)
-    kept = "" if gone else "it was pinned or saved anew meanwhile, or is about to be"
+    kept = "" if gone else "it was pinned or saved anew meanwhile, or is about to be, or another training has the root"
     return Pruned(stored=one, is_removed=gone, kept=kept)
 
 

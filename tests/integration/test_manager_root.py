@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pathlib
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +22,7 @@ from storage_samples import flip_byte, shard_paths
 import asyncckpt
 from asyncckpt import CheckpointManager
 from asyncckpt.cli import main
-from asyncckpt.errors import AsyncCkptError, ConfigError, DirectoryInUseError
+from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.managing import housekeeping
 from asyncckpt.managing.root_lock import ROOT_LOCK_NAME
 
@@ -131,6 +134,86 @@ def test_two_managers_of_one_process_take_turns(manager: Callable[..., Checkpoin
     save(second, 2)
     second.close()
     assert manager().all_steps() == [1, 2]
+
+
+def test_a_manager_that_was_dropped_gives_the_root_back(shared_worker: RealWorker, root: pathlib.Path) -> None:
+    for step in (1, 2, 3):
+        dropped = CheckpointManager(root, endpoint=shared_worker.endpoint, max_to_keep=1, preemption_signal=())
+        save(dropped, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del dropped
+            gc.collect()
+        wait_until(lambda: not (root / LOCK_NAME).exists(), "nobody holds it any more")
+    assert not [one for one in threading.enumerate() if one.name == "asyncckpt-retention"]
+
+
+@pytest.mark.parametrize("becomes", ["another one's", "nobody's", "released"])
+def test_what_is_lost_while_a_checkpoint_is_read_back_is_not_removed(
+    manager: Callable[..., CheckpointManager], root: pathlib.Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    def stopped_for_long(*arguments: Any) -> bool:
+        if becomes == "released":
+            assert second._root_lock is not None
+            second._root_lock.release()
+        else:
+            (root / LOCK_NAME).unlink()
+        if becomes == "another one's":
+            (root / LOCK_NAME).write_text("{}")
+        return True
+
+    with manager() as first:
+        save(first, 1, 2)
+    with manager(max_to_keep=1) as second:
+        assert restore(second) == 2
+        monkeypatch.setattr(housekeeping, "is_read_back", stopped_for_long)
+        save(second, 3)
+        assert second.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_lock_whose_file_was_removed_is_taken_again_before_anything_goes(
+    manager: Callable[..., CheckpointManager], shared_worker: RealWorker, root: pathlib.Path, is_taken: bool
+) -> None:
+    with manager(max_to_keep=1) as one:
+        for step in (1, 2):
+            handle = one.checkpointer.save(state_of(step), root / f"step-{step:08d}", step=step)
+            handle.written.result(DEADLINE_S)
+        save(one, 3)
+        one._house._policy = manager()._house._policy
+        save(one, 4)
+        (root / LOCK_NAME).unlink()
+        with holding(root, shared_worker, 5) if is_taken else contextlib.nullcontext() as other:
+            one._house._policy = manager(max_to_keep=1)._house._policy
+            for _ in range(2):
+                one._house.tidy()
+                one.wait()
+            assert (root / LOCK_NAME).exists()
+            there = one.all_steps()
+            if other is not None:
+                with pytest.raises(DirectoryInUseError):
+                    one.save(6, state_of(6))
+                one._house.tidy()
+                one.wait()
+                there = one.all_steps()
+                other.communicate(b"", timeout=DEADLINE_S)
+        assert [step for step in there if step < 5] == ([3, 4] if is_taken else [4])
+
+
+def test_an_interrupt_while_the_last_state_is_saved_closes_the_manager_all_the_same(
+    manager: Callable[..., CheckpointManager], root: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(error: BaseException) -> bool:
+        raise KeyboardInterrupt
+
+    one = manager()
+    monkeypatch.setattr(one, "_save_after", interrupted)
+    with pytest.raises(KeyboardInterrupt), one:
+        save(one, 1)
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+    assert not (root / LOCK_NAME).exists()
+    with pytest.raises(CheckpointerClosedError):
+        one.save(2, state_of(2))
 
 
 def test_after_a_killed_one_the_next_saves_at_once_while_the_worker_may_still_write(
