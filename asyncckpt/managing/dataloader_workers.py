@@ -10,6 +10,7 @@ not loaded, there are no workers.
 from __future__ import annotations
 
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -25,6 +26,12 @@ _OF_A_DATASET = "in DataLoader worker process"
 """In the message of an error that a worker raised itself and sent here: a mistake in the user's data set."""
 
 _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"
+
+
+def have_been_started() -> bool:
+    """Whether a DataLoader of this process has had workers. Takes no time."""
+    handling = sys.modules.get(_TORCH_HANDLER)
+    return handling is not None and bool(getattr(handling, "_SIGCHLD_handler_set", True))
 
 
 def is_of_killed_workers(error: BaseException) -> bool:

@@ -5,21 +5,30 @@ What is known is the step for which `should_save` or `reached_preemption` was ca
 step only if nothing was trained since: no tensor of a sample, nor its gradient, was written to, and no optimizer has
 stepped. A write through `.data`, or by a CUDA graph outside of an optimizer's `step()`, is not seen (the exception of
 promise P2).
+
+A state that is not kept current, such as one that was made for a save, proves nothing at later steps: it is let go, as
+it may hold a copy of everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from asyncckpt.managing.dataloader_workers import have_been_started
 from asyncckpt.steps import step_in
 
 SAMPLE = 64
 """How many parameters are looked at, and how many buffers: some 100 ns each at every step. Chosen: a step writes to all
 parameters that it trains, and a forward to all buffers that it updates."""
+
+_VERSION, _GRADIENT = attrgetter("_version"), attrgetter("grad")
+_NOT_ASKED = object()
 
 
 class LastState:
@@ -35,17 +44,22 @@ class LastState:
         self._sample: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
         self._step: int | None = None
-        self._recorded: object = None
+        self._recorded: list[int] = []
         self._optimizer_steps = 0
-        self._hook = register_optimizer_step_post_hook(self._has_stepped) if is_on else None
-
-    def _has_stepped(self, *_: Any) -> None:
-        self._optimizer_steps += 1
+        self._plain = ""
+        self._said: object = _NOT_ASKED
+        self._was_let_go = False
+        self._unhook: Callable[[], object] = lambda: None
+        if is_on:
+            # IMPORTANT: torch keeps a hook until it is removed: it must not keep the state of a dropped manager alive.
+            me = weakref.ref(self)
+            self._unhook = weakref.finalize(self, register_optimizer_step_post_hook(lambda *_: _count(me())).remove)
 
     def record_state(self, state: Mapping[Any, Any] | None, step: int | None) -> None:
         """Remember a state that was passed to `save` or `restore`, at `step`. `step=None`: nothing was restored."""
         if not self.is_on or state is None:
             return
+        self._plain, self._said, self._was_let_go = _plain_in(state), _NOT_ASKED, False
         if state is not self.state:
             self.state, parameters, buffers = state, list[torch.Tensor](), list[torch.Tensor]()
             for one in _objects(state):
@@ -56,18 +70,30 @@ class LastState:
                     parameters += [p for group in one.param_groups for p in group["params"]]
             self._parameters = [one for one in _spread(parameters) if one.is_leaf]  # others have no gradient to ask for
             self._sample = self._parameters + _spread(buffers)
-        self.record_step(step)
+        self._step, self._recorded = step, self._counts()
 
-    def record_step(self, step: int | None) -> None:
-        """Remember that the training is at the end of `step`."""
-        if self.is_on and self.state is not None:
-            self._step, self._recorded = step, self._counts()
+    def record_step(self, step: int) -> None:
+        """Remember that the training is at the end of `step`. Again at the same one is fine."""
+        if self.state is None or (step == self._step and self._recorded_steps == self._optimizer_steps):
+            return
+        if self._plain:
+            said = step_in(self.state)
+            if said == self._said != step:
+                self.state, self._was_let_go = None, True
+                return
+            self._said = said
+        self._step, self._recorded = step, self._counts() if have_been_started() else []
 
-    def _counts(self) -> object:
-        versions = [one._version for one in self._sample]
-        for one in self._parameters:
-            versions.append(-1 if one.grad is None else one.grad._version)
-        return versions, self._optimizer_steps
+    @property
+    def _recorded_steps(self) -> int:
+        return self._recorded[-1] if self._recorded else -1
+
+    def _counts(self) -> list[int]:
+        """Return what a training step changes: versions of tensors and gradients, and the steps of optimizers."""
+        gradients = map(_GRADIENT, self._parameters)
+        versions = [*map(_VERSION, self._sample), *(-1 if one is None else one._version for one in gradients)]
+        versions.append(self._optimizer_steps)
+        return versions
 
     def has_trained_since(self) -> bool:
         """Whether anything was trained since the last call of `record_state` or `record_step`."""
@@ -81,22 +107,34 @@ class LastState:
         """
         state = self.state
         if state is None:
+            if self._was_let_go:
+                return f"{self._plain} in the state that was passed last is of an earlier step: its 'step' stayed"
             return "no state was passed to save or restore"
         if step is None or step != self._step:
             return "should_save or reached_preemption was not called since the state was passed to save or restore"
+        if not self._recorded:
+            return f"no DataLoader had workers yet at the end of step {step}"
         if self.has_trained_since():
             return f"training has gone on since step {step}: it is in the middle of a step"
-        # A value without state_dict() may be a copy from an earlier step, unless the mapping's own `step` is current.
-        plain = [key for key, one in state.items() if not callable(getattr(one, "state_dict", None))]
+        plain = _plain_in(state)
         if plain and step_in(state) != step:
-            return f"{plain[0]!r} in the state that was passed last may be of an earlier step: its 'step' is not {step}"
+            return f"{plain} in the state that was passed last may be of an earlier step: its 'step' is not {step}"
         return ""
 
     def close(self) -> None:
         """Drop the state and its hook. Twice is fine."""
-        if self._hook is not None:
-            self._hook.remove()
-        self.state, self._sample, self._parameters, self.is_on, self._hook = None, [], [], False, None
+        self._unhook()
+        self.state, self._sample, self._parameters, self.is_on = None, [], [], False
+
+
+def _count(last: LastState | None) -> None:
+    if last is not None:
+        last._optimizer_steps += 1
+
+
+def _plain_in(state: Mapping[Any, Any]) -> str:
+    """Return a key whose value has no state_dict(): it may be a copy, unless the mapping's `step` is current."""
+    return next((repr(key) for key, one in state.items() if not callable(getattr(one, "state_dict", None))), "")
 
 
 def _objects(state: Any) -> Iterator[Any]:

@@ -144,7 +144,7 @@ def test_a_manager_that_was_dropped_gives_the_root_back(shared_worker: RealWorke
             warnings.simplefilter("ignore", ResourceWarning)
             del dropped
             gc.collect()
-        wait_until(lambda: not (root / LOCK_NAME).exists(), "nobody holds it any more")
+        wait_until(lambda: not (root / ROOT_LOCK_NAME).exists(), "nobody holds it any more")
     assert not [one for one in threading.enumerate() if one.name == "asyncckpt-retention"]
 
 
@@ -157,9 +157,9 @@ def test_what_is_lost_while_a_checkpoint_is_read_back_is_not_removed(
             assert second._root_lock is not None
             second._root_lock.release()
         else:
-            (root / LOCK_NAME).unlink()
+            (root / ROOT_LOCK_NAME).unlink()
         if becomes == "another one's":
-            (root / LOCK_NAME).write_text("{}")
+            (root / ROOT_LOCK_NAME).write_text("{}")
         return True
 
     with manager() as first:
@@ -182,13 +182,13 @@ def test_a_lock_whose_file_was_removed_is_taken_again_before_anything_goes(
         save(one, 3)
         one._house._policy = manager()._house._policy
         save(one, 4)
-        (root / LOCK_NAME).unlink()
+        (root / ROOT_LOCK_NAME).unlink()
         with holding(root, shared_worker, 5) if is_taken else contextlib.nullcontext() as other:
             one._house._policy = manager(max_to_keep=1)._house._policy
             for _ in range(2):
                 one._house.tidy()
                 one.wait()
-            assert (root / LOCK_NAME).exists()
+            assert (root / ROOT_LOCK_NAME).exists()
             there = one.all_steps()
             if other is not None:
                 with pytest.raises(DirectoryInUseError):
@@ -211,7 +211,7 @@ def test_an_interrupt_while_the_last_state_is_saved_closes_the_manager_all_the_s
     with pytest.raises(KeyboardInterrupt), one:
         save(one, 1)
         raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
-    assert not (root / LOCK_NAME).exists()
+    assert not (root / ROOT_LOCK_NAME).exists()
     with pytest.raises(CheckpointerClosedError):
         one.save(2, state_of(2))
 
