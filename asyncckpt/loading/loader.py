@@ -56,8 +56,10 @@ def load(
             other list or tuple must have as many members as were saved.
             Objects with a `load_state_dict()` are given the whole state that was saved under their name. The tensors of
             a module are filled in place before that, in the bare module, and what the module has and the checkpoint
-            lacks is missing. A module whose state holds dicts or lists is given new values only. The state that an
-            optimizer keeps for its parameters has the dtypes that were saved.
+            lacks is missing; so is what its own state names and it does not take. Where something was saved for a
+            parameter or buffer that is None, or for a submodule without members, a warning names it. A module whose
+            state holds dicts or lists is given new values only. The state that an optimizer keeps for its parameters
+            has the dtypes that were saved.
             Tensors that share memory hold what was saved under each of their names, or the load fails. Two names of one
             tensor are filled from one saved tensor, or from two with equal values; a name that was not saved is filled
             by the other one. Other views that share elements are read again and compared after they were filled.
