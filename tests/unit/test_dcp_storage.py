@@ -393,7 +393,7 @@ def fake() -> torch.Tensor:
         (lambda: torch.nn.Linear(2, 3, device="meta").weight, "on meta"),
         (lambda: states.resized(0), "no memory"),
         (lambda: states.resized(3999), "fewer bytes"),
-        (fake, "no memory"),
+        (fake, "of type FakeTensor"),
     ],
     ids=["meta", "parameter", "freed", "shrunk", "fake"],
 )
