@@ -190,12 +190,13 @@ class Connection:
             self._opening.release()
         session, self.session = self.session, None
         if session is not None:
-            if session.error is None:
-                try:
+            try:
+                if session.error is None:
                     session.call(lambda n: messages.Goodbye(id=n), min(GOODBYE_TIMEOUT_S, left()), late_s=0.2)
-                except AsyncCkptError as error:
-                    _log.debug("goodbye was not answered: %s", error)
-            session.close(left())
+            except AsyncCkptError as error:
+                _log.debug("goodbye was not answered: %s", error)
+            finally:  # after an interrupt, or what a signal handler raises, too: else its thread goes on
+                session.close(left())
         if self._connecting is not None:
             self._connecting.join(left())
         return True

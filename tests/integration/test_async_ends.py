@@ -25,6 +25,7 @@ from asyncckpt.errors import (
     ReentrantCallError,
     WaitTimeoutError,
 )
+from asyncckpt.session import Session
 from tests.warm_python import WarmPython
 
 STATE = {"w": torch.arange(100_000.0), "n": {"lr": 0.1}}
@@ -70,6 +71,22 @@ def test_closing_twice_is_fine_and_everything_after_it_raises(
         with pytest.raises(CheckpointerClosedError):
             call()
     assert checkpointer.pending() == []
+
+
+def test_an_interrupt_while_it_says_goodbye_leaves_no_thread(
+    worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = AsyncCheckpointer(endpoint=worker.endpoint)
+    checkpointer.save({"w": torch.ones(3)}, tmp_path / "a").written.result(60)
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    assert not [one for one in threading.enumerate() if one.name == "asyncckpt-client"]
+    checkpointer._process.pool.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("how", ["argument", "field"])
