@@ -178,6 +178,7 @@ class _Load:
         self._path, self._touched = contents.path, touched
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
+        self._saved.restore_numbers(lambda number: self._objects.value(*self._saved.object_at(number)))
         self._filler = Filler(
             contents,
             files,

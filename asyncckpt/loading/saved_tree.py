@@ -7,12 +7,14 @@ seen by the same rank number of a world of the same size only; for everybody els
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 from asyncckpt.config import RankInfo
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.tree import Node, Path, fqn_of, leaves, named_leaves
 from asyncckpt.loading.selection import HOLE, prefixes
 from asyncckpt.storage.contents import Contents, SavedTensor
@@ -64,6 +66,16 @@ class SavedTree:
                 self._away.update(dict.fromkeys(view.away))
             joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
         self.tree: Node = joined or ("d", ())
+
+    def restore_numbers(self, value_of: Callable[[int], Any]) -> None:
+        """Let the states of optimizers have numbers as keys again, where they were saved under texts of them.
+
+        IMPORTANT: `dcp.save` makes these texts, and an optimizer would take its parameters' state for that of others.
+
+        Args:
+            value_of: The value of an object, by its number.
+        """
+        self.tree = _numbered(self.tree, value_of)
 
     def object_at(self, number: int) -> tuple[int, int]:
         """Return (rank, the rank's own number) of an object."""
@@ -135,6 +147,40 @@ def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
         keyed = zip(node[1][::2], node[1][1::2], strict=True) if node[0] in ("d", "o") else enumerate(node[1])
         for key, child in keyed:
             yield from _all_nodes(child, (*path, key))
+
+
+def _numbered(node: Node, value_of: Callable[[int], Any]) -> Node:
+    if node[0] not in _INNER:
+        return node
+    if node[0] not in ("d", "o"):
+        members = tuple(_numbered(member, value_of) for member in node[1])
+        return (node[0], members, *node[2:]) if any(a is not b for a, b in zip(members, node[1], strict=True)) else node
+    entries = dict(zip(node[1][::2], node[1][1::2], strict=True))
+    found = {key: _numbered(child, value_of) for key, child in entries.items()}
+    state = found.get("state", HOLE)
+    if "param_groups" in found and state[0] in ("d", "o") and state[1]:
+        keys = state[1][::2]
+        if all(type(key) is str and key.isdecimal() and str(int(key)) == key for key in keys):
+            numbers = _parameter_numbers(found["param_groups"], value_of)
+            if numbers.issuperset(map(int, keys)):
+                items = tuple(int(one) if n % 2 == 0 else one for n, one in enumerate(state[1]))
+                found["state"] = (state[0], items, *state[2:])
+    if all(found[key] is entries[key] for key in entries):
+        return node
+    return (node[0], tuple(one for item in found.items() for one in item), *node[2:])
+
+
+def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]:
+    """Return by which numbers the groups of an optimizer know its parameters; none, where they know them by names."""
+    leaves_of_groups = [
+        node for path, node in leaves(groups) if node[0] == "O" and len(path) > 1 and path[1] == "params"
+    ]
+    numbers: set[int] = set()
+    with contextlib.suppress(AsyncCkptError, OSError):  # who asks for what cannot be read is told then
+        for node in leaves_of_groups:
+            value = value_of(node[1])
+            numbers.update(one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
+    return numbers
 
 
 def _has_per_rank(node: Node) -> bool:

@@ -88,7 +88,9 @@ def test_every_leaf_comes_back_by_stock_load_and_by_ours(tmp_path: Path, threads
     found = dcp_calls.load(dcp_calls.erased(saved), StorageReader(tmp_path / "c", threads=threads))
     states.assert_same(found, saved)
     fresh = asyncckpt.load(tmp_path / "c")
-    states.assert_same(fresh, text_keys(saved))
+    texts = text_keys(saved)
+    texts["optim"]["state"] = {int(key): one for key, one in texts["optim"]["state"].items()}  # which are numbers again
+    states.assert_same(fresh, texts)
     assert list(fresh) == list(saved)
     assert is_sound(tmp_path / "c")
 

@@ -15,8 +15,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
 import asyncckpt  # noqa: E402
 from asyncckpt import SyncCheckpointer  # noqa: E402
+from asyncckpt.dcp import StorageWriter  # noqa: E402
 from asyncckpt.errors import StateLoadError  # noqa: E402
 
 L = torch.optim.lr_scheduler
@@ -449,3 +452,62 @@ def test_no_state_dict_is_called_that_may_wait_for_other_ranks(tmp_path: pathlib
     assert (target["e"].n_asked, target["o"].n_asked) == (0, 0)
     (state,) = target["o"].state.values()
     assert state["momentum_buffer"].tolist() == [2, 2, 2] and torch.equal(target["e"].state["a"], torch.ones(2))
+
+
+# ---- what stock dcp.save makes of the numbers of parameters ---------------------------------------------------------
+
+
+def _two_groups() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    return model, O.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}])
+
+
+def _written_by_dcp(how: str, state: dict[str, Any], at: pathlib.Path) -> str:
+    if how == "our writer":
+        dcp.save(state, storage_writer=StorageWriter(at / "a", use_worker=False), no_dist=True)
+        return str(at / "a")
+    if how == "converted to dcp":
+        with asyncckpt.SyncCheckpointer() as checkpointer:
+            checkpointer.save(state, at / "a")
+        asyncckpt.convert(at / "a", at / "b", to="dcp")
+        return str(at / "b")
+    dcp.save(state, checkpoint_id=str(at / "a"), no_dist=True)
+    if how == "stock":
+        return str(at / "a")
+    target = at / ("b.pt" if how == "torch" else "b")
+    asyncckpt.convert(at / "a", target, to=how)
+    return str(target)
+
+
+@pytest.mark.parametrize("how", ["stock", "our writer", "converted to dcp", "torch", "asyncckpt"])
+@pytest.mark.parametrize("target", ["an optimizer", "one that has stepped", "a fresh dict", "{}", "None", "nothing"])
+def test_a_state_that_dcp_saved_goes_to_the_parameters_that_it_is_of(
+    tmp_path: pathlib.Path, how: str, target: str
+) -> None:
+    model, optimizer = _two_groups()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    path = _written_by_dcp(how, {"o": optimizer.state_dict(), "step": 1}, tmp_path)
+    other, fresh = _two_groups()
+    if target == "one that has stepped":
+        other(torch.randn(1, 2)).sum().backward()
+        fresh.step()
+    if target in ("an optimizer", "one that has stepped"):
+        asyncckpt.load(path, {"o": fresh})
+    else:
+        value = {"a fresh dict": fresh.state_dict(), "{}": {}}.get(target)
+        found = asyncckpt.load(path, None if target == "nothing" else {"o": value})
+        fresh.load_state_dict(found["o"])
+    assert [type(key) for key in fresh.state] == [torch.nn.Parameter] * 2
+    for key, parameter in (("weight", other.weight), ("bias", other.bias)):
+        saved = optimizer.state[getattr(model, key)]
+        assert torch.equal(fresh.state[parameter]["exp_avg"], saved["exp_avg"]), key
+    assert fresh.param_groups[1]["lr"] == 0.5
+
+
+def test_parameters_that_a_state_knows_by_names_keep_them_also_if_these_are_digits(tmp_path: pathlib.Path) -> None:
+    state = {"o": {"state": {"0": {"m": torch.ones(1)}}, "param_groups": [{"params": ["0"]}]}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    found = asyncckpt.load(tmp_path / "a")["o"]
+    assert list(found["state"]) == ["0"] and found["param_groups"][0]["params"] == ["0"]
